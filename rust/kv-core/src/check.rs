@@ -1,0 +1,159 @@
+//! The validator: recounts everything from scratch and reports the first difference.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::ids::{BlockId, NodeIdx};
+use crate::manager::BlockManager;
+
+impl BlockManager {
+    /// Recounts references, states, the queue, the tree and the plan. O(blocks + tokens).
+    ///
+    /// Leases may be dropped by other threads meanwhile; everything else must stand still.
+    ///
+    /// # Errors
+    /// The first difference found, in words: a bug in this crate.
+    pub fn check(&mut self) -> Result<(), String> {
+        self.read_mail();
+        self.queue.check()?;
+        let held = self.check_sequences()?;
+        self.check_blocks(&held)?;
+        let mut roots: HashMap<NodeIdx, u32> = HashMap::new();
+        for seq in self.sequences.iter() {
+            *roots.entry(seq.root).or_default() += 1;
+        }
+        self.tree.check(&roots)?;
+        self.check_plan()
+    }
+
+    /// Table entries per block.
+    fn check_sequences(&self) -> Result<Vec<u32>, String> {
+        let mut held = vec![0_u32; self.config.num_blocks];
+        let block_size = self.config.block_size;
+        for seq in self.sequences.iter() {
+            let id = seq.id;
+            let distinct: HashSet<BlockId> = seq.table.iter().copied().collect();
+            if distinct.len() != seq.table.len() {
+                return Err(format!(
+                    "sequence {id} holds a block twice: {:?}",
+                    seq.table
+                ));
+            }
+            for block in &seq.table {
+                held[block.at()] += 1;
+            }
+            if seq.computed > seq.tokens.len() || seq.computed > seq.table.len() * block_size {
+                return Err(format!(
+                    "sequence {id}: {} computed of {} tokens in {} blocks",
+                    seq.computed,
+                    seq.tokens.len(),
+                    seq.table.len()
+                ));
+            }
+            let mut node = seq.chain.tip;
+            for index in (0..seq.chain.blocks).rev() {
+                let tokens = &seq.tokens[index * block_size..][..block_size];
+                if self.tree.block(node) != Some(seq.table[index])
+                    || self.blocks[seq.table[index].at()].node != node
+                    || self.tree.tokens(node) != tokens
+                    || seq.hashes.get(index) != Some(&self.tree.hash(node))
+                {
+                    return Err(format!("sequence {id}: block {index} is not its content's"));
+                }
+                node = self
+                    .tree
+                    .parent(node)
+                    .ok_or("a chain longer than its tree")?;
+            }
+            if node != seq.root {
+                return Err(format!("sequence {id} does not hang from its namespace"));
+            }
+            if seq.dropped && !seq.planned {
+                return Err(format!("sequence {id} was dropped and lives on"));
+            }
+        }
+        Ok(held)
+    }
+
+    fn check_blocks(&self, held: &[u32]) -> Result<(), String> {
+        let (_, most) = self.shared.lease_refs();
+        let (mut active, mut idle, mut by_leases) = (0, 0, 0);
+        for (index, block) in self.blocks.iter().enumerate() {
+            let id = BlockId::new(index);
+            let (refs, queued) = (self.shared.refs(id), self.queue.contains(id));
+            if block.seq_refs != held[index] {
+                return Err(format!(
+                    "{id:?} has seq_refs {}, counted {}",
+                    block.seq_refs, held[index]
+                ));
+            }
+            let Some(leases) = refs.checked_sub(held[index]) else {
+                return Err(format!("{id:?} has refs {refs}, {} in tables", held[index]));
+            };
+            by_leases += leases as usize;
+            if queued && refs > 0 {
+                return Err(format!("{id:?} is in the queue with refs {refs}"));
+            }
+            active += usize::from(held[index] > 0);
+            idle += usize::from(queued && block.node != NodeIdx::NONE);
+            if let Some(node) = block.node.some()
+                && self.tree.block(node) != Some(id)
+            {
+                return Err(format!("{id:?} holds {node:?}, which names another block"));
+            }
+        }
+        let (least, _) = self.shared.lease_refs();
+        if by_leases > most || by_leases < least {
+            return Err(format!(
+                "leases hold {by_leases} blocks, counted {least} to {most}"
+            ));
+        }
+        if (active, idle) != (self.active, self.idle) {
+            return Err(format!(
+                "ledger: {} active and {} idle, counted {active} and {idle}",
+                self.active, self.idle
+            ));
+        }
+        self.check_order()
+    }
+
+    /// Blocks without content come before those with one.
+    fn check_order(&self) -> Result<(), String> {
+        let with_content = |block: BlockId| self.blocks[block.at()].node != NodeIdx::NONE;
+        if self.queue.iter().is_sorted_by_key(with_content) {
+            return Ok(());
+        }
+        Err("free queue: a free block behind an idle one".into())
+    }
+
+    fn check_plan(&self) -> Result<(), String> {
+        let planned = self.sequences.iter().filter(|seq| seq.planned).count();
+        let Some(plan) = &self.open else {
+            return match planned {
+                0 => Ok(()),
+                n => Err(format!("{n} sequences planned, no plan open")),
+            };
+        };
+        let slots: HashSet<u32> = plan.entries.iter().map(|entry| entry.slot).collect();
+        let tokens: usize = plan.entries.iter().map(|entry| entry.len).sum();
+        let samples = plan.entries.iter().filter(|entry| entry.samples).count();
+        if slots.len() != plan.entries.len() || slots.len() != planned {
+            return Err(format!(
+                "the plan has {} entries, {planned} sequences say so",
+                plan.entries.len()
+            ));
+        }
+        if (tokens, samples) != (plan.num_tokens, plan.num_samples) {
+            return Err(format!(
+                "the plan has {} tokens and {} samples, counted {tokens} and {samples}",
+                plan.num_tokens, plan.num_samples
+            ));
+        }
+        for entry in &plan.entries {
+            let seq = self.sequences.at(entry.slot);
+            if seq.table.len() * self.config.block_size < entry.start + entry.len {
+                return Err(format!("sequence {} is planned without blocks", seq.id));
+            }
+        }
+        Ok(())
+    }
+}

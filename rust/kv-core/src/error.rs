@@ -1,0 +1,161 @@
+//! Misuse. Running out of blocks or budget is an answer, not an error.
+
+use std::fmt;
+
+/// Why a call was refused. The call that returns one has changed nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// `block_size` outside `1..=65536`.
+    BlockSize(usize),
+    /// `num_blocks` outside `1..=2^31`.
+    NumBlocks(usize),
+    /// `hash_bits` outside `0..=128`.
+    HashBits(u32),
+    /// The tables of a pool this large do not fit into memory.
+    OutOfMemory {
+        /// Blocks asked for.
+        num_blocks: usize,
+    },
+    /// A sequence without tokens.
+    EmptySequence,
+    /// The sequence was freed.
+    FreedSequence,
+    /// A sequence, lease or plan of another manager.
+    Foreign(&'static str),
+    /// The lease was released.
+    ReleasedLease,
+    /// The lease's tokens (or namespace) are not a prefix of the sequence's.
+    LeaseMismatch {
+        /// Tokens that the lease covers.
+        lease_tokens: usize,
+        /// Tokens of the sequence.
+        sequence_tokens: usize,
+    },
+    /// `attach` on a sequence that holds blocks already.
+    NotFresh {
+        /// Blocks in its table.
+        blocks: usize,
+    },
+    /// The call needs a sequence that no open plan holds.
+    InPlan {
+        /// The sequence's id.
+        sequence: u64,
+    },
+    /// `cancel` of a sequence that is not in the plan.
+    NotPlanned {
+        /// The sequence's id.
+        sequence: u64,
+    },
+    /// `decode` of a sequence that has not exactly one token left to compute.
+    NotDecoding {
+        /// The sequence's id.
+        sequence: u64,
+        /// Tokens whose KV is not computed.
+        uncomputed: usize,
+    },
+    /// `prefill` of a sequence whose every token is computed.
+    NothingToCompute {
+        /// The sequence's id.
+        sequence: u64,
+    },
+    /// `begin_step` while another plan is open.
+    PlanOpen {
+        /// The open plan.
+        plan: u64,
+    },
+    /// The plan was committed or rolled back.
+    PlanClosed {
+        /// The closed plan.
+        plan: u64,
+    },
+    /// `commit` with a wrong number of tokens.
+    SampleCount {
+        /// Rows of the plan that sample.
+        expected: usize,
+        /// Tokens given.
+        given: usize,
+    },
+    /// An input array is too small for the plan.
+    BufferTooSmall {
+        /// The array's name.
+        name: &'static str,
+        /// Elements (or columns) needed.
+        needed: usize,
+        /// Elements (or columns) there.
+        given: usize,
+    },
+    /// No such block.
+    UnknownBlock {
+        /// The id asked for.
+        block: u32,
+        /// Blocks in the pool.
+        num_blocks: usize,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use Error::*;
+        match self {
+            BlockSize(got) => write!(f, "block_size must be 1 to 65536, got {got}"),
+            NumBlocks(got) => write!(f, "num_blocks must be 1 to 2147483648, got {got}"),
+            HashBits(got) => write!(f, "hash_bits must be 0 to 128, got {got}"),
+            OutOfMemory { num_blocks } => write!(
+                f,
+                "the tables of {num_blocks} blocks do not fit into memory; ask for fewer blocks or a larger block_size"
+            ),
+            EmptySequence => write!(f, "a sequence needs at least one token, got none"),
+            FreedSequence => write!(f, "this sequence was freed; make a new one"),
+            Foreign(what) => write!(f, "this {what} belongs to another BlockManager"),
+            ReleasedLease => write!(f, "this lease was released; match the prefix again"),
+            LeaseMismatch {
+                lease_tokens,
+                sequence_tokens,
+            } => write!(
+                f,
+                "the lease's {lease_tokens} tokens are not a prefix of the sequence's {sequence_tokens} in the same namespace"
+            ),
+            NotFresh { blocks } => write!(
+                f,
+                "a lease is attached to a sequence without blocks, this one holds {blocks}; reset it first"
+            ),
+            InPlan { sequence } => write!(
+                f,
+                "sequence {sequence} is in an open plan; commit it, roll it back or cancel the sequence first"
+            ),
+            NotPlanned { sequence } => write!(f, "sequence {sequence} is not in this plan"),
+            NotDecoding {
+                sequence,
+                uncomputed,
+            } => write!(
+                f,
+                "decode computes one token, sequence {sequence} has {uncomputed} left to compute; use prefill"
+            ),
+            NothingToCompute { sequence } => {
+                write!(f, "every token of sequence {sequence} is computed already")
+            }
+            PlanOpen { plan } => write!(
+                f,
+                "step {plan} is still open; commit it or roll it back first"
+            ),
+            PlanClosed { plan } => write!(f, "step {plan} was committed or rolled back already"),
+            SampleCount { expected, given } => write!(
+                f,
+                "the plan samples {expected} tokens, commit was given {given}"
+            ),
+            BufferTooSmall {
+                name,
+                needed,
+                given,
+            } => write!(
+                f,
+                "array {name} holds {given} elements per row, this plan needs {needed}"
+            ),
+            UnknownBlock { block, num_blocks } => {
+                write!(f, "block {block} is outside the pool of {num_blocks}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,171 @@
+//! Filling a step's inputs into the caller's arrays.
+//!
+//! The arrays are cells, so that they may be views of memory that other code can also see (a NumPy
+//! array, a pinned tensor), without copies and without `unsafe`.
+
+use std::cell::Cell;
+
+use crate::error::Error;
+use crate::ids::PlanKey;
+use crate::manager::BlockManager;
+
+/// An array of the caller, 32 or 64 bits wide.
+#[derive(Clone, Copy, Debug)]
+pub enum IntArray<'a> {
+    /// int32
+    I32(&'a [Cell<i32>]),
+    /// int64
+    I64(&'a [Cell<i64>]),
+}
+
+impl IntArray<'_> {
+    fn len(&self) -> usize {
+        match self {
+            IntArray::I32(cells) => cells.len(),
+            IntArray::I64(cells) => cells.len(),
+        }
+    }
+
+    /// Writes `values` from element `at` on.
+    #[inline]
+    fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
+        match self {
+            IntArray::I32(cells) => cells[at..]
+                .iter()
+                .zip(values)
+                .for_each(|(c, v)| c.set(v as i32)),
+            IntArray::I64(cells) => cells[at..].iter().zip(values).for_each(|(c, v)| c.set(v)),
+        }
+    }
+}
+
+/// The arrays of one step. T: tokens, B: sequences, S: sampling rows.
+#[derive(Clone, Copy, Debug)]
+pub struct StepArrays<'a> {
+    /// `[>= T]`: the tokens to compute.
+    pub input_ids: IntArray<'a>,
+    /// `[>= T]`: their positions in their sequences.
+    pub positions: IntArray<'a>,
+    /// `[>= T]`: where their KV goes, `block * block_size + offset`; -1: it is there already.
+    pub slot_mapping: IntArray<'a>,
+    /// `[>= B + 1]`: sequence `i` has the tokens `query_start_loc[i]..query_start_loc[i + 1]`.
+    pub query_start_loc: IntArray<'a>,
+    /// `[>= B]`: positions of the sequence whose KV is there once the step has run.
+    pub seq_lens: IntArray<'a>,
+    /// `[>= B, width]`, row-major: block tables. Past a row's end, what was there before stays.
+    pub block_tables: IntArray<'a>,
+    /// Columns of `block_tables`.
+    pub table_width: usize,
+    /// `[>= S]`: the rows of the token arrays whose logits give a token.
+    pub logits_indices: IntArray<'a>,
+}
+
+/// What a set of arrays holds in each row of its block tables, so that only changes are written.
+#[derive(Debug, Default)]
+pub struct TableRows {
+    /// Manager, sequence, table version, entries written.
+    rows: Vec<(u32, u64, u32, usize)>,
+}
+
+impl StepArrays<'_> {
+    fn check(
+        &self,
+        tokens: usize,
+        sequences: usize,
+        samples: usize,
+        width: usize,
+    ) -> Result<(), Error> {
+        let rows = self
+            .block_tables
+            .len()
+            .checked_div(self.table_width)
+            .unwrap_or(0);
+        for (name, needed, given) in [
+            ("input_ids", tokens, self.input_ids.len()),
+            ("positions", tokens, self.positions.len()),
+            ("slot_mapping", tokens, self.slot_mapping.len()),
+            ("query_start_loc", sequences + 1, self.query_start_loc.len()),
+            ("seq_lens", sequences, self.seq_lens.len()),
+            ("block_tables (rows)", sequences, rows),
+            ("block_tables (columns)", width, self.table_width),
+            ("logits_indices", samples, self.logits_indices.len()),
+        ] {
+            if needed > given {
+                return Err(Error::BufferTooSmall {
+                    name,
+                    needed,
+                    given,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BlockManager {
+    /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
+    pub fn fill(
+        &self,
+        plan: PlanKey,
+        arrays: &StepArrays<'_>,
+        written: &mut TableRows,
+    ) -> Result<(), Error> {
+        let plan = self.plan_of(plan)?;
+        let block_size = self.config.block_size;
+        let widest = plan
+            .entries
+            .iter()
+            .map(|entry| self.sequences.at(entry.slot).table.len())
+            .max()
+            .unwrap_or(0);
+        let sequences = plan.entries.len();
+        arrays.check(plan.num_tokens, sequences, plan.num_samples, widest)?;
+        if written.rows.len() < sequences {
+            written.rows.resize(sequences, (u32::MAX, 0, 0, 0));
+        }
+        let (mut at, mut sample) = (0, 0);
+        arrays.query_start_loc.write(0, std::iter::once(0));
+        for (row, entry) in plan.entries.iter().enumerate() {
+            let seq = self.sequences.at(entry.slot);
+            let (start, end) = (entry.start, entry.start + entry.len);
+            let tokens = seq.tokens[start..end].iter();
+            arrays
+                .input_ids
+                .write(at, tokens.map(|&token| i64::from(token)));
+            arrays.positions.write(at, start as i64..end as i64);
+            let slots = (start..end).map(|position| {
+                if seq.is_written(position, block_size) {
+                    return -1;
+                }
+                let block = seq.table[position / block_size].at();
+                (block * block_size + position % block_size) as i64
+            });
+            arrays.slot_mapping.write(at, slots);
+            at += entry.len;
+            arrays
+                .query_start_loc
+                .write(row + 1, std::iter::once(at as i64));
+            arrays.seq_lens.write(row, std::iter::once(end as i64));
+            if entry.samples {
+                arrays
+                    .logits_indices
+                    .write(sample, std::iter::once(at as i64 - 1));
+                sample += 1;
+            }
+            let now = (
+                self.shared.manager,
+                seq.id,
+                seq.table_version,
+                seq.table.len(),
+            );
+            let then = std::mem::replace(&mut written.rows[row], now);
+            let same = (then.0, then.1, then.2) == (now.0, now.1, now.2);
+            let from = if same { then.3.min(now.3) } else { 0 };
+            let blocks = seq.table[from..].iter().map(|block| i64::from(block.get()));
+            arrays
+                .block_tables
+                .write(row * arrays.table_width + from, blocks);
+        }
+        Ok(())
+    }
+}

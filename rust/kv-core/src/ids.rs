@@ -1,0 +1,99 @@
+//! Indices as types: a block is not a node is not a sequence.
+
+use std::fmt;
+
+macro_rules! index {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[allow(unreachable_pub)]
+        pub struct $name(u32);
+
+        #[allow(dead_code, unreachable_pub)] // the macro gives every index the same tools
+        impl $name {
+            /// "No such thing", for links inside flat arrays only; never part of an answer.
+            pub(crate) const NONE: Self = Self(u32::MAX);
+
+            /// The index as a number.
+            #[inline]
+            pub fn get(self) -> u32 {
+                self.0
+            }
+
+            #[inline]
+            pub(crate) fn new(index: usize) -> Self {
+                debug_assert!(index < u32::MAX as usize);
+                Self(index as u32)
+            }
+
+            #[inline]
+            pub(crate) fn at(self) -> usize {
+                self.0 as usize
+            }
+
+            #[inline]
+            pub(crate) fn some(self) -> Option<Self> {
+                (self != Self::NONE).then_some(self)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self.some() {
+                    Some(index) => write!(f, "{}({})", stringify!($name), index.0),
+                    None => write!(f, "{}(none)", stringify!($name)),
+                }
+            }
+        }
+    };
+}
+
+index!(
+    /// A physical block of KV cache, `0..num_blocks`.
+    BlockId
+);
+index!(
+    /// A slot of the content tree's arrays; reused after the node died.
+    NodeIdx
+);
+
+impl From<u32> for BlockId {
+    fn from(index: u32) -> Self {
+        Self(index)
+    }
+}
+
+/// The name of one content, unique for the life of the manager and never reused.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct ContentId(pub(crate) u64);
+
+impl ContentId {
+    /// The id as a number.
+    pub fn get(self) -> u64 {
+        self.0
+    }
+}
+
+/// A copyable reference to a sequence: which manager, which slot, which of the slot's tenants.
+///
+/// A key outlives its sequence without harm: every use is checked.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct SeqKey {
+    pub(crate) manager: u32,
+    pub(crate) slot: u32,
+    pub(crate) generation: u32,
+}
+
+/// A copyable reference to a step plan.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct PlanKey {
+    pub(crate) manager: u32,
+    pub(crate) serial: u64,
+}
+
+impl PlanKey {
+    /// The plan's number, counted from 1 in each manager.
+    pub fn serial(self) -> u64 {
+        self.serial
+    }
+}

@@ -1,0 +1,58 @@
+//! A KV-cache block manager.
+//!
+//! It decides which physical block holds the KV cache of which tokens. It never sees the cache
+//! itself: no tensors, no Python, no I/O.
+//!
+//! # The contract in short
+//!
+//! * **Two counters per block.** `refs` (atomic) counts every holder, `seq_refs` the live sequences.
+//!   The ledger `free + idle + active + leased = num_blocks` is exact after every call.
+//! * **An exact index.** Contents form a tree; a match is a hit only if parent and tokens are equal.
+//!   A hash collision costs a miss, never a wrong block.
+//! * **Late merge.** When a step is committed, each block that became full is looked up once more; a
+//!   content never has two registered blocks.
+//! * **All or nothing.** A call that cannot do all of its work changes nothing and says so. Running
+//!   out of blocks is an answer ([`Prefill::NoRoom`]), misuse is an [`Error`].
+//! * **Forgetting never leaks.** Dropping a handle frees its sequence, a lease, a plan; a lease may be
+//!   dropped by any thread, without the manager.
+//!
+//! ```
+//! use kv_core::{BlockManager, Config, Prefill};
+//!
+//! let mut manager = BlockManager::new(Config::new(8, 4))?;
+//! let prompt: Vec<u32> = (0..10).collect();
+//! for cached in [0, 8] {
+//!     let seq = manager.sequence(prompt.clone(), b"", true)?;
+//!     let plan = manager.begin_step(512)?;
+//!     let answer = manager.prefill(plan.key(), seq.key(), 512, Some(0))?;
+//!     let planned = Prefill::Planned { cached_tokens: cached, tokens: 10 - cached, samples: true };
+//!     assert_eq!(answer, planned);
+//!     manager.commit(plan.key(), &[42])?; // the token that the model gave
+//! } // the sequence is dropped: its full blocks stay, idle, for the next one
+//! assert_eq!(manager.ledger().idle, 2);
+//! # Ok::<(), kv_core::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod check;
+mod error;
+mod fill;
+mod hash;
+mod ids;
+mod manager;
+mod queue;
+mod sequence;
+mod shared;
+mod stats;
+mod step;
+mod sync;
+mod tree;
+
+pub use error::Error;
+pub use fill::{IntArray, StepArrays, TableRows};
+pub use hash::ContentHasher;
+pub use ids::{BlockId, ContentId, PlanKey, SeqKey};
+pub use manager::{BlockManager, Config, SequenceView};
+pub use shared::{Lease, PlanHandle, SeqHandle};
+pub use stats::{BlockState, Ledger, Stats};
+pub use step::{PlanView, Prefill, Redirect};

@@ -1,0 +1,182 @@
+//! Sequences: tokens, block table, how much is computed, where in the tree of contents they stand.
+
+use crate::error::Error;
+use crate::ids::{BlockId, NodeIdx, SeqKey};
+
+/// Where a sequence stands in the tree of contents.
+///
+/// Its first `blocks` table entries are the blocks of the nodes on the path to `tip`: ready, shared
+/// or shareable, and never written again.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chain {
+    pub(crate) tip: NodeIdx,
+    pub(crate) blocks: usize,
+    /// A collision was met: what follows has no name and is shared with no one.
+    pub(crate) private: bool,
+}
+
+impl Chain {
+    pub(crate) fn at_root(root: NodeIdx) -> Self {
+        Self {
+            tip: root,
+            blocks: 0,
+            private: false,
+        }
+    }
+}
+
+pub(crate) struct Sequence {
+    pub(crate) id: u64,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) table: Vec<BlockId>,
+    /// Tokens whose KV is in the table's blocks.
+    pub(crate) computed: usize,
+    /// Tokens adopted from the cache since the sequence was last without blocks.
+    pub(crate) cached: usize,
+    pub(crate) root: NodeIdx,
+    pub(crate) chain: Chain,
+    /// Content hashes of the leading blocks, as far as they were needed: no token is hashed twice,
+    /// not even after a preemption.
+    pub(crate) hashes: Vec<u128>,
+    /// False: always computes its prompt (its blocks are registered all the same).
+    pub(crate) read_cache: bool,
+    /// An open plan holds it.
+    pub(crate) planned: bool,
+    /// Its handle is gone or it was freed; it lives on in an open plan.
+    pub(crate) dropped: bool,
+    /// Changes when an entry of the table changes other than by growth.
+    pub(crate) table_version: u32,
+}
+
+impl Sequence {
+    pub(crate) fn uncomputed(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// Keeps the hash of block `index`, which the walk has just learnt.
+    #[inline]
+    pub(crate) fn note_hash(&mut self, index: usize, hash: u128) {
+        if index == self.hashes.len() {
+            self.hashes.push(hash);
+        }
+    }
+
+    /// Whether the position's block holds a registered content, which nobody writes.
+    #[inline]
+    pub(crate) fn is_written(&self, position: usize, block_size: usize) -> bool {
+        position / block_size < self.chain.blocks
+    }
+}
+
+struct Slot {
+    generation: u32,
+    tenant: Option<Sequence>,
+}
+
+/// All sequences of a manager, by slot; keys are checked at every use.
+pub(crate) struct SequenceTable {
+    manager: u32,
+    slots: Vec<Slot>,
+    vacant: Vec<u32>,
+    next_id: u64,
+}
+
+impl SequenceTable {
+    pub(crate) fn new(manager: u32) -> Self {
+        Self {
+            manager,
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            next_id: 0,
+        }
+    }
+
+    pub(crate) fn insert(
+        &mut self,
+        tokens: Vec<u32>,
+        root: NodeIdx,
+        read_cache: bool,
+    ) -> (SeqKey, u64) {
+        self.next_id += 1;
+        let tenant = Some(Sequence {
+            id: self.next_id,
+            tokens,
+            table: Vec::new(),
+            computed: 0,
+            cached: 0,
+            root,
+            chain: Chain::at_root(root),
+            hashes: Vec::new(),
+            read_cache,
+            planned: false,
+            dropped: false,
+            table_version: 0,
+        });
+        let slot = match self.vacant.pop() {
+            Some(slot) => {
+                self.slots[slot as usize].tenant = tenant;
+                slot
+            }
+            None => {
+                self.slots.push(Slot {
+                    generation: 0,
+                    tenant,
+                });
+                (self.slots.len() - 1) as u32
+            }
+        };
+        let key = SeqKey {
+            manager: self.manager,
+            slot,
+            generation: self.slots[slot as usize].generation,
+        };
+        (key, self.next_id)
+    }
+
+    /// The sequence behind a caller's key.
+    #[inline]
+    pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
+        if key.manager != self.manager {
+            return Err(Error::Foreign("sequence"));
+        }
+        let slot = &self.slots[key.slot as usize];
+        match &slot.tenant {
+            Some(seq) if slot.generation == key.generation && !seq.dropped => Ok(seq),
+            _ => Err(Error::FreedSequence),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn get_mut(&mut self, key: SeqKey) -> Result<&mut Sequence, Error> {
+        self.get(key)?;
+        Ok(self.at_mut(key.slot))
+    }
+
+    /// The tenant of a slot that is known to have one.
+    #[inline]
+    pub(crate) fn at(&self, slot: u32) -> &Sequence {
+        self.slots[slot as usize]
+            .tenant
+            .as_ref()
+            .expect("a live slot")
+    }
+
+    #[inline]
+    pub(crate) fn at_mut(&mut self, slot: u32) -> &mut Sequence {
+        self.slots[slot as usize]
+            .tenant
+            .as_mut()
+            .expect("a live slot")
+    }
+
+    pub(crate) fn remove(&mut self, slot: u32) -> Sequence {
+        let place = &mut self.slots[slot as usize];
+        place.generation += 1;
+        self.vacant.push(slot);
+        place.tenant.take().expect("a live slot")
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {
+        self.slots.iter().filter_map(|slot| slot.tenant.as_ref())
+    }
+}

@@ -1,0 +1,85 @@
+//! Figures to watch.
+
+/// Where every block of the pool is. `free + idle + active + leased` is the pool, after every call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ledger {
+    /// Blocks without content that nobody holds.
+    pub free: usize,
+    /// Blocks with a ready content that nobody holds: matchable, and evicted least recently used first.
+    pub idle: usize,
+    /// Blocks in the tables of live sequences.
+    pub active: usize,
+    /// Blocks that only leases hold.
+    pub leased: usize,
+}
+
+impl Ledger {
+    /// What admission may look at: blocks that an allocation can take.
+    pub fn available(&self) -> usize {
+        self.free + self.idle
+    }
+
+    /// The pool.
+    pub fn num_blocks(&self) -> usize {
+        self.free + self.idle + self.active + self.leased
+    }
+}
+
+/// Where one block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockState {
+    /// Nobody holds it, it has no content.
+    Free,
+    /// Nobody holds it, its content can be matched.
+    Idle,
+    /// In the table of a live sequence.
+    Active,
+    /// In leases only.
+    Leased,
+}
+
+macro_rules! stats {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Monotonic counters since the manager was made.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Stats {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl Stats {
+            /// Every counter with its name, in the order of the fields.
+            pub fn each(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name)),*].into_iter()
+            }
+        }
+    };
+}
+
+stats! {
+    /// Tokens of prefill work that committed steps have settled: cached + computed.
+    prompt_tokens,
+    /// Of these, tokens adopted from the cache: prefill work saved.
+    cached_tokens,
+    /// Tokens whose KV was computed in committed steps, prefill and decode.
+    computed_tokens,
+    /// Blocks adopted from the cache in committed steps.
+    hit_blocks,
+    /// Blocks handed out.
+    allocated_blocks,
+    /// Contents that were new to the tree or came back to it.
+    registered_blocks,
+    /// Contents that lost their idle block to an allocation.
+    evicted_blocks,
+    /// Late merges: duplicates given back because another block held the same content. Memory saved.
+    merged_blocks,
+    /// Contents moved from an idle block to the block that computed them again.
+    taken_over_blocks,
+    /// Blocks kept private because another content has their hash.
+    collisions,
+    /// Blocks hashed: at most one per block of tokens in a sequence's life.
+    hashed_blocks,
+    /// Steps committed.
+    committed_steps,
+    /// Steps rolled back.
+    rolled_back_steps,
+}

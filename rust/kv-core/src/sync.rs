@@ -1,0 +1,12 @@
+//! The atomics and the one small lock that are shared without the manager: loom's under `--cfg loom`.
+
+#[cfg(loom)]
+pub(crate) use loom::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+};
+#[cfg(not(loom))]
+pub(crate) use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+};

@@ -1,0 +1,341 @@
+//! The tree of contents, apart from the blocks that hold them.
+//!
+//! A node is one content: a parent, `block_size` tokens, a chained hash, and the block that holds it
+//! now. Namespaces are the roots. A node lives as long as something holds it: its block, a child, or
+//! (for a root) a sequence. So an ancestor's block may go first; whoever computes it again attaches
+//! to the same node and its descendants match again.
+//!
+//! The index is a hash table of chains through the nodes themselves: no tombstones, no rehashing,
+//! no allocation. A step down the tree is a hit only if the candidate's parent *is* the node stood
+//! on and its tokens *are equal*; a hash collision costs a miss, never a wrong block.
+
+use std::collections::HashMap;
+use std::collections::TryReserveError;
+
+use crate::hash::ContentHasher;
+use crate::ids::{BlockId, ContentId, NodeIdx};
+
+#[derive(Clone)]
+struct Node {
+    hash: u128,
+    id: ContentId,
+    parent: NodeIdx,
+    /// The child that was made or matched last: the first guess of a walk. May be stale.
+    latest_child: NodeIdx,
+    /// The next node of the same bucket.
+    next: NodeIdx,
+    block: BlockId,
+    /// Reasons to live: the block, each child, each sequence under a root. 0: the slot is free.
+    holds: u32,
+}
+
+/// What a step down the tree found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The content is known. It may have lost its block.
+    Found(NodeIdx),
+    /// No such content; this is its hash.
+    Missing(u128),
+    /// Another content has this hash: the new one must stay private.
+    Collision(u128),
+}
+
+/// Contents, their links and their index.
+pub(crate) struct ContentTree {
+    block_size: usize,
+    hasher: ContentHasher,
+    nodes: Vec<Node>,
+    /// `block_size` tokens per node slot.
+    tokens: Vec<u32>,
+    free_slots: Vec<NodeIdx>,
+    buckets: Vec<NodeIdx>,
+    roots: HashMap<Box<[u8]>, NodeIdx>,
+    next_id: u64,
+    /// Blocks hashed so far.
+    pub(crate) hashed: u64,
+}
+
+impl ContentTree {
+    pub(crate) fn new(
+        num_blocks: usize,
+        block_size: usize,
+        hasher: ContentHasher,
+    ) -> Result<Self, TryReserveError> {
+        let (mut nodes, mut tokens, mut buckets) = (Vec::new(), Vec::new(), Vec::new());
+        nodes.try_reserve_exact(num_blocks)?;
+        tokens.try_reserve_exact(num_blocks.saturating_mul(block_size))?;
+        let slots = num_blocks.next_power_of_two();
+        buckets.try_reserve_exact(slots)?;
+        buckets.resize(slots, NodeIdx::NONE);
+        Ok(Self {
+            block_size,
+            hasher,
+            nodes,
+            tokens,
+            free_slots: Vec::new(),
+            buckets,
+            roots: HashMap::new(),
+            next_id: 0,
+            hashed: 0,
+        })
+    }
+
+    pub(crate) fn hasher(&self) -> &ContentHasher {
+        &self.hasher
+    }
+
+    /// The root of `namespace`, if anything lives under it.
+    pub(crate) fn root(&self, namespace: &[u8]) -> Option<NodeIdx> {
+        self.roots.get(namespace).copied()
+    }
+
+    /// The root of `namespace`, made if need be, held once more.
+    pub(crate) fn hold_root(&mut self, namespace: &[u8]) -> NodeIdx {
+        let root = match self.roots.get(namespace) {
+            Some(&root) => root,
+            None => {
+                let hash = self.hasher.root(namespace);
+                let root = self.new_slot(hash, NodeIdx::NONE);
+                self.roots.insert(namespace.into(), root);
+                root
+            }
+        };
+        self.nodes[root.at()].holds += 1;
+        root
+    }
+
+    /// Gives one hold back; nodes that nothing holds any more die, up to the root.
+    pub(crate) fn unhold(&mut self, node: NodeIdx) {
+        let mut node = node;
+        loop {
+            let slot = &mut self.nodes[node.at()];
+            slot.holds -= 1;
+            if slot.holds > 0 {
+                return;
+            }
+            let parent = slot.parent;
+            if parent == NodeIdx::NONE {
+                self.roots.retain(|_, root| *root != node);
+            } else {
+                self.unlink_from_bucket(node);
+            }
+            self.free_slots.push(node);
+            if parent == NodeIdx::NONE {
+                return;
+            }
+            node = parent;
+        }
+    }
+
+    /// The child of `parent` with exactly these tokens.
+    ///
+    /// The latest child is compared before anything is hashed; `known` is the hash of these tokens
+    /// under this parent where an earlier step has computed it already.
+    #[inline]
+    pub(crate) fn step(&mut self, parent: NodeIdx, tokens: &[u32], known: Option<u128>) -> Step {
+        let guess = self.nodes[parent.at()].latest_child;
+        if guess != NodeIdx::NONE && self.is_child(guess, parent, tokens) {
+            return Step::Found(guess);
+        }
+        let hash = known.unwrap_or_else(|| {
+            self.hashed += 1;
+            self.hasher.child(self.nodes[parent.at()].hash, tokens)
+        });
+        match self.find(hash) {
+            None => Step::Missing(hash),
+            Some(node) if self.is_child(node, parent, tokens) => {
+                self.nodes[parent.at()].latest_child = node;
+                Step::Found(node)
+            }
+            Some(_) => Step::Collision(hash),
+        }
+    }
+
+    /// A new content under `parent`, held by `block`.
+    pub(crate) fn insert(
+        &mut self,
+        parent: NodeIdx,
+        tokens: &[u32],
+        hash: u128,
+        block: BlockId,
+    ) -> NodeIdx {
+        let node = self.new_slot(hash, parent);
+        let start = node.at() * self.block_size;
+        self.tokens[start..start + self.block_size].copy_from_slice(tokens);
+        let bucket = self.bucket(hash);
+        let slot = &mut self.nodes[node.at()];
+        slot.block = block;
+        slot.holds = 1;
+        slot.next = std::mem::replace(&mut self.buckets[bucket], node);
+        let parent = &mut self.nodes[parent.at()];
+        parent.holds += 1;
+        parent.latest_child = node;
+        node
+    }
+
+    #[inline]
+    pub(crate) fn block(&self, node: NodeIdx) -> Option<BlockId> {
+        self.nodes[node.at()].block.some()
+    }
+
+    /// Moves the content to another block, or gives it one again.
+    pub(crate) fn set_block(&mut self, node: NodeIdx, block: BlockId) {
+        let slot = &mut self.nodes[node.at()];
+        if slot.block == BlockId::NONE {
+            slot.holds += 1;
+        }
+        slot.block = block;
+    }
+
+    /// The content loses its block. It lives on if it has descendants.
+    pub(crate) fn clear_block(&mut self, node: NodeIdx) {
+        self.nodes[node.at()].block = BlockId::NONE;
+        self.unhold(node);
+    }
+
+    pub(crate) fn parent(&self, node: NodeIdx) -> Option<NodeIdx> {
+        self.nodes[node.at()].parent.some()
+    }
+
+    pub(crate) fn tokens(&self, node: NodeIdx) -> &[u32] {
+        &self.tokens[node.at() * self.block_size..][..self.block_size]
+    }
+
+    pub(crate) fn hash(&self, node: NodeIdx) -> u128 {
+        self.nodes[node.at()].hash
+    }
+
+    /// Nodes that live, roots included.
+    pub(crate) fn len(&self) -> usize {
+        self.nodes.len() - self.free_slots.len()
+    }
+
+    #[inline]
+    fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
+        let slot = &self.nodes[node.at()];
+        slot.holds > 0 && slot.parent == parent && self.tokens(node) == tokens
+    }
+
+    #[inline]
+    fn bucket(&self, hash: u128) -> usize {
+        hash as usize & (self.buckets.len() - 1)
+    }
+
+    #[inline]
+    fn find(&self, hash: u128) -> Option<NodeIdx> {
+        let mut at = self.buckets[self.bucket(hash)];
+        while at != NodeIdx::NONE {
+            let node = &self.nodes[at.at()];
+            if node.hash == hash {
+                return Some(at);
+            }
+            at = node.next;
+        }
+        None
+    }
+
+    fn unlink_from_bucket(&mut self, node: NodeIdx) {
+        let bucket = self.bucket(self.nodes[node.at()].hash);
+        let next = self.nodes[node.at()].next;
+        if self.buckets[bucket] == node {
+            self.buckets[bucket] = next;
+            return;
+        }
+        let mut at = self.buckets[bucket];
+        while self.nodes[at.at()].next != node {
+            at = self.nodes[at.at()].next;
+        }
+        self.nodes[at.at()].next = next;
+    }
+
+    fn new_slot(&mut self, hash: u128, parent: NodeIdx) -> NodeIdx {
+        self.next_id += 1;
+        let node = Node {
+            hash,
+            id: ContentId(self.next_id),
+            parent,
+            latest_child: NodeIdx::NONE,
+            next: NodeIdx::NONE,
+            block: BlockId::NONE,
+            holds: 0,
+        };
+        match self.free_slots.pop() {
+            Some(slot) => {
+                self.nodes[slot.at()] = node;
+                slot
+            }
+            None => {
+                self.nodes.push(node);
+                self.tokens.resize(self.nodes.len() * self.block_size, 0);
+                NodeIdx::new(self.nodes.len() - 1)
+            }
+        }
+    }
+
+    /// Recounts holds and re-finds every node. `root_holds` counts the sequences under each root.
+    pub(crate) fn check(&self, root_holds: &HashMap<NodeIdx, u32>) -> Result<(), String> {
+        let mut holds = vec![0_u32; self.nodes.len()];
+        let live = |node: &Node| node.holds > 0;
+        for node in self.nodes.iter().filter(|node| live(node)) {
+            if let Some(parent) = node.parent.some() {
+                holds[parent.at()] += 1;
+            }
+        }
+        for (root, count) in root_holds {
+            holds[root.at()] += count;
+        }
+        let mut ids = std::collections::HashSet::new();
+        for (slot, node) in self.nodes.iter().enumerate() {
+            let at = NodeIdx::new(slot);
+            let counted = holds[slot] + u32::from(node.block != BlockId::NONE && live(node));
+            if counted != node.holds {
+                return Err(format!(
+                    "{at:?} has {} holds, counted {counted}",
+                    node.holds
+                ));
+            }
+            if !live(node) {
+                continue;
+            }
+            if !ids.insert(node.id) || node.id.0 > self.next_id {
+                return Err(format!("{at:?} has no id of its own: {:?}", node.id));
+            }
+            let Some(parent) = node.parent.some() else {
+                continue;
+            };
+            if !live(&self.nodes[parent.at()]) {
+                return Err(format!("{at:?} has a dead parent {parent:?}"));
+            }
+            if self.find(node.hash) != Some(at) {
+                return Err(format!("{at:?} is not found by its hash"));
+            }
+            let hash = self.hasher.child(self.hash(parent), self.tokens(at));
+            if hash != node.hash {
+                return Err(format!("{at:?} has hash {:x}, counted {hash:x}", node.hash));
+            }
+        }
+        let free: std::collections::HashSet<_> = self.free_slots.iter().collect();
+        let dead = self.nodes.iter().filter(|node| !live(node)).count();
+        if free.len() != self.free_slots.len() || dead != free.len() {
+            return Err(format!(
+                "{dead} dead nodes, {} free slots",
+                self.free_slots.len()
+            ));
+        }
+        let linked: usize = self.buckets.iter().map(|&head| self.chain_len(head)).sum();
+        if linked + self.roots.len() != self.len() {
+            return Err(format!(
+                "{} contents, {linked} in the index and {} roots",
+                self.len(),
+                self.roots.len()
+            ));
+        }
+        Ok(())
+    }
+
+    fn chain_len(&self, head: NodeIdx) -> usize {
+        std::iter::successors(head.some(), |node| self.nodes[node.at()].next.some())
+            .take(self.nodes.len() + 1)
+            .count()
+    }
+}

@@ -1,0 +1,603 @@
+//! The manager and a naive model of it go through the same random operations and must agree after
+//! every one: tables, counters, ledger, answers, redirects. A simulated KV cache sees to it that every
+//! position a step reads holds exactly the tokens it should, also where the model has no say (hash
+//! collisions). `KV_OPS` sets the number of operations (default 20,000).
+
+mod model;
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+
+use kv_core::{
+    BlockManager, BlockState, Config, Error, IntArray, Lease, PlanHandle, Prefill, SeqHandle,
+    Stats, StepArrays, TableRows,
+};
+use model::{Model, Seq};
+use proptest::prelude::*;
+use proptest::test_runner::{Config as Runs, TestCaseError, TestRunner};
+
+/// The call must be refused with this error.
+macro_rules! refused {
+    ($call:expr, $error:pat) => {{
+        let answer = $call;
+        prop_assert!(
+            matches!(answer, $error),
+            "{} was not refused",
+            stringify!($call)
+        );
+    }};
+}
+
+const OPS_PER_CASE: usize = 200;
+
+#[derive(Clone, Debug)]
+enum Op {
+    New {
+        namespace: u8,
+        pattern: u8,
+        len: usize,
+        read_cache: bool,
+    },
+    Drop(usize),
+    Free(usize),
+    Reset(usize),
+    Match {
+        namespace: u8,
+        pattern: u8,
+        len: usize,
+    },
+    Lease(usize),
+    Attach(usize, usize),
+    DropLease(usize),
+    Begin(usize),
+    Prefill {
+        seq: usize,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    },
+    Decode(u8),
+    Cancel(usize),
+    Commit(u8),
+    WrongCommit,
+    Rollback,
+    DropPlan,
+    EvictIdle,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let len = 1..14_usize;
+    let reserve = prop_oneof![2 => Just(None), 1 => (0..4_usize).prop_map(Some)];
+    prop_oneof![
+        8 => (0..2_u8, 0..6_u8, len.clone(), prop::bool::weighted(0.9))
+            .prop_map(|(namespace, pattern, len, read_cache)| Op::New { namespace, pattern, len, read_cache }),
+        2 => any::<usize>().prop_map(Op::Drop),
+        1 => any::<usize>().prop_map(Op::Free),
+        2 => any::<usize>().prop_map(Op::Reset),
+        2 => (0..2_u8, 0..6_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
+        1 => any::<usize>().prop_map(Op::Lease),
+        2 => any::<(usize, usize)>().prop_map(|(seq, lease)| Op::Attach(seq, lease)),
+        3 => any::<usize>().prop_map(Op::DropLease),
+        10 => prop_oneof![1 => 0..4_usize, 4 => Just(64_usize)].prop_map(Op::Begin),
+        14 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve)
+            .prop_map(|(seq, max_tokens, reserve)| Op::Prefill { seq, max_tokens, reserve }),
+        10 => any::<u8>().prop_map(Op::Decode),
+        2 => any::<usize>().prop_map(Op::Cancel),
+        9 => any::<u8>().prop_map(Op::Commit),
+        1 => Just(Op::WrongCommit),
+        1 => Just(Op::Rollback),
+        1 => Just(Op::DropPlan),
+        1 => Just(Op::EvictIdle),
+    ]
+}
+
+/// Few patterns with common prefixes, so that contents meet.
+fn tokens(pattern: u8, len: usize) -> Vec<u32> {
+    (0..len as u32)
+        .map(|at| {
+            if at < 2 + u32::from(pattern) {
+                at % 3
+            } else {
+                u32::from(pattern)
+            }
+        })
+        .collect()
+}
+
+/// What one position's KV depends on: the namespace and every token up to it.
+type Kv = (u8, Vec<u32>);
+
+struct World {
+    manager: BlockManager,
+    model: Model,
+    /// False where hashes collide on purpose: then the simulated KV cache is the judge, and the model
+    /// only keeps the sequences' tokens.
+    exact: bool,
+    handles: Vec<SeqHandle>,
+    leases: Vec<(usize, Lease)>,
+    plan: Option<PlanHandle>,
+    next_lease: usize,
+    /// The open plan's sequences, in plan order.
+    planned: Vec<u64>,
+    kv: Vec<Option<Kv>>,
+    arrays: Arrays,
+    rows: TableRows,
+}
+
+struct Arrays {
+    ids: Vec<Cell<i64>>,
+    positions: Vec<Cell<i32>>,
+    slots: Vec<Cell<i64>>,
+    starts: Vec<Cell<i32>>,
+    lens: Vec<Cell<i32>>,
+    tables: Vec<Cell<i32>>,
+    logits: Vec<Cell<i64>>,
+}
+
+const WIDTH: usize = 80;
+const ROWS: usize = 64;
+
+impl World {
+    fn new(num_blocks: usize, block_size: usize, prefix_caching: bool, hash_bits: u32) -> Self {
+        let config = Config {
+            prefix_caching,
+            hash_bits,
+            hash_seed: Some(1),
+            ..Config::new(num_blocks, block_size)
+        };
+        Self {
+            manager: BlockManager::new(config).expect("a valid config"),
+            model: Model::new(num_blocks, block_size, prefix_caching),
+            exact: hash_bits == 128,
+            handles: Vec::new(),
+            leases: Vec::new(),
+            plan: None,
+            next_lease: 0,
+            planned: Vec::new(),
+            kv: vec![None; num_blocks * block_size],
+            arrays: Arrays {
+                ids: vec![Cell::new(0); 4096],
+                positions: vec![Cell::new(0); 4096],
+                slots: vec![Cell::new(0); 4096],
+                starts: vec![Cell::new(0); ROWS + 1],
+                lens: vec![Cell::new(0); ROWS],
+                tables: vec![Cell::new(-7); ROWS * WIDTH],
+                logits: vec![Cell::new(0); ROWS],
+            },
+            rows: TableRows::default(),
+        }
+    }
+
+    fn pick<T>(list: &[T], index: usize) -> Option<usize> {
+        (!list.is_empty()).then(|| index % list.len())
+    }
+
+    /// One operation on both; they must give the same answer.
+    fn apply(&mut self, op: &Op) -> Result<(), TestCaseError> {
+        match *op {
+            Op::New {
+                namespace,
+                pattern,
+                len,
+                read_cache,
+            } => {
+                let tokens = tokens(pattern, len);
+                let handle = self
+                    .manager
+                    .sequence(tokens.clone(), &[namespace], read_cache)
+                    .expect("not empty");
+                let seq = Seq {
+                    namespace,
+                    tokens,
+                    read_cache,
+                    ..Seq::default()
+                };
+                self.model.seqs.insert(handle.id(), seq);
+                self.handles.push(handle);
+            }
+            Op::Drop(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    self.model.free(self.handles.swap_remove(i).id());
+                }
+            }
+            Op::Free(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let handle = self.handles.swap_remove(i);
+                    self.manager.free(handle.key()).expect("live");
+                    prop_assert_eq!(self.manager.free(handle.key()), Err(Error::FreedSequence));
+                    self.model.free(handle.id());
+                }
+            }
+            Op::Reset(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let answer = self.manager.reset(key);
+                    prop_assert_eq!(answer.is_ok(), !self.model.seqs[&id].planned);
+                    if answer.is_ok() {
+                        self.model.reset(id);
+                    }
+                }
+            }
+            Op::Match {
+                namespace,
+                pattern,
+                len,
+            } => {
+                let tokens = tokens(pattern, len);
+                let lease = self.manager.match_prefix(&tokens, &[namespace]);
+                self.model.match_prefix(self.next_lease, namespace, &tokens);
+                self.keep(lease);
+            }
+            Op::Lease(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let lease = self.manager.lease(self.handles[i].key()).expect("live");
+                    self.model.lease(self.next_lease, self.handles[i].id());
+                    self.keep(lease);
+                }
+            }
+            Op::Attach(i, j) => {
+                if let (Some(i), Some(j)) =
+                    (Self::pick(&self.handles, i), Self::pick(&self.leases, j))
+                {
+                    let answer = self
+                        .manager
+                        .attach(self.handles[i].key(), &self.leases[j].1);
+                    let agreed = self.model.attach(self.handles[i].id(), self.leases[j].0);
+                    prop_assert!(!self.exact || answer.is_ok() == agreed, "{answer:?}");
+                }
+            }
+            Op::DropLease(i) => {
+                if let Some(i) = Self::pick(&self.leases, i) {
+                    self.model.drop_lease(self.leases.swap_remove(i).0);
+                }
+            }
+            Op::EvictIdle => {
+                let gone = self.manager.evict_idle();
+                let expected = self.model.evict_idle();
+                prop_assert!(!self.exact || gone == expected);
+            }
+            _ => self.apply_step(op)?,
+        }
+        Ok(())
+    }
+
+    fn keep(&mut self, lease: Lease) {
+        self.leases.push((self.next_lease, lease));
+        self.next_lease += 1;
+    }
+
+    fn apply_step(&mut self, op: &Op) -> Result<(), TestCaseError> {
+        let Some(plan) = self.plan.as_ref().map(PlanHandle::key) else {
+            if let Op::Begin(budget) = *op {
+                self.plan = Some(self.manager.begin_step(budget).expect("none open"));
+                self.model.begin(budget);
+            }
+            return Ok(());
+        };
+        match *op {
+            Op::Begin(_) => refused!(self.manager.begin_step(1), Err(Error::PlanOpen { .. })),
+            Op::Prefill {
+                seq,
+                max_tokens,
+                reserve,
+            } => {
+                if let Some(i) = Self::pick(&self.handles, seq) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let answer = self.manager.prefill(plan, key, max_tokens, reserve);
+                    let planned = matches!(answer, Ok(Prefill::Planned { .. }));
+                    self.planned.extend(planned.then_some(id));
+                    if self.model.seqs[&id].planned {
+                        prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
+                    } else if self.exact {
+                        prop_assert_eq!(answer, Ok(self.model.prefill(id, max_tokens, reserve)));
+                    } else if planned {
+                        self.model.seqs.get_mut(&id).expect("live").planned = true;
+                    }
+                }
+            }
+            Op::Decode(mask) => self.decode(mask)?,
+            Op::Cancel(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let answer = self.manager.cancel(plan, key).is_ok();
+                    let expected = if self.exact {
+                        self.model.cancel(id)
+                    } else {
+                        self.model.seqs[&id].planned
+                    };
+                    self.model.seqs.get_mut(&id).expect("live").planned &= !answer;
+                    prop_assert_eq!(answer, expected);
+                    self.planned.retain(|&planned| !answer || planned != id);
+                }
+            }
+            Op::Commit(seed) => self.commit(seed)?,
+            Op::WrongCommit => {
+                let wrong = vec![0; self.manager.plan_view(plan).expect("open").num_samples + 1];
+                refused!(
+                    self.manager.commit(plan, &wrong),
+                    Err(Error::SampleCount { .. })
+                );
+            }
+            Op::Rollback => {
+                self.manager.rollback(plan).expect("open");
+                refused!(self.manager.rollback(plan), Err(Error::PlanClosed { .. }));
+                self.after_plan();
+            }
+            Op::DropPlan => self.after_plan(),
+            _ => unreachable!("handled by apply"),
+        }
+        Ok(())
+    }
+
+    /// The plan was rolled back, by a call or by losing its handle.
+    fn after_plan(&mut self) {
+        self.plan = None;
+        self.planned.clear();
+        if self.exact {
+            self.model.roll_back();
+        } else {
+            self.unplan();
+        }
+    }
+
+    fn unplan(&mut self) {
+        self.model.plan = None;
+        self.model.seqs.retain(|_, seq| !seq.dropped);
+        self.model
+            .seqs
+            .values_mut()
+            .for_each(|seq| seq.planned = false);
+    }
+
+    fn decode(&mut self, mask: u8) -> Result<(), TestCaseError> {
+        let plan = self.plan.as_ref().expect("open").key();
+        let ready = |handle: &&SeqHandle| {
+            let view = self.manager.view(handle.key()).expect("live");
+            !self.model.seqs[&handle.id()].planned
+                && view.tokens.len() == view.num_computed_tokens + 1
+        };
+        // Some that cannot decode, to see that misuse changes nothing.
+        let all = self.handles.iter().enumerate();
+        let chosen: Vec<&SeqHandle> = match mask {
+            0..8 => all
+                .filter(|(i, _)| mask >> (i % 3) & 1 == 1)
+                .map(|(_, handle)| handle)
+                .collect(),
+            _ => all
+                .filter(|(i, _)| mask >> (i % 8) & 1 == 1)
+                .map(|(_, handle)| handle)
+                .filter(ready)
+                .collect(),
+        };
+        let valid = chosen.iter().all(ready);
+        let keys: Vec<_> = chosen.iter().map(|handle| handle.key()).collect();
+        let ids: Vec<_> = chosen.iter().map(|handle| handle.id()).collect();
+        let answer = self.manager.decode(plan, &keys);
+        prop_assert_eq!(answer.is_ok(), valid, "{:?}", answer);
+        let Ok(misfits) = answer else { return Ok(()) };
+        let fits = |i: &usize| !misfits.contains(i);
+        self.planned
+            .extend((0..ids.len()).filter(fits).map(|i| ids[i]));
+        if self.exact {
+            let fit: Vec<bool> = ids.iter().map(|&id| self.model.decode(id)).collect();
+            let expected: Vec<usize> = (0..fit.len()).filter(|&i| !fit[i]).collect();
+            prop_assert_eq!(misfits, expected);
+        } else {
+            for (i, id) in ids.iter().enumerate() {
+                self.model.seqs.get_mut(id).expect("live").planned = !misfits.contains(&i);
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the step on the simulated KV cache, then commits it.
+    fn commit(&mut self, seed: u8) -> Result<(), TestCaseError> {
+        let plan = self.plan.take().expect("open");
+        self.run_step(&plan)?;
+        let samples = self
+            .manager
+            .plan_view(plan.key())
+            .expect("open")
+            .num_samples;
+        let sampled: Vec<u32> = (0..samples as u32)
+            .map(|i| (u32::from(seed) + i) % 3)
+            .collect();
+        let redirects = self.manager.commit(plan.key(), &sampled).expect("open");
+        refused!(
+            self.manager.commit(plan.key(), &[]),
+            Err(Error::PlanClosed { .. })
+        );
+        if self.exact {
+            prop_assert_eq!(redirects, self.model.commit(sampled.into_iter()));
+        } else {
+            let mut sampled = sampled.into_iter();
+            for (row, id) in self.planned.iter().enumerate() {
+                let seq = self.model.seqs.get_mut(id).expect("planned");
+                if self.arrays.lens[row].get() as usize == seq.tokens.len() {
+                    seq.tokens.extend(sampled.next());
+                }
+            }
+            prop_assert_eq!(sampled.next(), None);
+            self.unplan();
+        }
+        self.planned.clear();
+        Ok(())
+    }
+
+    fn run_step(&mut self, plan: &PlanHandle) -> Result<(), TestCaseError> {
+        let a = &self.arrays;
+        let arrays = StepArrays {
+            input_ids: IntArray::I64(&a.ids),
+            positions: IntArray::I32(&a.positions),
+            slot_mapping: IntArray::I64(&a.slots),
+            query_start_loc: IntArray::I32(&a.starts),
+            seq_lens: IntArray::I32(&a.lens),
+            block_tables: IntArray::I32(&a.tables),
+            table_width: WIDTH,
+            logits_indices: IntArray::I64(&a.logits),
+        };
+        self.manager
+            .fill(plan.key(), &arrays, &mut self.rows)
+            .expect("the arrays are large enough");
+        let size = self.model.block_size;
+        for (row, id) in self.planned.iter().enumerate() {
+            let seq = &self.model.seqs[id];
+            let (start, end) = (
+                a.starts[row].get() as usize,
+                a.starts[row + 1].get() as usize,
+            );
+            let first = a.lens[row].get() as usize - (end - start);
+            for (at, position) in (start..end).zip(first..) {
+                prop_assert_eq!(a.positions[at].get() as usize, position);
+                prop_assert_eq!(a.ids[at].get() as u32, seq.tokens[position]);
+                let block = a.tables[row * WIDTH + position / size].get() as usize;
+                let slot = block * size + position % size;
+                match a.slots[at].get() {
+                    -1 => prop_assert!(self.kv[slot].is_some(), "slot {} was never written", slot),
+                    given => {
+                        prop_assert_eq!(given as usize, slot);
+                        self.kv[slot] = Some((seq.namespace, seq.tokens[..=position].to_vec()));
+                    }
+                }
+            }
+        }
+        // As on a GPU: everything is written before anything is read.
+        for (row, id) in self.planned.iter().enumerate() {
+            let seq = &self.model.seqs[id];
+            for position in 0..a.lens[row].get() as usize {
+                let block = a.tables[row * WIDTH + position / size].get() as usize;
+                let expected = Some((seq.namespace, seq.tokens[..=position].to_vec()));
+                prop_assert_eq!(
+                    &self.kv[block * size + position % size],
+                    &expected,
+                    "sequence {} position {}",
+                    id,
+                    position
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn compare(&mut self) -> Result<(), TestCaseError> {
+        self.manager.check().map_err(TestCaseError::fail)?;
+        let ledger = self.manager.ledger();
+        let num_blocks = self.manager.config().num_blocks;
+        prop_assert_eq!(ledger.num_blocks(), num_blocks);
+        if !self.exact {
+            return Ok(());
+        }
+        prop_assert_eq!(ledger, self.model.ledger());
+        for block in 0..num_blocks as u32 {
+            let (refs, seq_refs) = (
+                self.manager.refs(block).expect("known"),
+                self.manager.seq_refs(block).expect("known"),
+            );
+            prop_assert_eq!(
+                (refs, seq_refs),
+                (self.model.refs(block), self.model.seq_refs(block))
+            );
+            let state = self.manager.state(block).expect("known");
+            prop_assert_eq!(matches!(state, BlockState::Active), seq_refs > 0);
+        }
+        for handle in &self.handles {
+            let view = self.manager.view(handle.key()).expect("live");
+            let seq = &self.model.seqs[&handle.id()];
+            let table: Vec<u32> = view.table.iter().map(|block| block.get()).collect();
+            prop_assert_eq!(&table, &seq.table);
+            prop_assert_eq!(view.tokens, &seq.tokens[..]);
+            prop_assert_eq!(
+                (view.num_computed_tokens, view.num_registered_blocks),
+                (seq.computed, seq.registered)
+            );
+        }
+        if let Some(plan) = &self.plan {
+            prop_assert_eq!(
+                self.manager
+                    .plan_view(plan.key())
+                    .expect("open")
+                    .budget_left,
+                self.model.budget()
+            );
+        }
+        for handle in &self.handles {
+            let alone = self.model.seqs[&handle.id()]
+                .table
+                .iter()
+                .filter(|&&block| self.model.refs(block) == 1)
+                .count();
+            prop_assert_eq!(self.manager.preview(handle.key()), Ok(alone));
+        }
+        Ok(())
+    }
+
+    /// Lets go of everything: the pool must be whole again and no content may have been lost track of.
+    fn end(mut self) -> Result<Stats, TestCaseError> {
+        self.plan = None;
+        self.handles.clear();
+        self.leases.clear();
+        self.manager.check().map_err(TestCaseError::fail)?;
+        let ledger = self.manager.ledger();
+        prop_assert_eq!((ledger.active, ledger.leased), (0, 0));
+        self.manager.evict_idle();
+        prop_assert_eq!(self.manager.ledger().free, self.manager.config().num_blocks);
+        prop_assert_eq!(
+            self.manager.num_contents(),
+            0,
+            "contents outlive their blocks"
+        );
+        Ok(self.manager.stats())
+    }
+}
+
+/// Runs `KV_OPS / share` operations; returns the sum of each counter.
+fn run(share: usize, hash_bits: u32) -> BTreeMap<&'static str, u64> {
+    let ops: usize =
+        std::env::var("KV_OPS").map_or(20_000, |ops| ops.parse().expect("KV_OPS is a number"));
+    let cases = (ops / share).div_ceil(OPS_PER_CASE);
+    let mut runner = TestRunner::new(Runs {
+        cases: cases as u32,
+        failure_persistence: None,
+        ..Runs::default()
+    });
+    let pool = (2..24_usize, 1..5_usize, prop::bool::weighted(0.9));
+    let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
+    let applied = Cell::new(0_usize);
+    let totals = RefCell::new(BTreeMap::new());
+    let outcome = runner.run(&strategy, |((num_blocks, block_size, caching), ops)| {
+        let mut world = World::new(num_blocks, block_size, caching, hash_bits);
+        for op in &ops {
+            world.apply(op)?;
+            world.compare()?;
+            applied.set(applied.get() + 1);
+        }
+        for (name, count) in world.end()?.each() {
+            *totals.borrow_mut().entry(name).or_default() += count;
+        }
+        Ok(())
+    });
+    if let Err(failure) = outcome {
+        panic!("{failure}");
+    }
+    println!(
+        "{} random operations at {hash_bits} hash bits, 0 differences",
+        applied.get()
+    );
+    assert!(applied.get() >= ops / share);
+    totals.into_inner()
+}
+
+#[test]
+fn agrees_with_the_model() {
+    let totals = run(1, 128);
+    for (name, total) in totals {
+        // A test that never got there has shown nothing.
+        assert_eq!(total > 0, name != "collisions", "{name}: {total}");
+    }
+}
+
+#[test]
+fn collisions_never_show_a_wrong_block() {
+    for hash_bits in [0, 1, 3] {
+        assert!(run(10, hash_bits)["collisions"] > 0);
+    }
+}

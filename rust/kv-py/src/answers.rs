@@ -1,0 +1,224 @@
+//! What the manager answers: frozen values.
+
+use kv_core::{Prefill, Redirect as CoreRedirect, Stats as CoreStats};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// Where every block of the pool is; `free + idle + active + leased == num_blocks`, always.
+#[pyclass(frozen, eq, module = "pyengine._kv")]
+#[derive(PartialEq)]
+pub(crate) struct Ledger(pub(crate) kv_core::Ledger);
+
+#[pymethods]
+impl Ledger {
+    /// Blocks without content that nobody holds.
+    #[getter]
+    fn free(&self) -> usize {
+        self.0.free
+    }
+
+    /// Blocks that nobody holds and whose content can be matched; evicted least recently used first.
+    #[getter]
+    fn idle(&self) -> usize {
+        self.0.idle
+    }
+
+    /// Blocks in the tables of live sequences.
+    #[getter]
+    fn active(&self) -> usize {
+        self.0.active
+    }
+
+    /// Blocks that only leases hold.
+    #[getter]
+    fn leased(&self) -> usize {
+        self.0.leased
+    }
+
+    /// What an allocation can take: free + idle.
+    #[getter]
+    fn available(&self) -> usize {
+        self.0.available()
+    }
+
+    /// The pool.
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.0.num_blocks()
+    }
+
+    fn __repr__(&self) -> String {
+        let kv_core::Ledger {
+            free,
+            idle,
+            active,
+            leased,
+        } = self.0;
+        format!("Ledger(free={free}, idle={idle}, active={active}, leased={leased})")
+    }
+}
+
+macro_rules! stats {
+    ($($name:ident),* $(,)?) => {
+        /// Monotonic counters since the manager was made.
+        #[pyclass(frozen, module = "pyengine._kv")]
+        pub(crate) struct Stats(pub(crate) CoreStats);
+
+        #[pymethods]
+        impl Stats {
+            $(
+                #[getter]
+                fn $name(&self) -> u64 {
+                    self.0.$name
+                }
+            )*
+
+            /// Every counter by its name.
+            fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+                let dict = PyDict::new(py);
+                for (name, count) in self.0.each() {
+                    dict.set_item(name, count)?;
+                }
+                Ok(dict)
+            }
+
+            fn __repr__(&self) -> String {
+                let each: Vec<_> = self.0.each().map(|(name, count)| format!("{name}={count}")).collect();
+                format!("Stats({})", each.join(", "))
+            }
+        }
+    };
+}
+
+stats!(
+    prompt_tokens,
+    cached_tokens,
+    computed_tokens,
+    hit_blocks,
+    allocated_blocks,
+    registered_blocks,
+    evicted_blocks,
+    merged_blocks,
+    taken_over_blocks,
+    collisions,
+    hashed_blocks,
+    committed_steps,
+    rolled_back_steps,
+);
+
+/// A table entry that a commit moved to the block which held the same content first.
+#[pyclass(frozen, get_all, module = "pyengine._kv")]
+pub(crate) struct Redirect {
+    /// `Sequence.id`.
+    sequence_id: u64,
+    /// Index in its block table.
+    index: usize,
+    /// The duplicate, given back to the pool.
+    old_block: u32,
+    /// The block that holds the content.
+    new_block: u32,
+}
+
+impl From<CoreRedirect> for Redirect {
+    fn from(redirect: CoreRedirect) -> Self {
+        Self {
+            sequence_id: redirect.sequence,
+            index: redirect.index,
+            old_block: redirect.old_block.get(),
+            new_block: redirect.new_block.get(),
+        }
+    }
+}
+
+#[pymethods]
+impl Redirect {
+    fn __repr__(&self) -> String {
+        let Self {
+            sequence_id,
+            index,
+            old_block,
+            new_block,
+        } = self;
+        format!(
+            "Redirect(sequence_id={sequence_id}, index={index}, old_block={old_block}, new_block={new_block})"
+        )
+    }
+}
+
+/// The sequence is in the plan.
+#[pyclass(frozen, get_all, module = "pyengine._kv")]
+pub(crate) struct Prefilled {
+    /// Tokens that this call adopted from the cache: not charged, not computed.
+    num_cached_tokens: usize,
+    /// Tokens to compute: what the budget was charged.
+    num_tokens: usize,
+    /// Whether the step reaches the last known token, so that its logits give the next one.
+    samples: bool,
+}
+
+#[pymethods]
+impl Prefilled {
+    fn __repr__(&self) -> String {
+        let Self {
+            num_cached_tokens,
+            num_tokens,
+            samples,
+        } = self;
+        let samples = if *samples { "True" } else { "False" };
+        format!(
+            "Prefilled(num_cached_tokens={num_cached_tokens}, num_tokens={num_tokens}, samples={samples})"
+        )
+    }
+}
+
+/// Too few blocks; nothing was changed.
+#[pyclass(frozen, get_all, module = "pyengine._kv")]
+pub(crate) struct NoRoom {
+    /// Blocks needed: new ones, idle ones that a match would revive, and the reserve.
+    needed: usize,
+    /// Blocks free or idle.
+    available: usize,
+}
+
+#[pymethods]
+impl NoRoom {
+    fn __repr__(&self) -> String {
+        format!(
+            "NoRoom(needed={}, available={})",
+            self.needed, self.available
+        )
+    }
+}
+
+/// The token budget (or `max_tokens`) is used up; nothing was changed.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct NoBudget;
+
+#[pymethods]
+impl NoBudget {
+    fn __repr__(&self) -> &'static str {
+        "NoBudget()"
+    }
+}
+
+/// An answer to `prefill` as the Python object of its kind.
+pub(crate) fn prefill_answer(py: Python<'_>, answer: Prefill) -> PyResult<Py<PyAny>> {
+    Ok(match answer {
+        Prefill::Planned {
+            cached_tokens,
+            tokens,
+            samples,
+        } => {
+            let planned = Prefilled {
+                num_cached_tokens: cached_tokens,
+                num_tokens: tokens,
+                samples,
+            };
+            Py::new(py, planned)?.into_any()
+        }
+        Prefill::NoRoom { needed, available } => {
+            Py::new(py, NoRoom { needed, available })?.into_any()
+        }
+        Prefill::NoBudget => Py::new(py, NoBudget)?.into_any(),
+    })
+}

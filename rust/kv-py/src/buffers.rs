@@ -1,0 +1,132 @@
+//! The caller's arrays: exported once, filled in place at every step.
+
+use std::sync::Mutex;
+
+use kv_core::{IntArray, StepArrays, TableRows};
+use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
+use pyo3::prelude::*;
+
+use crate::cells::cells;
+use crate::errors::BufferError;
+
+enum IntBuffer {
+    I32(PyBuffer<i32>),
+    I64(PyBuffer<i64>),
+}
+
+impl IntBuffer {
+    fn over(name: &str, object: &Bound<'_, PyAny>, dimensions: usize) -> PyResult<Self> {
+        let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
+        let buffer = PyUntypedBuffer::get(object)
+            .map_err(|error| refuse(format!("has no buffer: {error}")))?;
+        if buffer.readonly() {
+            return Err(refuse("is read-only".into()));
+        }
+        if !buffer.is_c_contiguous() {
+            return Err(refuse("is not contiguous in C order".into()));
+        }
+        if buffer.dimensions() != dimensions {
+            let found = buffer.dimensions();
+            return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
+        }
+        if buffer.as_typed::<i32>().is_ok() {
+            return Ok(Self::I32(buffer.into_typed()?));
+        }
+        if buffer.as_typed::<i64>().is_ok() {
+            return Ok(Self::I64(buffer.into_typed()?));
+        }
+        let format = buffer.format().to_string_lossy();
+        Err(refuse(format!(
+            "is int32 or int64, this one has format {format:?}"
+        )))
+    }
+
+    fn columns(&self) -> usize {
+        match self {
+            Self::I32(buffer) => buffer.shape()[1],
+            Self::I64(buffer) => buffer.shape()[1],
+        }
+    }
+
+    fn cells<'a>(&'a self, py: Python<'a>) -> PyResult<IntArray<'a>> {
+        let cells = match self {
+            Self::I32(buffer) => cells(py, buffer).map(IntArray::I32),
+            Self::I64(buffer) => cells(py, buffer).map(IntArray::I64),
+        };
+        cells.ok_or_else(|| BufferError::new_err("an array is not writable any more"))
+    }
+}
+
+/// The arrays that `StepPlan.fill` writes: one set per runner, made once.
+///
+/// Each is a writable, C-contiguous int32 or int64 array (NumPy, or anything with a buffer). With T
+/// tokens, B sequences and S sampling rows in the largest step: `input_ids [T]`, `positions [T]`,
+/// `slot_mapping [T]` (block * block_size + offset; -1: the KV is there already),
+/// `query_start_loc [B + 1]`, `seq_lens [B]`, `block_tables [B, W]`, `logits_indices [S]`.
+///
+/// Rows of `block_tables` are updated, not rewritten: nothing else may write to them.
+///
+/// Raises `BufferError` for an array of another type, shape or layout.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct StepBuffers {
+    input_ids: IntBuffer,
+    positions: IntBuffer,
+    slot_mapping: IntBuffer,
+    query_start_loc: IntBuffer,
+    seq_lens: IntBuffer,
+    block_tables: IntBuffer,
+    logits_indices: IntBuffer,
+    rows: Mutex<TableRows>,
+}
+
+impl StepBuffers {
+    /// Calls `write` with the arrays. Runs no Python code.
+    pub(crate) fn with<R>(
+        &self,
+        py: Python<'_>,
+        write: impl FnOnce(&StepArrays<'_>, &mut TableRows) -> R,
+    ) -> PyResult<R> {
+        let arrays = StepArrays {
+            input_ids: self.input_ids.cells(py)?,
+            positions: self.positions.cells(py)?,
+            slot_mapping: self.slot_mapping.cells(py)?,
+            query_start_loc: self.query_start_loc.cells(py)?,
+            seq_lens: self.seq_lens.cells(py)?,
+            block_tables: self.block_tables.cells(py)?,
+            table_width: self.block_tables.columns(),
+            logits_indices: self.logits_indices.cells(py)?,
+        };
+        let Ok(mut rows) = self.rows.try_lock() else {
+            return Err(BufferError::new_err(
+                "another thread is filling these arrays",
+            ));
+        };
+        Ok(write(&arrays, &mut rows))
+    }
+}
+
+#[pymethods]
+impl StepBuffers {
+    #[new]
+    #[pyo3(signature = (*, input_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices))]
+    fn new(
+        input_ids: &Bound<'_, PyAny>,
+        positions: &Bound<'_, PyAny>,
+        slot_mapping: &Bound<'_, PyAny>,
+        query_start_loc: &Bound<'_, PyAny>,
+        seq_lens: &Bound<'_, PyAny>,
+        block_tables: &Bound<'_, PyAny>,
+        logits_indices: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            input_ids: IntBuffer::over("input_ids", input_ids, 1)?,
+            positions: IntBuffer::over("positions", positions, 1)?,
+            slot_mapping: IntBuffer::over("slot_mapping", slot_mapping, 1)?,
+            query_start_loc: IntBuffer::over("query_start_loc", query_start_loc, 1)?,
+            seq_lens: IntBuffer::over("seq_lens", seq_lens, 1)?,
+            block_tables: IntBuffer::over("block_tables", block_tables, 2)?,
+            logits_indices: IntBuffer::over("logits_indices", logits_indices, 1)?,
+            rows: Mutex::default(),
+        })
+    }
+}

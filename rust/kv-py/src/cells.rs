@@ -1,0 +1,22 @@
+//! The one unsafe corner: a Python buffer's memory as a slice of cells.
+
+use std::cell::Cell;
+
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::prelude::*;
+
+/// The elements of a C-contiguous buffer; `None` for one that is not.
+///
+/// As with every buffer of Python, whoever lets another thread write to the array meanwhile gets
+/// mixed values; with the GIL (`py`) no Python code can.
+#[allow(unsafe_code)]
+pub(crate) fn cells<'a, T: Element>(
+    _py: Python<'a>,
+    buffer: &'a PyBuffer<T>,
+) -> Option<&'a [Cell<T>]> {
+    let elements = buffer.as_slice_ptr()?;
+    // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`; the exporter keeps the
+    // memory in place while the buffer is held, which outlives 'a; `Cell<T>` has the layout of `T`
+    // and allows aliases. Plain integers have no invalid values.
+    Some(unsafe { &*(elements.as_ptr() as *const [Cell<T>]) })
+}

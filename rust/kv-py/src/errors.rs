@@ -1,0 +1,93 @@
+//! The one place where the core's errors become Python's: one exception per decision a caller can take.
+
+use kv_core::Error;
+use pyo3::create_exception;
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+
+create_exception!(
+    pyengine._kv,
+    KvError,
+    PyException,
+    "Base of every error of the block manager. The call that raised it changed nothing."
+);
+create_exception!(
+    pyengine._kv,
+    ConfigError,
+    KvError,
+    "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory."
+);
+create_exception!(
+    pyengine._kv,
+    TokenError,
+    KvError,
+    "Token ids that are not integers, do not fit 32 unsigned bits, or are not there at all."
+);
+create_exception!(
+    pyengine._kv,
+    HandleError,
+    KvError,
+    "A freed sequence, a released lease, or a handle of another manager."
+);
+create_exception!(
+    pyengine._kv,
+    LeaseError,
+    KvError,
+    "A lease that cannot be attached: not a prefix of the sequence, or the sequence holds blocks."
+);
+create_exception!(
+    pyengine._kv,
+    PlanError,
+    KvError,
+    "A plan or a planned sequence used out of turn, or a wrong number of sampled tokens."
+);
+create_exception!(
+    pyengine._kv,
+    BufferError,
+    KvError,
+    "An input array is too small, not writable, not contiguous or not int32 / int64."
+);
+create_exception!(
+    pyengine._kv,
+    InvariantError,
+    KvError,
+    "`check()` found a difference: a bug in the manager, please report it."
+);
+
+/// Every error of the core as a Python exception.
+pub(crate) fn raise(error: Error) -> PyErr {
+    let text = error.to_string();
+    match error {
+        Error::BlockSize(_)
+        | Error::NumBlocks(_)
+        | Error::HashBits(_)
+        | Error::OutOfMemory { .. }
+        | Error::UnknownBlock { .. } => ConfigError::new_err(text),
+        Error::EmptySequence => TokenError::new_err(text),
+        Error::FreedSequence | Error::Foreign(_) | Error::ReleasedLease => {
+            HandleError::new_err(text)
+        }
+        Error::LeaseMismatch { .. } | Error::NotFresh { .. } => LeaseError::new_err(text),
+        Error::InPlan { .. }
+        | Error::NotPlanned { .. }
+        | Error::NotDecoding { .. }
+        | Error::NothingToCompute { .. }
+        | Error::PlanOpen { .. }
+        | Error::PlanClosed { .. }
+        | Error::SampleCount { .. } => PlanError::new_err(text),
+        Error::BufferTooSmall { .. } => BufferError::new_err(text),
+    }
+}
+
+/// Adds the exceptions to the module.
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("KvError", py.get_type::<KvError>())?;
+    module.add("ConfigError", py.get_type::<ConfigError>())?;
+    module.add("TokenError", py.get_type::<TokenError>())?;
+    module.add("HandleError", py.get_type::<HandleError>())?;
+    module.add("LeaseError", py.get_type::<LeaseError>())?;
+    module.add("PlanError", py.get_type::<PlanError>())?;
+    module.add("BufferError", py.get_type::<BufferError>())?;
+    module.add("InvariantError", py.get_type::<InvariantError>())
+}

@@ -1,0 +1,29 @@
+//! `pyengine._kv`: the block manager for Python. Thin: conversions, the lock, the errors.
+#![deny(unsafe_code)]
+
+mod answers;
+mod buffers;
+mod cells;
+mod errors;
+mod manager;
+mod tokens;
+
+use pyo3::prelude::*;
+
+/// The KV-cache block manager, written in Rust.
+#[pymodule(gil_used = false)]
+fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    errors::add_to(module)?;
+    module.add_class::<manager::BlockManager>()?;
+    module.add_class::<manager::Sequence>()?;
+    module.add_class::<manager::Lease>()?;
+    module.add_class::<manager::StepPlan>()?;
+    module.add_class::<buffers::StepBuffers>()?;
+    module.add_class::<answers::Ledger>()?;
+    module.add_class::<answers::Stats>()?;
+    module.add_class::<answers::Redirect>()?;
+    module.add_class::<answers::Prefilled>()?;
+    module.add_class::<answers::NoRoom>()?;
+    module.add_class::<answers::NoBudget>()
+}

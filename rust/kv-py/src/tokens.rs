@@ -1,0 +1,80 @@
+//! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
+
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::prelude::*;
+
+use crate::cells::cells;
+use crate::errors::TokenError;
+
+/// The token ids of a list or buffer as `u32`; all of them or an error that names the first bad one.
+pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    if let Ok(buffer) = PyUntypedBuffer::get(object) {
+        return from_buffer(object.py(), buffer);
+    }
+    let mut tokens = Vec::with_capacity(object.len().unwrap_or(0));
+    let items = object.try_iter().map_err(|_| {
+        let kind = object.get_type();
+        TokenError::new_err(format!(
+            "token ids are a list of ints or an integer buffer, not {kind}"
+        ))
+    })?;
+    for (at, item) in items.enumerate() {
+        let item = item?;
+        let token = item.extract::<u32>().map_err(|_| bad_token(&item, at))?;
+        tokens.push(token);
+    }
+    Ok(tokens)
+}
+
+fn bad_token(token: impl std::fmt::Display, at: usize) -> PyErr {
+    TokenError::new_err(format!(
+        "token id {token} at position {at} is not an integer from 0 to 4294967295"
+    ))
+}
+
+fn from_buffer(py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vec<u32>> {
+    if buffer.dimensions() != 1 {
+        return Err(TokenError::new_err(format!(
+            "token ids are one-dimensional, this buffer has {} dimensions",
+            buffer.dimensions()
+        )));
+    }
+    macro_rules! first_that_fits {
+        ($($int:ty),*) => {
+            $(if let Ok(buffer) = buffer.as_typed::<$int>() {
+                return convert(py, buffer);
+            })*
+        };
+    }
+    // The likeliest first: NumPy's and torch's default is int64.
+    first_that_fits!(i64, i32, u32, u64, u16, i16, u8, i8);
+    let format = buffer.format().to_string_lossy();
+    Err(TokenError::new_err(format!(
+        "token ids are integers, this buffer has format {format:?}"
+    )))
+}
+
+fn convert<T>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>>
+where
+    T: Element + Copy + TryInto<u32> + std::fmt::Display,
+{
+    let Some(cells) = cells(py, buffer) else {
+        return buffer
+            .to_vec(py)?
+            .into_iter()
+            .enumerate()
+            .map(checked)
+            .collect();
+    };
+    cells
+        .iter()
+        .map(|cell| cell.get())
+        .enumerate()
+        .map(checked)
+        .collect()
+}
+
+#[inline]
+fn checked<T: Copy + TryInto<u32> + std::fmt::Display>((at, token): (usize, T)) -> PyResult<u32> {
+    token.try_into().map_err(|_| bad_token(token, at))
+}
