@@ -90,6 +90,19 @@ pub struct PlanView {
     pub budget_left: usize,
 }
 
+/// How many of `rest` tokens from `start` on to compute when `most` may be.
+fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
+    if rest <= most {
+        return rest;
+    }
+    let boundary = (start + most) / block_size * block_size;
+    if boundary > start {
+        boundary - start
+    } else {
+        most
+    }
+}
+
 impl BlockManager {
     /// Opens a step that may compute `token_budget` tokens.
     pub fn begin_step(&mut self, token_budget: usize) -> Result<PlanHandle, Error> {
@@ -198,7 +211,8 @@ impl BlockManager {
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
-    /// On a block boundary the index is asked first: what is cached is adopted, and neither charged
+    /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
+    /// a block boundary the index is asked first: what is cached is adopted, and neither charged
     /// nor computed. A sequence whose every token is cached computes its last one, takes no block
     /// and writes nothing. `reserve: None` asks for the blocks of this step's tokens only;
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
@@ -229,7 +243,8 @@ impl BlockManager {
             0 => seq.computed,
             _ => (table_len * block_size).min(seq.tokens.len() - 1),
         };
-        let len = (seq.tokens.len() - start).min(max_tokens).min(budget);
+        let rest = seq.tokens.len() - start;
+        let len = chunk(start, rest, max_tokens.min(budget), block_size);
         if len == 0 {
             return Ok(Prefill::NoBudget);
         }

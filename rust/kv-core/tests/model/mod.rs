@@ -252,9 +252,14 @@ impl Model {
         } else {
             (blocks * size).min(s.tokens.len() - 1)
         };
-        let tokens = (s.tokens.len() - start)
-            .min(max_tokens)
-            .min(self.plan.as_ref().expect("open").budget);
+        let most = max_tokens.min(self.plan.as_ref().expect("open").budget);
+        let (all, fits) = (s.tokens.len(), start + most);
+        let end = match fits / size * size {
+            _ if fits >= all => all,
+            boundary if boundary > start => boundary,
+            _ => fits,
+        };
+        let tokens = end - start;
         if tokens == 0 {
             return Prefill::NoBudget;
         }
