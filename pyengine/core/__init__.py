@@ -1,0 +1,29 @@
+"""Plain data that every other room speaks: requests' settings, results, errors."""
+
+from pyengine.core.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    ModelLoadError,
+    PyEngineError,
+)
+from pyengine.core.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from pyengine.core.sampling_params import SamplingParams
+
+__all__ = [
+    "CompletionOutput",
+    "ConfigurationError",
+    "FinishReason",
+    "InvalidRequestError",
+    "Logprob",
+    "ModelLoadError",
+    "PyEngineError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]

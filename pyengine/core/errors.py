@@ -1,0 +1,21 @@
+"""The errors that people who call pyengine are meant to catch.
+
+One exception per decision a caller can take: correct the request, change the settings, or
+provide another model. Every message names the value that was found and the way out.
+"""
+
+
+class PyEngineError(Exception):
+    """Base of every error that pyengine raises on purpose."""
+
+
+class InvalidRequestError(PyEngineError, ValueError):
+    """A request that can never be served; refused at submission, before anything runs."""
+
+
+class ConfigurationError(PyEngineError, ValueError):
+    """Engine settings that contradict each other, the model, or the machine."""
+
+
+class ModelLoadError(PyEngineError):
+    """A model that is missing, damaged, or of a kind that cannot be loaded."""

@@ -1,0 +1,72 @@
+"""What a caller gets back. Names and meanings are those that vLLM users know."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""Why a completion ended: a stop condition, a length limit, or the caller's own wish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's place in the model's distribution, before penalties and temperature."""
+
+    logprob: float
+    """Natural logarithm of the probability."""
+    rank: int
+    """1 for the most probable token; equal probabilities rank by token id, lowest first."""
+    decoded_token: str | None = None
+    """The token's text, ``None`` when there is no tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated continuation of a prompt."""
+
+    index: int
+    """Position among the completions of the same prompt."""
+    text: str
+    """The generated text so far; empty when the request did not ask for text."""
+    token_ids: list[int]
+    """Every generated token, a final stop token included."""
+    cumulative_logprob: float | None = None
+    """Sum of the generated tokens' log-probabilities, if ``logprobs`` was asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per generated token: the token itself and the most probable ones, by token id."""
+    finish_reason: FinishReason | None = None
+    """``None`` while the completion is still growing."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended it; ``None`` for end of sequence."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further token will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened, in seconds of :func:`time.monotonic`."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    """How often the request lost its blocks and had to be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of one request: final from ``generate``, a snapshot from ``stream``."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, ``None`` when it came as token ids."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """One entry per prompt token, ``None`` for the first, which nothing precedes."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose KV came from the cache and was not computed for this request."""
+    metrics: RequestMetrics

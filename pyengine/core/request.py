@@ -1,0 +1,22 @@
+"""A request on its way through the engine: what was asked, and how far it has come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One prompt to continue.
+
+    `namespace` separates its blocks from those of other namespaces. With `read_cache` off every
+    prompt token is computed, also what the cache holds.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    namespace: bytes = b""
+    read_cache: bool = True
+    num_cached_tokens: int = field(default=0, init=False)
+    """Prompt tokens that were not computed for it when it first ran."""
+    num_preemptions: int = field(default=0, init=False)
+    """How often it lost its blocks and was computed again."""

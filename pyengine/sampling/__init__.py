@@ -1,0 +1,7 @@
+"""Logits to tokens. Knows torch and plain data; nothing of models, blocks or the cache."""
+
+from pyengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
+from pyengine.sampling.sampler import Sampled, Sampler
+from pyengine.sampling.state import SamplingState
+
+__all__ = ["Sampled", "Sampler", "SamplingState", "TokenLogprobs", "prompt_logprobs"]

@@ -1,0 +1,115 @@
+"""Log-probabilities: of the chosen token, its rank, and the most probable tokens.
+
+All of the model's own distribution: raw logits, before bias, penalties and temperature.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pyengine.core.outputs import Logprob
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Rows are worked on in chunks of about so many logits; a float32 copy of one is 16 MiB."""
+_TIE_SLACK = 16
+"""How many more candidates than asked for are looked at, to see all equal logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What one position says about its token and the alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most probable token; equal ones rank by token id, lowest first."""
+    top_ids: tuple[int, ...]
+    """The most probable tokens, as many as were asked for, in order of rank."""
+    top_logprobs: tuple[float, ...]
+
+    def as_dict(self, decode: Callable[[int], str] | None = None) -> dict[int, Logprob]:
+        """Return the form users see: the token itself first, then the others by rank.
+
+        ``decode`` gives a token's text; without it the texts are ``None``.
+        """
+        ranked = {self.token_id: (self.logprob, self.rank)}
+        for place, (token, logprob) in enumerate(
+            zip(self.top_ids, self.top_logprobs, strict=True), start=1
+        ):
+            ranked.setdefault(token, (logprob, place))
+        return {
+            token: Logprob(logprob, rank, decode(token) if decode is not None else None)
+            for token, (logprob, rank) in ranked.items()
+        }
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Return the log-probability and rank of one token per row, and the ``top[i]`` best ones.
+
+    ``logits`` are raw, [T, V] of any floating type (computed in float32); ``token_ids`` int64
+    [T]; ``top`` holds T counts from 0 to V.
+    """
+    rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    token_ids = token_ids.to(logits.device)
+    results: list[TokenLogprobs] = []
+    for start in range(0, len(top), rows):
+        chunk = slice(start, start + rows)
+        results += _token_logprobs_chunk(logits[chunk].float(), token_ids[chunk], top[chunk])
+    return results
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, next_token_ids: Sequence[int], top_k: int
+) -> list[TokenLogprobs]:
+    """Return what each prompt position said about the prompt token that follows it.
+
+    ``logits`` [T, V] are the raw rows of positions p to p+T-1, ``next_token_ids`` the T tokens
+    of positions p+1 to p+T; ``top_k`` from 0 to V.
+    """
+    return token_logprobs(logits, torch.tensor(next_token_ids), [top_k] * len(next_token_ids))
+
+
+def _token_logprobs_chunk(
+    logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]
+) -> list[TokenLogprobs]:
+    normaliser = logits.logsumexp(1, keepdim=True)
+    column = token_ids.unsqueeze(1)
+    chosen = logits.gather(1, column)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ahead = (logits > chosen) | ((logits == chosen) & (ids < column))
+    best = _best_ids(logits, max(top))
+    host = zip(
+        token_ids.tolist(),
+        (chosen - normaliser).squeeze(1).tolist(),
+        (ahead.sum(1) + 1).tolist(),
+        best.tolist(),
+        (logits.gather(1, best) - normaliser).tolist(),
+        top,
+        strict=True,
+    )
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(top_ids[:count]), tuple(top_logprobs[:count]))
+        for token, logprob, rank, top_ids, top_logprobs, count in host
+    ]
+
+
+def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ids of the ``count`` largest logits, equal ones by id: int64 [T, count].
+
+    ``topk`` leaves open which of several equal values it takes, and in what order, and
+    low-precision models have many equal logits. So it is asked for a few more: if every row
+    has fallen below its last wanted value by then, no candidate is missing.
+    """
+    if count == 0:
+        return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+    head = min(count + _TIE_SLACK, logits.shape[1])
+    values, ids = logits.topk(head)
+    complete = values[:, -1] < values[:, count - 1]
+    if head < logits.shape[1] and not bool(complete.all()):
+        return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    by_id = ids.sort(dim=1).values
+    by_value = logits.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
+    return by_id.gather(1, by_value)[:, :count]

@@ -1,0 +1,37 @@
+"""Random numbers without state: a hash of (seed, position), the same wherever it is asked.
+
+A request's n-th draw depends on its seed and on n alone. So neither the other requests of the
+batch, nor their order, nor a preemption in between can change it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MASK64 = (1 << 64) - 1
+
+
+def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scramble 64-bit integers, one to one: the finaliser of SplitMix64.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), with
+    the constants of David Stafford's variant 13. Any shape.
+    """
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Return one number in [0, 1) per (seed, position), with 53 random bits.
+
+    It is element ``position`` of the SplitMix64 stream that starts at ``mix64(seed)``: seeds
+    that lie close together are scrambled first, as streams a multiple of the increment apart
+    would be shifted copies of each other. Seeds are taken modulo 2^64.
+    """
+    seed_array = np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64)
+    position_array = np.array(positions, dtype=np.uint64)
+    stream = mix64(seed_array) + (position_array + np.uint64(1)) * _GOLDEN_GAMMA
+    return (mix64(stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,107 @@
+"""Bias, barred stop tokens and penalties by numbers worked out by hand."""
+
+import pytest
+import torch
+
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.sampling.adjust import adjusted_logits
+from pyengine.sampling.state import SamplingState
+
+ROW = [2.0, -2.0, 4.0, -1.0, 0.5]
+INF = float("inf")
+
+
+def state(
+    params: SamplingParams,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+    stop_ids: tuple[int, ...] = (),
+) -> SamplingState:
+    made = SamplingState(params, prompt, seed=0, vocab_size=len(ROW), stop_ids=stop_ids)
+    for token in output:
+        made.append(token)
+    return made
+
+
+CASES = {
+    "repetition divides above 0 and multiplies below, in prompt and output": (
+        state(SamplingParams(repetition_penalty=2), prompt=(0, 1, 1), output=(3, 3)),
+        [1.0, -4.0, 4.0, -2.0, 0.5],
+    ),
+    "presence counts once, and not the prompt": (
+        state(SamplingParams(presence_penalty=1.5), prompt=(0,), output=(1, 1, 2)),
+        [2.0, -3.5, 2.5, -1.0, 0.5],
+    ),
+    "frequency counts each time, and not the prompt": (
+        state(SamplingParams(frequency_penalty=0.5), prompt=(0,), output=(1, 1, 2)),
+        [2.0, -3.0, 3.5, -1.0, 0.5],
+    ),
+    "negative penalties reward": (
+        state(SamplingParams(presence_penalty=-1, frequency_penalty=-0.5), output=(1, 1)),
+        [2.0, 0.0, 4.0, -1.0, 0.5],
+    ),
+    "repetition before the others": (
+        state(
+            SamplingParams(repetition_penalty=2, presence_penalty=1, frequency_penalty=0.25),
+            prompt=(4,),
+            output=(2, 2),
+        ),
+        [2.0, -2.0, 4.0 / 2 - 1 - 0.5, -1.0, 0.25],
+    ),
+    "bias is added": (
+        state(SamplingParams(logit_bias={0: -100.0, 4: 3.0})),
+        [-98.0, -2.0, 4.0, -1.0, 3.5],
+    ),
+    "bias before repetition": (
+        state(SamplingParams(logit_bias={1: 6.0}, repetition_penalty=2), prompt=(1,)),
+        [2.0, 2.0, 4.0, -1.0, 0.5],
+    ),
+    "stop tokens are barred, whatever the bias": (
+        state(
+            SamplingParams(min_tokens=2, stop_token_ids=[0], logit_bias={2: 50.0}),
+            output=(1,),
+            stop_ids=(2,),
+        ),
+        [-INF, -2.0, -INF, -1.0, 0.5],
+    ),
+    "stop tokens are free after min_tokens": (
+        state(SamplingParams(min_tokens=2), output=(1, 1), stop_ids=(2,)),
+        ROW,
+    ),
+    "nothing asked": (state(SamplingParams(), prompt=(0,), output=(1,)), ROW),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_hand(name: str) -> None:
+    made, expected = CASES[name]
+    torch.testing.assert_close(
+        adjusted_logits(torch.tensor([ROW]), [made])[0], torch.tensor(expected)
+    )
+
+
+def test_a_batch_of_all_cases_at_once() -> None:
+    logits = torch.tensor([ROW] * len(CASES))
+    states, expected = zip(*CASES.values(), strict=True)
+    torch.testing.assert_close(adjusted_logits(logits, states), torch.tensor(expected))
+    assert logits.tolist() == [ROW] * len(CASES), "the model's logits were written to"
+
+
+def test_logits_that_nothing_changes_are_passed_on() -> None:
+    logits = torch.tensor([ROW], dtype=torch.bfloat16)
+    assert adjusted_logits(logits, [state(SamplingParams())]) is logits
+
+
+def test_low_precision_and_strided_logits_are_computed_in_float32() -> None:
+    logits = torch.tensor([ROW, ROW], dtype=torch.bfloat16).T.contiguous().T
+    states = [state(SamplingParams(logit_bias={0: 0.001})), state(SamplingParams())]
+    got = adjusted_logits(logits, states)
+    assert got.dtype == torch.float32
+    assert got[0, 0].item() == pytest.approx(2.001)
+    assert got[1].tolist() == ROW
+
+
+def test_tokens_beyond_the_requests_vocabulary_stay() -> None:
+    logits = torch.tensor([[*ROW, 9.0]] * 2)
+    states = [state(SamplingParams(logit_bias={4: 1.0})) for _ in range(2)]
+    assert adjusted_logits(logits, states)[:, 4:].tolist() == [[1.5, 9.0]] * 2

@@ -1,0 +1,103 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyengine.core.outputs import Logprob
+from pyengine.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+
+ROW = [1.0, 3.0, 3.0, 0.0, 2.0]
+NORMALISER = math.log(sum(math.exp(x) for x in ROW))
+
+
+def reference(row: list[float], token: int, top: int) -> TokenLogprobs:
+    normaliser = math.log(sum(math.exp(x) for x in row))
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    return TokenLogprobs(
+        token_id=token,
+        logprob=row[token] - normaliser,
+        rank=order.index(token) + 1,
+        top_ids=tuple(order[:top]),
+        top_logprobs=tuple(row[i] - normaliser for i in order[:top]),
+    )
+
+
+def assert_same(got: TokenLogprobs, expected: TokenLogprobs) -> None:
+    assert (got.token_id, got.rank, got.top_ids) == (
+        expected.token_id,
+        expected.rank,
+        expected.top_ids,
+    )
+    assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
+    assert got.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-5)
+
+
+# Few distinct values: equal logits everywhere, -0.0 among them.
+rows = st.lists(
+    st.lists(st.sampled_from([-2.5, -1.0, -0.0, 0.0, 1.5, 7.0]), min_size=40, max_size=40),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(rows=rows, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_against_sorting(rows: list[list[float]], data: st.DataObject) -> None:
+    tokens = [data.draw(st.integers(0, 39)) for _ in rows]
+    top = [data.draw(st.integers(0, 40)) for _ in rows]
+    got = token_logprobs(torch.tensor(rows), torch.tensor(tokens), top)
+    for entry, row, token, count in zip(got, rows, tokens, top, strict=True):
+        assert_same(entry, reference(row, token, count))
+
+
+def test_more_equal_logits_than_candidates_looked_at() -> None:
+    logits = torch.randint(8, (20, 1000), generator=torch.Generator().manual_seed(0)).float()
+    for row, entry in zip(
+        logits, token_logprobs(logits, torch.zeros(20).long(), [4] * 20), strict=True
+    ):
+        assert_same(entry, reference(row.tolist(), 0, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_rows_and_a_large_vocabulary(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(60, 3000) * 3).to(dtype)
+    tokens = torch.randint(3000, (60,))
+    got = token_logprobs(logits, tokens, [5] * 60)
+    for index in range(0, 60, 7):
+        row = logits[index].double().tolist()
+        assert_same(got[index], reference(row, int(tokens[index]), 5))
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(11, 30), torch.randint(30, (11,))
+    whole = token_logprobs(logits, tokens, range(11))
+    monkeypatch.setattr("pyengine.sampling.logprobs._CHUNK_ELEMENTS", 70)
+    for got, expected in zip(token_logprobs(logits, tokens, range(11)), whole, strict=True):
+        assert_same(got, expected)
+
+
+def test_prompt_rows_speak_about_the_next_token() -> None:
+    first, second = prompt_logprobs(torch.tensor([ROW, ROW[::-1]]), [4, 4], 2)
+    assert_same(first, TokenLogprobs(4, 2 - NORMALISER, 3, (1, 2), (3 - NORMALISER,) * 2))
+    assert_same(second, TokenLogprobs(4, 1 - NORMALISER, 4, (2, 3), (3 - NORMALISER,) * 2))
+    (bare,) = prompt_logprobs(torch.tensor([ROW]), [1], 0)
+    assert_same(bare, TokenLogprobs(1, 3 - NORMALISER, 1, (), ()))
+    assert prompt_logprobs(torch.empty(0, 5), [], 3) == []
+
+
+def test_the_users_form_has_the_token_first_and_each_token_once() -> None:
+    outside = TokenLogprobs(7, -3.0, 9, (4, 2), (-0.5, -1.0))
+    assert list(outside.as_dict().items()) == [
+        (7, Logprob(-3.0, 9, None)),
+        (4, Logprob(-0.5, 1, None)),
+        (2, Logprob(-1.0, 2, None)),
+    ]
+    inside = TokenLogprobs(2, -1.0, 2, (4, 2), (-0.5, -1.0))
+    assert list(inside.as_dict(lambda token: f"<{token}>").items()) == [
+        (2, Logprob(-1.0, 2, "<2>")),
+        (4, Logprob(-0.5, 1, "<4>")),
+    ]

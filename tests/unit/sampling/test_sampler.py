@@ -1,0 +1,247 @@
+"""The vectorised sampler against one row at a time in plain Python."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.sampling import Sampler, SamplingState
+from pyengine.sampling.uniform import uniforms
+
+VOCAB = 1200  # more than the head in which a nucleus is looked for first
+
+
+def state(
+    params: SamplingParams, *, seed: int = 0, num_output: int = 0, vocab_size: int = VOCAB
+) -> SamplingState:
+    made = SamplingState(params, (), seed=seed, vocab_size=vocab_size)
+    for _ in range(num_output):
+        made.append(0)
+    return made
+
+
+def kept_weights(row: list[float], params: SamplingParams) -> dict[int, float]:
+    """Token ids that the filters leave, with their weights; equal logits stay or go together."""
+    peak = max(row)
+    weights = {i: math.exp((x - peak) / params.temperature) for i, x in enumerate(row)}
+    weights = {i: w for i, w in weights.items() if w >= params.min_p}
+    if 0 < params.top_k < len(row):
+        floor = sorted(row, reverse=True)[params.top_k - 1]
+        weights = {i: w for i, w in weights.items() if row[i] >= floor}
+    if params.top_p < 1:
+        wanted, reached, floor = params.top_p * math.fsum(weights.values()), 0.0, -math.inf
+        for i in sorted(weights, key=lambda i: -row[i]):
+            reached += weights[i]
+            floor = row[i]
+            if reached >= wanted:
+                break
+        weights = {i: w for i, w in weights.items() if row[i] >= floor}
+    return weights
+
+
+def reference(row: list[float], params: SamplingParams, seed: int, position: int) -> int:
+    if params.is_greedy:
+        return row.index(max(row))
+    weights = kept_weights(row, params)
+    target = float(uniforms([seed], [position])[0]) * math.fsum(weights.values())
+    reached = 0.0
+    for token in sorted(weights):
+        reached += weights[token]
+        if reached > target:
+            return token
+    raise AssertionError("the draw lies beyond the distribution")
+
+
+settings_of_a_row = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, -1, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+
+
+@given(
+    batch=st.lists(settings_of_a_row, min_size=1, max_size=8),
+    seed=st.integers(0, 2**32),
+    scale=st.sampled_from([0.2, 1.0, 5.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=120, deadline=None)
+def test_every_row_as_if_it_were_alone(
+    batch: list[SamplingParams], seed: int, scale: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(len(batch), VOCAB, generator=generator) * scale).to(dtype)
+    states = [state(params, seed=seed + i, num_output=i) for i, params in enumerate(batch)]
+    together = Sampler()(logits, states).token_ids.tolist()
+    alone = [int(Sampler()(logits[[i]], [one]).token_ids) for i, one in enumerate(states)]
+    assert together == alone
+    rows = logits.double().tolist()
+    assert together == [
+        reference(row, params, seed + i, i)
+        for i, (row, params) in enumerate(zip(rows, batch, strict=True))
+    ]
+
+
+def test_the_order_of_the_batch_and_the_chunks_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, VOCAB)
+    choices = [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=20),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_p=0.9999, temperature=3),
+    ]
+    states = [state(choices[i % 5], seed=i) for i in range(40)]
+    expected = Sampler()(logits, states).token_ids
+    order = torch.randperm(40)
+    monkeypatch.setattr("pyengine.sampling.draw._CHUNK_ELEMENTS", 3 * VOCAB + 5)
+    shuffled = Sampler()(logits[order], [states[i] for i in order.tolist()]).token_ids
+    assert torch.equal(shuffled, expected[order])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5, top_k=5),
+        SamplingParams(top_p=0.8),
+        SamplingParams(temperature=2, min_p=0.3),
+        SamplingParams(top_k=6, top_p=0.9, min_p=0.02),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    row = [0.0, 2.0, -1.0, 1.0, 1.0, -8.0, 0.5, 1.5]
+    count = 20_000
+    states = [state(params, seed=seed, vocab_size=len(row)) for seed in range(count)]
+    drawn = Counter(Sampler()(torch.tensor([row]).expand(count, -1), states).token_ids.tolist())
+    weights = kept_weights(row, params)
+    assert set(drawn) <= set(weights)
+    total = math.fsum(weights.values())
+    chi_square = sum(
+        (drawn[i] - count * w / total) ** 2 / (count * w / total) for i, w in weights.items()
+    )
+    assert chi_square < 24.3  # at most 7 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_a_number_on_a_border_belongs_to_the_token_above(
+    monkeypatch: pytest.MonkeyPatch, number: float, token: int
+) -> None:
+    monkeypatch.setattr("pyengine.sampling.draw.uniforms", lambda *_args: np.array([number]))
+    logits = torch.tensor([[-1.0, 2.0, -1.0, 2.0, -1.0]])  # top-k leaves the tokens 1 and 3
+    one = state(SamplingParams(top_k=2), vocab_size=5)
+    assert int(Sampler()(logits, [one]).token_ids) == token
+
+
+def test_positions_of_one_request_follow_the_distribution_too() -> None:
+    one = state(SamplingParams(seed=11), seed=11, vocab_size=2)
+    ones = 0
+    for _ in range(4000):
+        token = int(Sampler()(torch.tensor([[0.0, math.log(3)]]), [one]).token_ids)
+        one.append(token)
+        ones += token
+    assert abs(ones / 4000 - 0.75) < 0.025
+
+
+def test_a_state_made_again_goes_on_where_it_was() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, VOCAB)
+    first, second = (state(SamplingParams(), seed=5, num_output=9) for _ in range(2))
+    assert Sampler()(logits, [first]).token_ids == Sampler()(logits, [second]).token_ids
+    assert first.num_output == 9, "the sampler must leave the state alone"
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
+    logits = torch.zeros(3, VOCAB, dtype=torch.bfloat16)
+    logits[0, [700, 900]] = 1
+    logits[1, [3, 4, 1199]] = 2
+    assert Sampler()(logits, [state(SamplingParams(temperature=0))] * 3).token_ids.tolist() == [
+        700,
+        3,
+        0,
+    ]
+
+
+def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_args: object) -> None:
+        raise AssertionError("a greedy batch drew")
+
+    greedy = [state(SamplingParams(temperature=0, top_k=3, top_p=0.5)) for _ in range(2)]
+    monkeypatch.setattr("pyengine.sampling.sampler.draw", forbidden)
+    assert Sampler()(torch.eye(2, VOCAB), greedy).token_ids.tolist() == [0, 1]
+    with pytest.raises(AssertionError, match="drew"):
+        Sampler()(torch.eye(2, VOCAB), [greedy[0], state(SamplingParams())])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])
+def test_extreme_temperatures_stay_in_range(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1e30, 3.4e38]] * 50)
+    states = [
+        state(SamplingParams(temperature=temperature), seed=i, vocab_size=5) for i in range(50)
+    ]
+    drawn = set(Sampler()(logits, states).token_ids.tolist())
+    assert drawn == {4} if temperature < 1 else drawn <= set(range(5))
+
+
+def test_a_barred_token_is_never_drawn() -> None:
+    params = SamplingParams(min_tokens=1, temperature=5.0, top_k=2)
+    states = [
+        SamplingState(params, (), seed=seed, vocab_size=3, stop_ids=[1]) for seed in range(200)
+    ]
+    drawn = Sampler()(torch.tensor([[0.0, 50.0, 0.0]]).expand(200, -1), states).token_ids
+    assert set(drawn.tolist()) == {0, 2}
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9, top_k=7)])
+def test_broken_logits_still_give_a_token_of_the_vocabulary(params: SamplingParams) -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        token = int(Sampler()(torch.full((1, VOCAB), value), [state(params)]).token_ids)
+        assert 0 <= token < VOCAB
+
+
+def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
+    row = torch.tensor([0.0, 1.0, 2.0])
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, logprobs=1, logit_bias={0: 10.0}),
+        SamplingParams(temperature=0.1, logprobs=0),
+        SamplingParams(temperature=0, logprobs=3),
+    ]
+    states = [state(p, vocab_size=3) for p in params]
+    sampled = Sampler()(row.expand(4, -1), states)
+    expected = torch.log_softmax(row, 0).tolist()
+    assert sampled.token_ids.tolist() == [2, 0, 2, 2]
+    nothing, biased, bare, all_three = sampled.logprobs
+    assert nothing is None
+    assert biased is not None
+    assert (biased.token_id, biased.rank, biased.top_ids) == (0, 3, (2,))
+    assert biased.logprob == pytest.approx(expected[0])
+    assert biased.top_logprobs == pytest.approx([expected[2]])
+    assert bare is not None
+    assert (bare.rank, bare.top_ids) == (1, ())
+    assert all_three is not None
+    assert all_three.top_logprobs == pytest.approx(expected[::-1])
+
+
+def test_rows_and_requests_must_correspond() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 1200\) for 1 requests"):
+        Sampler()(torch.zeros(2, VOCAB), [state(SamplingParams())])
+    with pytest.raises(ValueError, match=r"logits of 1199 tokens .* vocabulary of 1200"):
+        Sampler()(torch.zeros(1, VOCAB - 1), [state(SamplingParams())])
+
+
+def test_no_rows_no_tokens() -> None:
+    sampled = Sampler()(torch.zeros(0, VOCAB), [])
+    assert sampled.token_ids.shape == (0,)
+    assert sampled.token_ids.dtype == torch.int64
+    assert sampled.logprobs == []
