@@ -2,14 +2,40 @@
 
 from collections.abc import Sequence as ListLike
 from types import TracebackType
-from typing import Literal, Self, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import Buffer
+
+__all__ = [
+    "BlockManager",
+    "BufferError",
+    "ConfigError",
+    "HandleError",
+    "InvariantError",
+    "KvError",
+    "Lease",
+    "LeaseError",
+    "Ledger",
+    "NoBudget",
+    "NoRoom",
+    "PlanError",
+    "Prefilled",
+    "Redirect",
+    "Sequence",
+    "Stats",
+    "StepBuffers",
+    "StepPlan",
+    "TokenError",
+    "__version__",
+]
 
 __version__: str
 
-TokenIds: TypeAlias = ListLike[int] | Buffer
-BlockState: TypeAlias = Literal["free", "idle", "active", "leased"]
+_Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer
+_TokenIds: TypeAlias = ListLike[int] | _Array
+_BlockState: TypeAlias = Literal["free", "idle", "active", "leased"]
 
 class KvError(Exception): ...
 class ConfigError(KvError): ...
@@ -139,13 +165,13 @@ class StepBuffers:
     def __new__(
         cls,
         *,
-        input_ids: Buffer,
-        positions: Buffer,
-        slot_mapping: Buffer,
-        query_start_loc: Buffer,
-        seq_lens: Buffer,
-        block_tables: Buffer,
-        logits_indices: Buffer,
+        input_ids: _Array,
+        positions: _Array,
+        slot_mapping: _Array,
+        query_start_loc: _Array,
+        seq_lens: _Array,
+        block_tables: _Array,
+        logits_indices: _Array,
     ) -> Self: ...
 
 @final
@@ -166,7 +192,7 @@ class StepPlan:
     ) -> Prefilled | NoRoom | NoBudget: ...
     def cancel(self, sequence: Sequence) -> None: ...
     def fill(self, buffers: StepBuffers) -> None: ...
-    def commit(self, sampled: TokenIds) -> list[Redirect]: ...
+    def commit(self, sampled: _TokenIds) -> list[Redirect]: ...
     def rollback(self) -> None: ...
 
 @final
@@ -187,15 +213,15 @@ class BlockManager:
     @property
     def trash_block(self) -> int: ...
     def sequence(
-        self, tokens: TokenIds, *, namespace: bytes | None = None, read_cache: bool = True
+        self, tokens: _TokenIds, *, namespace: bytes | None = None, read_cache: bool = True
     ) -> Sequence: ...
-    def match_prefix(self, tokens: TokenIds, *, namespace: bytes | None = None) -> Lease: ...
+    def match_prefix(self, tokens: _TokenIds, *, namespace: bytes | None = None) -> Lease: ...
     def begin_step(self, token_budget: int) -> StepPlan: ...
     def ledger(self) -> Ledger: ...
     def stats(self) -> Stats: ...
     def preview(self, sequence: Sequence) -> int: ...
     def refs(self, block: int) -> int: ...
     def seq_refs(self, block: int) -> int: ...
-    def state(self, block: int) -> BlockState: ...
+    def state(self, block: int) -> _BlockState: ...
     def evict_idle(self) -> int: ...
     def check(self) -> None: ...

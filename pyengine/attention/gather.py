@@ -1,0 +1,220 @@
+"""Attention by gathering blocks: any device, any model; the oracle of the other backends.
+
+Keys and values of the visible blocks are copied together and handed to torch's scaled dot
+product attention, with the query heads that share a KV head as its rows, so that KV heads are
+never repeated. Softcap and sinks, which that function lacks, are computed in float32.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from pyengine.attention.interface import AttentionOptions
+from pyengine.attention.layout import Group, Span, StepLayout
+from pyengine.attention.metadata import StepInputs
+from pyengine.cache.kv_pool import KVPool
+
+_GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Gathered keys and values of one decode group: about a core's L2 cache, or a launch's worth."""
+
+Visible: TypeAlias = torch.Tensor | Literal["all", "causal"]
+"""Which keys a query row sees: a mask (True: seen), every key, or the keys up to its own."""
+
+
+class GatherBackend:
+    """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
+
+    name = "gather"
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def plan(self, inputs: StepInputs) -> "GatherPlan":
+        """Prepare a step; index tensors are made per sliding window, when first asked for."""
+        return GatherPlan(self._pool, inputs)
+
+
+class GatherPlan:
+    """One step of the gather backend."""
+
+    def __init__(self, pool: KVPool, inputs: StepInputs) -> None:
+        self._pool = pool
+        self._layout = StepLayout(
+            inputs.host_query_start_loc,
+            inputs.host_seq_lens,
+            inputs.host_block_tables,
+            pool.block_size,
+        )
+        slots = inputs.slot_mapping
+        self._slots = torch.where(slots < 0, pool.trash_slot, slots)
+        self._pieces: dict[int | None, list[_SpanPiece | _GroupPiece]] = {}
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.forward`."""
+        self._pool.write(layer, key, value, self._slots)
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        for piece in self._pieces_for(options.sliding_window):
+            piece.attend(query, keys, values, options, out)
+        return out
+
+    def _pieces_for(self, window: int | None) -> "list[_SpanPiece | _GroupPiece]":
+        pieces = self._pieces.get(window)
+        if pieces is None:
+            device = self._pool.device
+            max_blocks = _GROUP_BYTES[device.type] // max(
+                spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
+            )
+            pieces = [_SpanPiece(span, window, device) for span in self._layout.spans(window)]
+            pieces += [
+                _GroupPiece(group, self._pool.block_size, device)
+                for group in self._layout.groups(window, max_blocks)
+            ]
+            self._pieces[window] = pieces
+        return pieces
+
+
+class _SpanPiece:
+    """Consecutive rows of one sequence."""
+
+    def __init__(self, span: Span, window: int | None, device: torch.device) -> None:
+        self._rows = slice(span.start, span.start + span.count)
+        self._num_keys = span.num_keys
+        self._blocks = _block_index(span.blocks[None], device)
+        self._visible: Visible = "causal"
+        if span.num_keys != span.count or (window is not None and span.num_keys > window):
+            positions = torch.arange(span.position, span.position + span.count, device=device)
+            key_positions = torch.arange(span.num_keys, device=device) + span.first_key
+            self._visible = key_positions <= positions[:, None]
+            if window is not None:
+                self._visible &= key_positions > positions[:, None] - window
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> None:
+        kv_heads = keys.shape[2]
+        rows = _by_kv_head(query[self._rows], kv_heads).permute(1, 2, 0, 3)
+        k = _gather(keys, self._blocks, self._num_keys).transpose(0, 1)
+        v = _gather(values, self._blocks, self._num_keys).transpose(0, 1)
+        k = k.expand(-1, rows.shape[1], -1, -1)  # [kv, group, keys, d], repeated by stride 0
+        v = v.expand(-1, rows.shape[1], -1, -1)
+        sinks = options.sinks
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, -1, 1, 1)
+        attended = _attention(rows, k, v, self._visible, options, sinks)
+        out[self._rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+class _GroupPiece:
+    """One row each of several sequences; the query heads of a KV head are its rows."""
+
+    def __init__(self, group: Group, block_size: int, device: torch.device) -> None:
+        self._rows = torch.from_numpy(group.rows).to(device)
+        self._blocks = _block_index(group.blocks, device)
+        self._visible: Visible = "all"
+        self._num_keys = int(group.highs[0])
+        if not group.is_uniform:
+            self._num_keys = group.blocks.shape[1] * block_size
+            lows, highs = (
+                torch.from_numpy(bound).to(device)[:, None] for bound in (group.lows, group.highs)
+            )
+            key = torch.arange(self._num_keys, device=device)
+            self._visible = ((key >= lows) & (key < highs))[:, None, None]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: AttentionOptions,
+        out: torch.Tensor,
+    ) -> None:
+        kv_heads = keys.shape[2]
+        rows = _by_kv_head(query.index_select(0, self._rows), kv_heads)
+        k = _gather(keys, self._blocks, self._num_keys)
+        v = _gather(values, self._blocks, self._num_keys)
+        sinks = options.sinks
+        if sinks is not None:
+            sinks = sinks.view(1, kv_heads, -1, 1)
+        attended = _attention(rows, k, v, self._visible, options, sinks)
+        out.index_copy_(0, self._rows, attended.flatten(1, 2))
+
+
+def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[rows, query_heads, d]` as `[rows, kv_heads, group, d]`, a view."""
+    rows, heads, head_dim = query.shape
+    return query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockIndex:
+    """Block ids `[R, W]` of R sequences, flat on the device."""
+
+    flat: torch.Tensor
+    num_rows: int
+
+
+def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> _BlockIndex | slice:
+    """An index for `blocks` `[R, W]`; a slice for one row of neighbouring blocks: no copy then."""
+    if len(blocks) == 1 and (np.diff(blocks[0]) == 1).all():
+        return slice(int(blocks[0, 0]), int(blocks[0, -1]) + 1)
+    flat = torch.from_numpy(blocks.reshape(-1).astype(np.int64)).to(device)
+    return _BlockIndex(flat, len(blocks))
+
+
+def _gather(cache: torch.Tensor, blocks: _BlockIndex | slice, num_keys: int) -> torch.Tensor:
+    """The first `num_keys` rows of each sequence's blocks: `[R, kv_heads, num_keys, d]`."""
+    if isinstance(blocks, slice):
+        rows = cache[blocks].flatten(0, 1)[None]
+    else:
+        gathered = cache.index_select(0, blocks.flat)
+        rows = gathered.view(blocks.num_rows, -1, *cache.shape[2:])
+    return rows[:, :num_keys].transpose(1, 2)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: Visible,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of `query` `[a, b, n, d]` over `key` `[a, b, m, d]` and `value` `[a, b, m, e]`.
+
+    `sinks` broadcast to `[a, b, n, 1]`. Returns `[a, b, n, e]`.
+    """
+    mask = visible if isinstance(visible, torch.Tensor) else None
+    if options.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=visible == "causal", scale=options.scaling
+        )
+    scores = (query.float() @ key.float().transpose(-1, -2)) * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    elif visible == "causal":
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+    num_keys = key.shape[-2]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :num_keys]
+    return (weights @ value.float()).to(query.dtype)

@@ -1,0 +1,52 @@
+"""What a step looks like to the model and to the attention backends."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.attention.interface import AttentionPlan
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The T tokens of B sequences of one step, flattened in plan order.
+
+    Tensors, on the device of the model:
+
+    - `input_ids`, `positions`: int64 `[T]`.
+    - `slot_mapping`: int64 `[T]`, where each token's keys and values go; -1: nowhere.
+    - `query_start_loc`: int32 `[B + 1]`, where each sequence's tokens begin; the last is T.
+    - `seq_lens`: int32 `[B]`, tokens of each sequence after this step.
+    - `block_tables`: int32 `[B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
+    - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
+
+    The `host_` arrays are views of the same numbers in host memory, so that planning never
+    waits for the device. They are valid until the next step is filled in.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor
+    host_query_start_loc: Int32Array
+    host_seq_lens: Int32Array
+    host_block_tables: Int32Array
+
+
+@dataclass(slots=True)
+class PagedContext:
+    """What the model is given as `paged=`: the plan of this step's attention.
+
+    `attended` counts the layers that attended so far; the runner compares it with the layers
+    of the pool, since a layer that keeps its state elsewhere would be wrong in silence.
+    """
+
+    plan: AttentionPlan
+    attended: int = field(default=0)

@@ -1,0 +1,56 @@
+"""How much memory there is to allocate right now, without starting to allocate it."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory(device: "torch.device") -> int:
+    """Bytes that can still be allocated on `device`.
+
+    On the CPU this is what the kernel calls available (free, plus what it can reclaim), or
+    what the memory limit of the container leaves, whichever is less. On CUDA it is the free
+    memory of the device, plus what torch holds in its cache unused.
+    """
+    if device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    limits = [_host_memory(_MEMINFO), _container_memory(_CGROUP)]
+    return min(limit for limit in limits if limit is not None)
+
+
+def _host_memory(meminfo: Path) -> int:
+    """`MemAvailable` of Linux in bytes; elsewhere the physical memory."""
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _container_memory(cgroup: Path) -> int | None:
+    """What the cgroup (v2) of this process leaves, in bytes; None where it sets no limit.
+
+    File pages count as used there although the kernel drops them on demand; they are added
+    back, as `MemAvailable` does.
+    """
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))

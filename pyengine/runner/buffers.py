@@ -1,0 +1,126 @@
+"""The inputs of a step: allocated once, filled in place by the block manager."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.attention.metadata import StepInputs
+from pyengine.cache import StepBuffers
+from pyengine.core.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """The largest step: tokens, sequences, and blocks of one sequence."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_blocks_per_seq: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_blocks_per_seq"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
+
+
+class Plan(Protocol):
+    """The part of `StepPlan` that the runner needs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in this step."""
+        ...
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that these tokens belong to."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Rows whose logits are asked for."""
+        ...
+
+    def fill(self, buffers: StepBuffers, /) -> None:
+        """Write the step's inputs into the arrays that `buffers` was made over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostArrays:
+    """NumPy views of the host buffers, at full capacity (shapes as in `StepInputs`)."""
+
+    input_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    logits_indices: npt.NDArray[np.int64]
+
+
+class InputBuffers:
+    """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
+
+    On the CPU the twins are the host buffers themselves: nothing is copied.
+    """
+
+    def __init__(self, limits: RunnerLimits, device: torch.device) -> None:
+        tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
+        shapes = {
+            "input_ids": ((tokens,), torch.int64),
+            "positions": ((tokens,), torch.int64),
+            "slot_mapping": ((tokens,), torch.int64),
+            "query_start_loc": ((sequences + 1,), torch.int32),
+            "seq_lens": ((sequences,), torch.int32),
+            "block_tables": ((sequences, limits.max_blocks_per_seq), torch.int32),
+            "logits_indices": ((sequences,), torch.int64),
+        }
+        on_cuda = device.type == "cuda"
+        self._host = {
+            name: torch.zeros(shape, dtype=dtype, pin_memory=on_cuda)
+            for name, (shape, dtype) in shapes.items()
+        }
+        self._device = {
+            name: torch.zeros_like(host, device=device) if device.type != "cpu" else host
+            for name, host in self._host.items()
+        }
+        self.arrays = HostArrays(**{name: host.numpy() for name, host in self._host.items()})
+
+    @cached_property
+    def step_buffers(self) -> StepBuffers:
+        """The same arrays as the block manager writes them."""
+        return StepBuffers(
+            **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
+        )
+
+    def fill(self, plan: Plan) -> StepInputs:
+        """Let `plan` write its step, and bring what it wrote to the device.
+
+        Only the rows of this step are copied. The result refers to the buffers: it is valid
+        until the next call.
+        """
+        plan.fill(self.step_buffers)
+        tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
+        return StepInputs(
+            input_ids=self._on_device("input_ids", tokens),
+            positions=self._on_device("positions", tokens),
+            slot_mapping=self._on_device("slot_mapping", tokens),
+            query_start_loc=self._on_device("query_start_loc", sequences + 1),
+            seq_lens=self._on_device("seq_lens", sequences),
+            block_tables=self._on_device("block_tables", sequences),
+            logits_indices=self._on_device("logits_indices", samples),
+            host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
+            host_seq_lens=self.arrays.seq_lens[:sequences],
+            host_block_tables=self.arrays.block_tables[:sequences],
+        )
+
+    def _on_device(self, name: str, rows: int) -> torch.Tensor:
+        host, device = self._host[name][:rows], self._device[name][:rows]
+        if host.device != device.device:
+            device.copy_(host, non_blocking=True)
+        return device

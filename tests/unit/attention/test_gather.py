@@ -1,0 +1,121 @@
+"""The gather backend against attention written out row by row."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyengine.attention import AttentionOptions, StepInputs, gather
+from pyengine.attention.gather import GatherBackend
+from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+
+BLOCK = 4
+HEADS, KV_HEADS, DIM_K, DIM_V = 6, 2, 8, 5
+STEPS = {
+    "decode": [(1, 9), (1, 0), (1, 16)],
+    "same lengths": [(1, 9), (1, 9)],
+    "prefill": [(7, 0)],
+    "chunks": [(5, 9), (3, 2)],
+    "mixed": [(1, 3), (6, 5), (1, 11), (4, 0)],
+}
+
+
+def inputs_of(new_and_context, tables) -> StepInputs:
+    starts = np.cumsum([0, *(n for n, _ in new_and_context)], dtype=np.int32)
+    lens = np.array([n + c for n, c in new_and_context], dtype=np.int32)
+    width = max(len(t) for t in tables)
+    padded = np.array([t + [0] * (width - len(t)) for t in tables], dtype=np.int32)
+    slots, positions = [], []
+    for (new, context), table in zip(new_and_context, tables, strict=True):
+        for p in range(context, context + new):
+            positions.append(p)
+            slots.append(table[p // BLOCK] * BLOCK + p % BLOCK)
+    none = torch.zeros(0, dtype=torch.int64)
+    return StepInputs(
+        input_ids=none,
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lens),
+        block_tables=torch.from_numpy(padded),
+        logits_indices=none,
+        host_query_start_loc=starts,
+        host_seq_lens=lens,
+        host_block_tables=padded,
+    )
+
+
+def row_by_row(query, keys, values, position, options):
+    """One query `[heads, d]` over all `keys` `[n, kv, d]` of its sequence, in float64."""
+    out = torch.zeros(HEADS, values.shape[-1], dtype=torch.float64)
+    first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+    for head in range(HEADS):
+        kv = head // (HEADS // KV_HEADS)
+        k, v = keys[first : position + 1, kv].double(), values[first : position + 1, kv].double()
+        scores = k @ query[head].double() * options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        weights = scores.exp()
+        total = weights.sum()
+        if options.sinks is not None:
+            total = total + options.sinks[head].double().exp()
+        out[head] = (weights / total) @ v
+    return out.float()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("step", STEPS)
+def test_every_row_attends_to_what_it_should(step, window, softcap, sinks):
+    torch.manual_seed(0)
+    lengths = STEPS[step]
+    pool = KVPool(
+        [KVCacheSpec(KV_HEADS, DIM_K, DIM_V, torch.float32)], 30, BLOCK, torch.device("cpu")
+    )
+    pool.keys[0].fill_(9.0)
+    pool.values[0].fill_(9.0)
+    ids = np.random.default_rng(0).permutation(30).tolist()
+    tables = [[ids.pop() for _ in range(-(-(n + c) // BLOCK))] for n, c in lengths]
+    full = [
+        (torch.randn(n + c, KV_HEADS, DIM_K), torch.randn(n + c, KV_HEADS, DIM_V))
+        for n, c in lengths
+    ]
+    for (_, context), table, (k, v) in zip(lengths, tables, full, strict=True):
+        slots = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(context)])
+        pool.write(0, k[:context], v[:context], slots.long())
+    queries = [torch.randn(n, HEADS, DIM_K) for n, _ in lengths]
+    options = AttentionOptions(
+        scaling=0.4,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=torch.randn(HEADS) if sinks else None,
+    )
+
+    plan = GatherBackend(pool).plan(inputs_of(lengths, tables))
+    got = plan.forward(
+        0,
+        torch.cat(queries),
+        torch.cat([k[c:] for (_, c), (k, _) in zip(lengths, full, strict=True)]),
+        torch.cat([v[c:] for (_, c), (_, v) in zip(lengths, full, strict=True)]),
+        options,
+    )
+
+    expected = [
+        row_by_row(q[i], k, v, context + i, options)
+        for (new, context), q, (k, v) in zip(lengths, queries, full, strict=True)
+        for i in range(new)
+    ]
+    torch.testing.assert_close(got, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_neighbouring_blocks_are_read_in_place():
+    def index(blocks):
+        return gather._block_index(np.array(blocks, dtype=np.int32), torch.device("cpu"))
+
+    assert index([[3, 4, 5]]) == slice(3, 6)
+    for blocks in ([[3, 5]], [[5, 4]], [[3], [4]]):
+        assert index(blocks).flat.tolist() == np.ravel(blocks).tolist()
+    cache = torch.arange(7 * BLOCK, dtype=torch.float32).view(7, BLOCK, 1, 1)
+    rows = gather._gather(cache, slice(3, 5), 6)
+    assert rows.flatten().tolist() == [12, 13, 14, 15, 16, 17]
+    assert rows.data_ptr() == cache[3].data_ptr()

@@ -1,0 +1,100 @@
+"""The pieces of a step cover each row once and exactly the keys it may see."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyengine.attention import layout
+from pyengine.attention.layout import StepLayout
+
+sequences = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(0, 40)),  # new tokens, tokens before them
+    min_size=1,
+    max_size=6,
+)
+
+
+def step(new_and_context: list[tuple[int, int]], block_size: int) -> StepLayout:
+    """Block `i` of sequence `s` has the id `100 * s + i`."""
+    lens = np.array([n + c for n, c in new_and_context], dtype=np.int32)
+    starts = np.cumsum([0, *(n for n, _ in new_and_context)], dtype=np.int32)
+    width = -(-int(lens.max()) // block_size)
+    tables = np.full((len(lens), width), -1, dtype=np.int32)
+    for s, length in enumerate(lens):
+        used = -(-int(length) // block_size)
+        tables[s, :used] = 100 * s + np.arange(used)
+    return StepLayout(starts, lens, tables, block_size)
+
+
+def expected_sight(new_and_context, window):
+    """For every row of the step: its sequence and the key positions it sees."""
+    rows = []
+    for s, (new, context) in enumerate(new_and_context):
+        for position in range(context, context + new):
+            first = 0 if window is None else max(0, position - window + 1)
+            rows.append((s, set(range(first, position + 1))))
+    return rows
+
+
+def sight(pieces: StepLayout, window, max_blocks):
+    """The same, read from the pieces."""
+    size, rows = pieces.block_size, {}
+    for span in pieces.spans(window):
+        for i in range(span.count):
+            position = span.position + i
+            first = 0 if window is None else max(0, position - window + 1)
+            keys = {span.first_key + k for k in range(span.num_keys)}
+            (sequence,) = {int(b) // 100 for b in span.blocks}
+            assert int(span.blocks[0]) % 100 * size == span.first_key
+            assert len(span.blocks) == -(-span.num_keys // size)
+            assert span.start + i not in rows
+            rows[span.start + i] = (sequence, keys & set(range(first, position + 1)))
+    for group in pieces.groups(window, max_blocks):
+        assert len(group.rows) == 1 or group.blocks.size <= max_blocks
+        for row, blocks, low, high in zip(
+            group.rows, group.blocks, group.lows, group.highs, strict=True
+        ):
+            keys = [int(blocks[k // size]) % 100 * size + k % size for k in range(low, high)]
+            (sequence,) = {int(b) // 100 for b in blocks}
+            assert int(row) not in rows
+            rows[int(row)] = (sequence, set(keys))
+    return [rows[row] for row in sorted(rows)]
+
+
+@pytest.mark.parametrize("span_rows", [4, 512])
+@given(
+    lengths=sequences,
+    window=st.none() | st.integers(1, 20),
+    block_size=st.integers(1, 5),
+    max_blocks=st.integers(1, 40),
+)
+def test_pieces_cover_every_row_and_exactly_its_keys(
+    span_rows, lengths, window, block_size, max_blocks
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MAX_SPAN_ROWS", span_rows)
+        pieces = step(lengths, block_size)
+        assert sight(pieces, window, max_blocks) == expected_sight(lengths, window)
+
+
+def test_rows_of_one_length_need_no_mask():
+    (group,) = step([(1, 7), (1, 7), (1, 7)], 4).groups(None, 100)
+    assert group.is_uniform
+    (group,) = step([(1, 7), (1, 6)], 4).groups(None, 100)
+    assert not group.is_uniform
+    (group,) = step([(1, 7), (1, 7)], 4).groups(3, 100)
+    assert not group.is_uniform
+
+
+def test_a_window_leaves_the_blocks_behind_it_alone():
+    (span,) = step([(2, 30)], 4).spans(5)
+    assert span.first_key == 24
+    assert span.blocks.tolist() == [6, 7]
+    (group,) = step([(1, 30)], 4).groups(5, 100)
+    assert group.blocks.tolist() == [[6, 7]]
+
+
+def test_short_sequences_are_not_padded_to_the_longest():
+    groups = list(step([(1, 100), (1, 3), (1, 3), (1, 3)], 4).groups(None, 30))
+    assert [g.blocks.shape for g in groups] == [(3, 1), (1, 26)]

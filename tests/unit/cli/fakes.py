@@ -1,0 +1,126 @@
+"""An engine without a model: it answers with its prompt, one word at a time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pyengine.cli.backend import EngineOptions
+from pyengine.core.errors import InvalidRequestError
+from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pyengine.core.sampling_params import SamplingParams
+
+
+def _output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestOutput:
+    return RequestOutput(
+        request_id="0",
+        prompt=None,
+        prompt_token_ids=prompt_ids,
+        prompt_logprobs=None,
+        outputs=[
+            CompletionOutput(0, "".join(words), list(range(len(words))), finish_reason="stop")
+        ],
+        finished=True,
+        num_cached_tokens=cached,
+        metrics=RequestMetrics(0.0),
+    )
+
+
+@dataclass
+class FakeEngine:
+    """Records what it was asked; `interrupt_after` words of a stream come before Ctrl-C."""
+
+    chat_template: str | None = "a template"
+    longest_prompt: int = 1000
+    interrupt_after: int | None = None
+    counters: dict[str, int] = field(
+        default_factory=lambda: {"allocated_blocks": 40, "merged_blocks": 7}
+    )
+    options: EngineOptions | None = None
+    seen: list[Any] = field(default_factory=list)
+    params: SamplingParams | None = None
+    closed: int = 0
+    computed: list[int] = field(default_factory=list)
+    vocabulary: list[str] = field(default_factory=list)
+
+    @property
+    def model_path(self) -> Path:
+        return Path("models/fake")
+
+    @property
+    def tokenizer(self) -> Any:
+        return SimpleNamespace(chat_template=self.chat_template)
+
+    def open(self, options: EngineOptions) -> "FakeEngine":
+        self.options = options
+        return self
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for word in text.split():
+            if word not in self.vocabulary:
+                self.vocabulary.append(word)
+            ids.append(self.vocabulary.index(word))
+        return ids
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode(" ".join(f"<{m['role']}> {m['content']}" for m in messages))
+
+    def _ids(self, prompt: Any) -> list[int]:
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt["prompt_token_ids"])
+        if len(ids) > self.longest_prompt:
+            raise InvalidRequestError(f"the prompt has {len(ids)} tokens, at most 1000 fit")
+        return ids
+
+    def _cached(self, ids: list[int]) -> int:
+        equal = 0
+        while equal < min(len(ids), len(self.computed)) and ids[equal] == self.computed[equal]:
+            equal += 1
+        self.computed = ids
+        return equal
+
+    def _charge(self) -> None:
+        self.counters["allocated_blocks"] += 3
+        self.counters["merged_blocks"] += 2
+
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParams | None = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        self.params = sampling_params
+        self.seen += prompts
+        if self.interrupt_after is not None:
+            raise KeyboardInterrupt
+        self._charge()
+        return [
+            _output(ids, [f"answer to {len(ids)} tokens"], cached=self._cached(ids))
+            for ids in map(self._ids, prompts)
+        ]
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        self.params = sampling_params
+        self.seen.append(prompt)
+        ids = self._ids(prompt)
+        cached = self._cached(ids)
+        self._charge()
+        try:
+            words: list[str] = []
+            for word in ["The", " answer", " is [red]42[/red]", "."]:
+                if len(words) == self.interrupt_after:
+                    raise KeyboardInterrupt
+                words.append(word)
+                yield _output(ids, words, cached=cached)
+        finally:
+            self.closed += 1
+
+    def stats(self) -> Any:
+        return SimpleNamespace(counters=dict(self.counters))
+
+    def describe(self) -> Mapping[str, object]:
+        return {
+            "versions": {"torch": "2"},
+            "device": "cpu",
+            "attention": {"backend": "gather", "reason": "the device is a CPU"},
+        }

@@ -1,0 +1,161 @@
+"""`pyengine generate` against a fake engine: what it prints, asks, refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pyengine.cli.app import app
+from pyengine.core.errors import ModelLoadError
+from tests.unit.cli.fakes import FakeEngine
+
+
+def run(engine: FakeEngine, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["generate", *arguments], obj=engine.open)
+
+
+def test_one_prompt_streams_and_closes_with_one_line_of_figures() -> None:
+    result = run(FakeEngine(), "What is it?")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "The answer is [red]42[/red].\n"
+    figures = result.stderr.splitlines()
+    assert len(figures) == 1
+    prompt, new, rate, used, merged = figures[0].split(" · ")
+    assert (prompt, new) == ("4 prompt tokens (0 cached)", "4 new tokens")
+    assert rate.endswith(" tok/s") and float(rate.split()[0]) > 0
+    assert (used, merged) == ("3 blocks used", "2 merged")
+
+
+def test_options_reach_the_engine_and_the_sampler() -> None:
+    engine = FakeEngine()
+    result = run(
+        engine, "hi", "--raw", "--model", "m", "--block-size", "8", "--num-blocks", "99",
+        "--kv-cache-gib", "0.5", "--gpu-memory-utilization", "0.4",
+        "--max-num-seqs", "3", "--max-num-batched-tokens", "64",
+        "--max-model-len", "128", "--no-prefix-caching", "--seed", "5", "--device", "cpu",
+        "--dtype", "float32", "--attention-backend", "gather", "--max-tokens", "9",
+        "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--stop", "a",
+        "--stop", "b", "--ignore-eos", "--min-tokens", "2", "--repetition-penalty", "1.1",
+        "--presence-penalty", "0.2", "--frequency-penalty", "0.3",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    options, params = engine.options, engine.params
+    assert options is not None and params is not None
+    assert vars(options) == {
+        "model": "m", "device": "cpu", "dtype": "float32", "attention_backend": "gather",
+        "block_size": 8, "num_blocks": 99, "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.4,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64, "max_model_len": 128, "enable_prefix_caching": False,
+        "seed": 5,
+    }  # fmt: skip
+    assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0.7)
+    assert (params.top_p, params.top_k, params.min_p) == (0.9, 40, 0.1)
+    assert (params.stop, params.ignore_eos) == (("a", "b"), True)
+    assert params.repetition_penalty == 1.1
+    assert (params.presence_penalty, params.frequency_penalty) == (0.2, 0.3)
+    assert engine.seen == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "framed"), [((), True), (("--chat",), True), (("--raw",), False)]
+)
+def test_a_text_is_framed_unless_told_not_to(flags: tuple[str, ...], framed: bool) -> None:
+    engine = FakeEngine()
+    run(engine, "hi", *flags)
+    assert isinstance(engine.seen[0], dict) == framed
+
+
+def test_many_prompts_come_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("three more words\nlast\n")
+    result = run(FakeEngine(), "two words", "--file", str(path), "--raw")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split("\n\n") == [
+        "[1] two words\nanswer to 2 tokens",
+        "[2] three more words\nanswer to 3 tokens",
+        "[3] last\nanswer to 1 tokens",
+        "",
+    ]
+    assert result.stderr.startswith("6 prompt tokens (0 cached) · 3 new tokens · ")
+
+
+def test_results_are_written_as_jsonl(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": "Où?"}]
+    lines = [{"prompt": "a b", "id": 7}, {"prompt_token_ids": [4, 4, 4]}, {"messages": messages}]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    result = run(FakeEngine(), "--raw", "--file", str(source), "--output", str(target))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    assert records[0] == {
+        "index": 0, "id": 7, "prompt": "a b", "text": "answer to 2 tokens", "token_ids": [0],
+        "finish_reason": "stop", "num_prompt_tokens": 2, "num_cached_tokens": 0,
+    }  # fmt: skip
+    assert [r.get("prompt_token_ids") for r in records] == [None, [4, 4, 4], None]
+    assert [r.get("messages") for r in records] == [None, None, messages]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "give a PROMPT or --file"),
+        (("hi", "--max-tokens", "0"), "max_tokens=0"),
+        (("hi", "--temperature", "-1"), "temperature=-1.0"),
+        (("hi", "--top-p", "0"), "top_p=0.0"),
+        (("hi", "--file", "nowhere.txt"), "cannot read nowhere.txt"),
+        (("hi", "--output", "no/such/folder/out.jsonl"), "cannot write no/such/folder/out.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_opened(
+    arguments: tuple[str, ...], complaint: str
+) -> None:
+    engine = FakeEngine()
+    result = run(engine, *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and complaint in result.stderr
+    assert result.stdout == ""
+    assert engine.options is None
+
+
+def test_a_bad_line_of_a_file_runs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('"good"\n{"prompt": 1}\n')
+    engine = FakeEngine()
+    result = run(engine, "--file", str(path))
+    assert result.exit_code == 2
+    assert "line 2: prompt must be a string, found 1" in result.stderr
+    assert engine.options is None
+
+
+def test_what_the_engine_refuses_is_one_line_and_no_traceback() -> None:
+    result = run(FakeEngine(longest_prompt=1), "too long")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == ["error: the prompt has 3 tokens, at most 1000 fit"]
+
+
+def test_a_model_that_cannot_be_loaded_is_status_1() -> None:
+    def broken(options: object) -> FakeEngine:
+        raise ModelLoadError("no folder models/x")
+
+    result = CliRunner().invoke(app, ["generate", "hi"], obj=broken)
+    assert result.exit_code == 1
+    assert result.stderr == "error: no folder models/x\n"
+
+
+def test_ctrl_c_ends_a_stream_cleanly() -> None:
+    engine = FakeEngine(interrupt_after=2)
+    result = run(engine, "hi")
+    assert result.exit_code == 130
+    assert result.stdout == "The answer\n"
+    assert "2 new tokens" in result.stderr and "interrupted" in result.stderr
+    assert engine.closed == 1
+
+
+def test_ctrl_c_in_a_batch_leaves_no_output_file(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    result = run(FakeEngine(interrupt_after=0), "one", "two", "--output", str(target))
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "interrupted"
+    assert not target.exists()

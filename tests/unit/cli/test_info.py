@@ -1,0 +1,48 @@
+"""`pyengine info`, the root command, and the door in front of them."""
+
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+import pyengine
+from pyengine.cli.app import app
+from pyengine.core.errors import ConfigurationError
+from tests.unit.cli.fakes import FakeEngine
+
+
+def test_info_prints_versions_and_the_backend_with_its_reason() -> None:
+    result = CliRunner().invoke(app, ["info"], obj=FakeEngine().open)
+    assert result.exit_code == 0, result.output
+    rows = dict(
+        line.strip().split("  ", 1) for line in result.stdout.splitlines() if line.startswith("  ")
+    )
+    assert rows["pyengine"].strip() == pyengine.__version__
+    assert rows["device"].strip() == "cpu"
+    assert rows["attention: backend"].strip() == "gather"
+    assert rows["attention: reason"].strip() == "the device is a CPU"
+    assert rows["model path"].strip() == "models/fake"
+
+
+def test_info_keeps_the_versions_when_no_engine_comes_up() -> None:
+    def broken(options: object) -> FakeEngine:
+        raise ConfigurationError("attention_backend='x' is unknown")
+
+    result = CliRunner().invoke(app, ["info"], obj=broken)
+    assert result.exit_code == 1
+    assert "python" in result.stdout
+    assert result.stderr == "error: attention_backend='x' is unknown\n"
+
+
+def test_version_and_help() -> None:
+    version = CliRunner().invoke(app, ["--version"])
+    assert (version.exit_code, version.stdout) == (0, f"pyengine {pyengine.__version__}\n")
+    shown = CliRunner().invoke(app, ["--help"])
+    assert all(name in shown.output for name in ("generate", "chat", "info"))
+
+
+def test_without_typer_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['typer'] = None; from pyengine.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the command line needs typer: pip install 'pyengine[engine]'\n"

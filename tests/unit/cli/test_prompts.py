@@ -1,0 +1,142 @@
+"""Reading prompts: every kind of line, and every kind of bad line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pyengine.cli.prompts import (
+    MessagesPrompt,
+    Template,
+    TextPrompt,
+    TokenPrompt,
+    read_prompts,
+    to_engine,
+)
+from pyengine.core.errors import InvalidRequestError
+from tests.unit.cli.fakes import FakeEngine
+
+
+def written(tmp_path: Path, content: str | bytes, name: str = "prompts.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
+    path = written(tmp_path, 'one\n\n  two  \r\n{"prompt": 3}\n', "prompts.txt")
+    assert read_prompts(path) == [
+        TextPrompt("one"),
+        TextPrompt("  two  "),
+        TextPrompt('{"prompt": 3}'),
+    ]
+
+
+def test_only_newlines_end_a_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "one\u2028still one\x0c\ntwo\n", "prompts.txt")
+    assert read_prompts(path) == [TextPrompt("one\u2028still one\x0c"), TextPrompt("two")]
+
+
+def test_jsonl_takes_strings_and_three_kinds_of_objects(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé?"}]
+    lines = [
+        "one",
+        {"prompt": "two", "id": "b"},
+        {"prompt_token_ids": [1, 0]},
+        {"messages": messages},
+    ]
+    path = written(tmp_path, "\n\n".join(json.dumps(line) for line in lines))
+    assert read_prompts(path) == [
+        TextPrompt("one"),
+        TextPrompt("two", "b"),
+        TokenPrompt((1, 0)),
+        MessagesPrompt(tuple(messages)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "Expecting property name"),
+        ("not json", "Expecting value"),
+        ("3", "expected a string or an object, found 3"),
+        ("null", "found null"),
+        ('["a"]', "expected a string or an object"),
+        ("{}", "exactly one of prompt, prompt_token_ids, messages is needed, found none"),
+        ('{"prompt": "a", "messages": []}', "found prompt and messages"),
+        ('{"prompt": "a", "max_tokens": 3}', "unknown key 'max_tokens'"),
+        ('{"prompt": 7}', "prompt must be a string, found 7"),
+        ('{"prompt": "a", "id": true}', "id must be a string or an integer, found true"),
+        ('{"prompt_token_ids": []}', "must be a list of token ids, found []"),
+        ('{"prompt_token_ids": "abc"}', 'must be a list of token ids, found "abc"'),
+        ('{"prompt_token_ids": [1, -2]}', "holds -2, which is no token id"),
+        ('{"prompt_token_ids": [1, 2.0]}', "holds 2.0"),
+        ('{"prompt_token_ids": [true]}', "holds true"),
+        ('{"messages": []}', "messages must be a list of messages, found []"),
+        ('{"messages": [{"role": "user"}]}', "a message needs role and content as strings"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "role and content as strings"),
+        ('{"messages": ["hello"]}', "role and content as strings"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, complaint: str) -> None:
+    path = written(tmp_path, f'"good"\n\n{line}\n"good"\n')
+    with pytest.raises(InvalidRequestError) as caught:
+        read_prompts(path)
+    assert f"{path}, line 3: " in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_every_bad_line_is_named_up_to_five(tmp_path: Path) -> None:
+    path = written(tmp_path, "x\n" * 8)
+    with pytest.raises(InvalidRequestError) as caught:
+        read_prompts(path)
+    message = str(caught.value)
+    assert [f"line {n}:" in message for n in range(1, 9)] == [True] * 5 + [False] * 3
+    assert "and 3 more" in message
+
+
+def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path: Path) -> None:
+    path = written(tmp_path, b"good\n\xff\xfe\n", "prompts.txt")
+    with pytest.raises(InvalidRequestError, match=r"line 2: .*utf-8"):
+        read_prompts(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n  \n"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(InvalidRequestError, match="holds no prompt"):
+        read_prompts(written(tmp_path, content))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"none\.txt: No such file"):
+        read_prompts(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("template", "model_has_one", "framed"),
+    [
+        (Template.CHAT, True, True),
+        (Template.RAW, True, False),
+        (Template.AUTO, True, True),
+        (Template.AUTO, False, False),
+    ],
+)
+def test_template_choice_concerns_texts_only(
+    template: Template, model_has_one: bool, framed: bool
+) -> None:
+    engine = FakeEngine(chat_template="t" if model_has_one else None)
+    prompts = [
+        TextPrompt("one two"),
+        TokenPrompt((5, 6)),
+        MessagesPrompt(({"role": "u", "content": "x"},)),
+    ]
+    text, tokens, messages = to_engine(engine, prompts, template)
+    chatted = engine.apply_chat_template([{"role": "user", "content": "one two"}])
+    assert text == ({"prompt_token_ids": chatted} if framed else "one two")
+    assert tokens == {"prompt_token_ids": [5, 6]}
+    assert messages == {"prompt_token_ids": engine.encode("<u> x")}
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template; use --raw"):
+        to_engine(FakeEngine(chat_template=None), [TextPrompt("x")], Template.CHAT)

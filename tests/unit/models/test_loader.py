@@ -1,0 +1,110 @@
+"""Local folders: what is read from them, and how they fail."""
+
+import json
+
+import pytest
+import torch
+
+from pyengine.core.errors import ModelLoadError
+from pyengine.models import load_model
+from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_other_models(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_folder_is_loaded_with_what_the_engine_needs(tmp_path):
+    saved = save_tiny_model(tmp_path / "tiny")
+    save_tiny_tokenizer(tmp_path / "tiny")
+    loaded = load_model(tmp_path / "tiny", device="cpu")
+    assert loaded.name == "tiny"
+    assert loaded.path == tmp_path / "tiny"
+    assert (loaded.max_model_len, loaded.vocab_size) == (64, 32)
+    assert loaded.eos_token_ids == {2, 3}
+    assert loaded.dtype == torch.float32
+    assert loaded.tokenizer.decode([4]) == "hello"
+    assert not loaded.model.training
+    ids = torch.tensor([[4, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids).logits, saved.float().eval()(ids).logits)
+
+
+def test_a_folder_in_several_files_is_loaded(tmp_path):
+    save_tiny_model(tmp_path, shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert load_model(str(tmp_path), device="cpu").tokenizer is None
+
+
+def test_the_dtype_is_followed(tmp_path):
+    save_tiny_model(tmp_path)
+    loaded = load_model(tmp_path, device="cpu", dtype="bfloat16")
+    assert loaded.model.lm_head.weight.dtype == loaded.dtype == torch.bfloat16
+
+
+def test_every_eos_token_of_the_generation_config_counts(tmp_path):
+    save_tiny_model(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [5, 7]}))
+    assert load_model(tmp_path, device="cpu").eos_token_ids == {5, 7}
+
+
+def test_a_model_without_eos_never_ends(tmp_path):
+    save_tiny_model(tmp_path, eos_token_id=None)
+    assert load_model(tmp_path, device="cpu").eos_token_ids == frozenset()
+
+
+def test_stretched_positions_end_where_the_original_ones_did(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    save_tiny_model(tmp_path, rope_parameters={**rope, "original_max_position_embeddings": 32})
+    assert load_model(tmp_path, device="cpu").max_model_len == 32
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is truncated"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, "of type linear_attention"),
+        ({"model_type": "no_such_model"}, r"config\.json cannot be used.*no_such_model"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(tmp_path, change, message):
+    save_tiny_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ModelLoadError, match=f"(?s){message}"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_a_broken_config_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be used"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="tokenizer in"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_loading_prints_nothing_and_restores_progress_bars(tmp_path, capfd):
+    from transformers.utils import logging
+
+    save_tiny_model(tmp_path)
+    capfd.readouterr()
+    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    load_model(tmp_path, device="cpu")
+    assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
+    assert capfd.readouterr() == ("", "")

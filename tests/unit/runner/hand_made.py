@@ -1,0 +1,134 @@
+"""A paged run without the block manager: plans made by hand, block ids out of order."""
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pyengine.attention import AttentionNeeds, choose_backend
+from pyengine.cache.kv_pool import KVPool, kv_cache_specs
+from pyengine.models import LoadedModel
+from pyengine.runner import HostArrays, ModelRunner, RunnerLimits
+
+POISON = 7.0
+
+
+@dataclass
+class Entry:
+    """Tokens `start .. end` of a sequence, to be computed in a step."""
+
+    tokens: list[int]
+    start: int
+    end: int
+    table: list[int]
+    writes: bool = True
+
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.tokens)
+
+
+@dataclass
+class HandMadePlan:
+    """Fills the arrays as `BLOCKS.md` says a plan does; stale table entries are left alone."""
+
+    entries: list[Entry]
+    arrays: HostArrays
+    block_size: int
+    num_tokens: int = field(init=False)
+    num_sequences: int = field(init=False)
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(e.end - e.start for e in self.entries)
+        self.num_sequences = len(self.entries)
+        self.num_samples = sum(e.samples for e in self.entries)
+
+    def fill(self, buffers: object) -> None:
+        a, row, sample = self.arrays, 0, 0
+        a.query_start_loc[0] = 0
+        for i, e in enumerate(self.entries):
+            for position in range(e.start, e.end):
+                a.input_ids[row] = e.tokens[position]
+                a.positions[row] = position
+                block = e.table[position // self.block_size]
+                slot = block * self.block_size + position % self.block_size
+                a.slot_mapping[row] = slot if e.writes else -1
+                row += 1
+            a.query_start_loc[i + 1] = row
+            a.seq_lens[i] = e.end
+            a.block_tables[i, : len(e.table)] = e.table
+            if e.samples:
+                a.logits_indices[sample] = row - 1
+                sample += 1
+
+
+class PagedRun:
+    """A random model, a poisoned pool, and block ids dealt in random order."""
+
+    def __init__(self, model: Any, *, block_size: int = 4, num_blocks: int = 60) -> None:
+        device = torch.device("cpu")
+        self.block_size = block_size
+        specs = kv_cache_specs(model.config, torch.float32)
+        self.pool = KVPool(specs, num_blocks, block_size, device)
+        for tensor in (*self.pool.keys, *self.pool.values):
+            tensor.fill_(POISON)
+        self.free = Random(3).sample(range(num_blocks), num_blocks)
+        choice = choose_backend("auto", AttentionNeeds(device=device, block_size=block_size))
+        loaded = LoadedModel(
+            model=model,
+            tokenizer=None,
+            path=None,  # type: ignore[arg-type]
+            name="random",
+            eos_token_ids=frozenset(),
+            max_model_len=256,
+            vocab_size=model.config.vocab_size,
+            device=device,
+            dtype=torch.float32,
+        )
+        limits = RunnerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_blocks_per_seq=16)
+        self.runner = ModelRunner(loaded, self.pool, choice.build(self.pool), limits)
+        self.runner.buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
+
+    def table(self, num_tokens: int, shared: list[int] | None = None) -> list[int]:
+        """Blocks for `num_tokens`, the first of them given."""
+        shared = shared or []
+        return shared + [
+            self.free.pop() for _ in range(-(-num_tokens // self.block_size) - len(shared))
+        ]
+
+    def step(self, entries: list[Entry]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Logits of every row, per entry; and those of the sampling rows."""
+        plan = HandMadePlan(entries, self.runner.buffers.arrays, self.block_size)
+        rows = np.arange(plan.num_tokens, dtype=np.int64)
+        logits = self.runner.execute(plan, extra_rows=rows)
+        return list(logits.extra.split([e.end - e.start for e in entries])), logits.sampling
+
+
+BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def random_model(family: str, **settings: Any) -> Any:
+    """A small random model of a family, in eager attention."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**BASE, **settings})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):  # they start at zero: make them matter
+            torch.nn.init.normal_(parameter)
+    return model.eval()

@@ -1,0 +1,49 @@
+"""The package's front door: what it offers, and what it says when something is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+import pyengine
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_public_name_is_there() -> None:
+    for name in pyengine.__all__:
+        assert getattr(pyengine, name) is not None
+        assert name in dir(pyengine)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"'pyengine' has no attribute 'LMM'"):
+        _ = pyengine.LMM  # type: ignore[attr-defined]
+
+
+def test_sampling_params_come_without_torch() -> None:
+    code = "import sys, pyengine; pyengine.SamplingParams(); print('torch' in sys.modules)"
+    assert python(code) == "False"
+
+
+def test_llm_without_torch_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import pyengine\n"
+        "pyengine.BlockManager\n"
+        "try: pyengine.LLM\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    assert python(code) == "pyengine.LLM needs torch: pip install 'pyengine[engine]'"
+
+
+def test_a_defect_of_our_own_is_not_blamed_on_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['pyengine.engine'] = None; import pyengine\n"
+        "try: pyengine.LLM\n"
+        "except ModuleNotFoundError as error: print(error.name)\n"
+    )
+    assert python(code) == "pyengine.engine"
