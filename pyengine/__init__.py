@@ -1,0 +1,94 @@
+"""An LLM inference engine whose KV-cache block manager is written in Rust.
+
+Two doors, and the first does not open the second:
+
+- `BlockManager` and what it hands out (`Sequence`, `StepPlan`, `Lease`, ...): for people who
+  build engines. Needs NumPy only.
+- `LLM` and `SamplingParams`: for people who run models. Resolved when first used, because
+  `LLM` imports torch and transformers: `pip install 'pyengine[engine]'`.
+"""
+
+from typing import TYPE_CHECKING
+
+from pyengine.cache import (
+    BlockManager,
+    KvError,
+    Lease,
+    Ledger,
+    NoBudget,
+    NoRoom,
+    Prefilled,
+    Redirect,
+    Sequence,
+    Stats,
+    StepBuffers,
+    StepPlan,
+)
+
+if TYPE_CHECKING:
+    from pyengine.core.outputs import CompletionOutput, RequestOutput
+    from pyengine.core.sampling_params import SamplingParams
+    from pyengine.engine import LLM
+
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "BlockManager",
+    "CompletionOutput",
+    "KvError",
+    "Lease",
+    "Ledger",
+    "NoBudget",
+    "NoRoom",
+    "Prefilled",
+    "Redirect",
+    "RequestOutput",
+    "SamplingParams",
+    "Sequence",
+    "Stats",
+    "StepBuffers",
+    "StepPlan",
+    "__version__",
+]
+
+_LAZY = {
+    "LLM": "pyengine.engine",
+    "SamplingParams": "pyengine.core.sampling_params",
+    "CompletionOutput": "pyengine.core.outputs",
+    "RequestOutput": "pyengine.core.outputs",
+}
+_ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "transformers"}
+
+
+def _resolve(name: str) -> object:
+    """Resolve `LLM`, the plain data types and `__version__` on first use."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("pyengine")
+    elif name in _LAZY:
+        from importlib import import_module
+
+        try:
+            value = getattr(import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] not in _ENGINE_EXTRA:
+                raise
+            raise ModuleNotFoundError(
+                f"pyengine.{name} needs {error.name}: pip install 'pyengine[engine]'",
+                name=error.name,
+            ) from error
+    else:
+        raise AttributeError(f"module 'pyengine' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for granted
+    __getattr__ = _resolve
+
+
+def __dir__() -> list[str]:
+    """Every public name, those not yet resolved included."""
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,39 @@
+"""The typer application. Commands live in files of their own; nothing heavy is imported here."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from pyengine.cli.chat import chat
+from pyengine.cli.generate import generate
+from pyengine.cli.info import info
+
+app = typer.Typer(
+    name="pyengine",
+    help="Run language models through a Rust KV-cache block manager.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(info)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pyengine {version('pyengine')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Run language models through a Rust KV-cache block manager."""

@@ -1,0 +1,67 @@
+"""`pyengine info`: what is installed, what it would run on, and why."""
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+import typer
+
+from pyengine.cli import options as opt
+from pyengine.cli.backend import EngineOptions, factory_of
+from pyengine.cli.guard import guarded
+
+PACKAGES = ("pyengine", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+
+
+def info(
+    context: typer.Context,
+    *,
+    model: opt.Model = None,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    attention_backend: opt.AttentionBackend = "auto",
+    block_size: opt.BlockSize = 16,
+    num_blocks: opt.NumBlocks = None,
+) -> None:
+    """Print versions, then open the model and print device, attention backend and why."""
+    with guarded():
+        _print_rows("versions", _versions())
+        engine = factory_of(context)(
+            EngineOptions(
+                model=model,
+                device=device,
+                dtype=dtype,
+                attention_backend=attention_backend,
+                block_size=block_size,
+                num_blocks=num_blocks,
+            )
+        )
+        rows = {key: value for key, value in engine.describe().items() if key != "versions"}
+        _print_rows("engine", {"model_path": engine.model_path, **rows})
+
+
+def _versions() -> dict[str, object]:
+    found: dict[str, object] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _print_rows(title: str, rows: Mapping[str, object]) -> None:
+    flat = dict(_flatten(rows))
+    width = max(map(len, flat))
+    typer.secho(title, bold=True)
+    for key, value in flat.items():
+        typer.echo(f"  {key:<{width}}  {value}")
+
+
+def _flatten(rows: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in rows.items():
+        name = f"{prefix}{key}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}: ")
+        else:
+            yield name, value

@@ -1,0 +1,168 @@
+"""Prompts from the command line and from files, checked before anything runs."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias
+
+from pyengine.cli.backend import Engine
+from pyengine.core.errors import InvalidRequestError
+
+SHOWN_PROBLEMS = 5
+KINDS = ("prompt", "prompt_token_ids", "messages")
+
+Message: TypeAlias = dict[str, str]
+
+
+class Template(StrEnum):
+    """How a text prompt reaches the model."""
+
+    CHAT = "chat"
+    """As a user's message, through the model's chat template."""
+    RAW = "raw"
+    """As it is."""
+    AUTO = "auto"
+    """`chat` where the model has a chat template, else `raw`."""
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A text, to be framed as the template choice says."""
+
+    text: str
+    id: str | int | None = None
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """Token ids, given to the model as they are."""
+
+    token_ids: tuple[int, ...]
+    id: str | int | None = None
+
+
+@dataclass(frozen=True)
+class MessagesPrompt:
+    """A conversation, always through the chat template."""
+
+    messages: tuple[Message, ...]
+    id: str | int | None = None
+
+
+AnyPrompt: TypeAlias = TextPrompt | TokenPrompt | MessagesPrompt
+
+
+def read_prompts(path: Path) -> list[AnyPrompt]:
+    """Read one prompt per line; empty lines are skipped.
+
+    `.jsonl`: each line is a string, or an object with one of `prompt`, `prompt_token_ids` and
+    `messages`, and an optional `id` that comes back with the result. Any other file: a text
+    per line.
+
+    Raises InvalidRequestError that names every bad line (the first five of them) by number.
+    """
+    parse: Callable[[str], AnyPrompt] = _parse_json if path.suffix == ".jsonl" else TextPrompt
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
+    prompts: list[AnyPrompt] = []
+    problems: list[str] = []
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            prompts.append(parse(raw.decode("utf-8")))
+        except ValueError as error:  # of json and of utf-8, too
+            problems.append(f"{path}, line {number}: {error}")
+    if problems:
+        more = len(problems) - SHOWN_PROBLEMS
+        tail = [f"... and {more} more"] if more > 0 else []
+        raise InvalidRequestError(
+            "\n".join(["nothing was run:", *problems[:SHOWN_PROBLEMS], *tail])
+        )
+    if not prompts:
+        raise InvalidRequestError(f"{path} holds no prompt")
+    return prompts
+
+
+def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) -> list[object]:
+    """The prompts in the form that the engine takes: texts and `prompt_token_ids` dicts."""
+    has_template = getattr(engine.tokenizer, "chat_template", None) is not None
+    if template is Template.CHAT and not has_template:
+        raise InvalidRequestError("the model has no chat template; use --raw")
+    chat = template is Template.CHAT or (template is Template.AUTO and has_template)
+    result: list[object] = []
+    for prompt in prompts:
+        match prompt:
+            case TokenPrompt(token_ids=ids):
+                result.append({"prompt_token_ids": list(ids)})
+            case MessagesPrompt(messages=messages):
+                ids_of = engine.apply_chat_template(list(messages))
+                result.append({"prompt_token_ids": ids_of})
+            case TextPrompt(text=text) if chat:
+                ids_of = engine.apply_chat_template([{"role": "user", "content": text}])
+                result.append({"prompt_token_ids": ids_of})
+            case TextPrompt(text=text):
+                result.append(text)
+    return result
+
+
+def _parse_json(line: str) -> AnyPrompt:
+    value = json.loads(line)
+    if isinstance(value, str):
+        return TextPrompt(value)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a string or an object, found {_short(value)}")
+    unknown = sorted(value.keys() - {*KINDS, "id"})
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; known are {', '.join(KINDS)} and id")
+    given = [kind for kind in KINDS if kind in value]
+    if len(given) != 1:
+        raise ValueError(
+            f"exactly one of {', '.join(KINDS)} is needed, found {' and '.join(given) or 'none'}"
+        )
+    name = value.get("id")
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise ValueError(f"id must be a string or an integer, found {_short(name)}")
+    content = value[given[0]]
+    match given[0]:
+        case "prompt":
+            return TextPrompt(_checked_text(content), name)
+        case "prompt_token_ids":
+            return TokenPrompt(_checked_token_ids(content), name)
+        case _:
+            return MessagesPrompt(_checked_messages(content), name)
+
+
+def _checked_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"prompt must be a string, found {_short(value)}")
+    return value
+
+
+def _checked_token_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"prompt_token_ids must be a list of token ids, found {_short(value)}")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"prompt_token_ids holds {_short(token)}, which is no token id")
+    return tuple(value)
+
+
+def _checked_messages(value: object) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"messages must be a list of messages, found {_short(value)}")
+    for message in value:
+        if not isinstance(message, dict) or not (
+            isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        ):
+            raise ValueError(f"a message needs role and content as strings: {_short(message)}")
+    return tuple(value)
+
+
+def _short(value: object, limit: int = 40) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

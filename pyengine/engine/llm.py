@@ -1,0 +1,287 @@
+"""Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
+
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pyengine.attention import AttentionNeeds, choose_backend
+from pyengine.cache import BlockManager
+from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_num_blocks
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.outputs import RequestOutput
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.engine import Engine, EngineStats, ModelFacts, Prompt
+from pyengine.engine.prompts import (
+    Message,
+    PromptLike,
+    as_conversations,
+    as_list,
+    match_params,
+    parse_prompt,
+    render_chat,
+)
+from pyengine.models import load_model
+from pyengine.runner import ModelRunner, RunnerLimits
+from pyengine.scheduler import Scheduler, SchedulerLimits
+
+
+class LLM:
+    """A model, its KV cache and the engine that runs them.
+
+    `model` is a hub id, a local folder, a GGUF file, or None for the embedded default. `device`
+    and `dtype` are torch's names or "auto" (CUDA where there is one; float32 on the CPU, else
+    what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens,
+    or what `kv_cache_memory` bytes pay for, or by default a share of the free memory
+    (`gpu_memory_utilization` on CUDA). `max_model_len` limits prompt and output together; by
+    default the model's positions, or the pool if that is smaller. Without a seed of their own,
+    requests draw theirs from `seed`, in the order of submission.
+
+    Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
+    model that cannot be loaded.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        attention_backend: str = "auto",
+    ) -> None:
+        limits = SchedulerLimits(
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+        )
+        settings = PoolSettings(  # refuses bad settings before a model is loaded
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+        )
+        if max_model_len is not None and max_model_len < 2:
+            raise ConfigurationError(
+                f"max_model_len={max_model_len}: a prompt token and an output token are the least"
+            )
+        loaded = load_model(model, device=device, dtype=dtype)
+        length = min(max_model_len or loaded.max_model_len, loaded.max_model_len)
+        settings = replace(settings, max_model_len=length)
+        specs = kv_cache_specs(loaded.config, loaded.dtype)
+        size = resolve_num_blocks(settings, specs, loaded.device)
+        facts = _model_facts(loaded, settings, size.num_blocks, max_model_len)
+        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
+        choice = choose_backend(attention_backend, needs)
+        pool = KVPool(specs, size.num_blocks, block_size, loaded.device)
+        manager = BlockManager(size.num_blocks, block_size, prefix_caching=enable_prefix_caching)
+        runner = ModelRunner(
+            loaded,
+            pool,
+            choice.build(pool),
+            RunnerLimits(
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_blocks_per_seq=-(-facts.max_model_len // block_size),
+            ),
+        )
+        self.model_path: Path = loaded.path
+        self.tokenizer: Any = loaded.tokenizer
+        self._engine = Engine(
+            manager,
+            Scheduler(manager, limits),
+            runner,
+            facts,
+            tokenizer=loaded.tokenizer,
+            seed=seed,
+        )
+        self._ids = count()
+        self._description: dict[str, object] = {
+            "pyengine": _package_version(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "model": loaded.name,
+            "model_path": str(loaded.path),
+            "device": str(loaded.device),
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "attention_backend": choice.backend,
+            "attention_reason": choice.reason,
+            "block_size": block_size,
+            "num_blocks": size.num_blocks,
+            "kv_cache_bytes": pool.num_bytes,
+            "kv_cache_reason": size.reason,
+            "max_model_len": facts.max_model_len,
+            "max_model_len_reason": facts.limited_by,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results in the order of the prompts.
+
+        A prompt is text, a list of token ids, or `{"prompt_token_ids": ...}`. One set of
+        sampling parameters serves all, or one each. Raises `InvalidRequestError` if any of them
+        cannot be served: then none was run.
+        """
+        parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._run(parsed, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's chat template."""
+        parsed = [
+            Prompt(
+                token_ids=render_chat(
+                    conversation, self.tokenizer, add_generation_prompt=add_generation_prompt
+                )
+            )
+            for conversation in as_conversations(messages)
+        ]
+        return self._run(parsed, sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt; every item holds the text so far, the last one is finished.
+
+        A request that cannot be served is refused at once. Leaving the loop early ends it.
+        """
+        parsed = parse_prompt(prompt, self.tokenizer)
+        params = match_params(sampling_params, 1)
+        self._engine.check(parsed, params[0])
+        return self._stream(parsed, params)
+
+    def _stream(self, prompt: Prompt, params: list[SamplingParams]) -> Iterator[RequestOutput]:
+        with self._submitted([prompt], params):
+            while self._engine.has_work:
+                yield from self._engine.step()
+
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer."""
+        return render_chat(messages, self.tokenizer, add_generation_prompt=True)
+
+    def stats(self) -> EngineStats:
+        """The block manager's ledger and counters, and what the scheduler is at."""
+        return self._engine.stats()
+
+    def describe(self) -> dict[str, object]:
+        """Versions, device, attention backend and why, and the size of the KV pool."""
+        return dict(self._description)
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = match_params(sampling_params, len(prompts))
+        for prompt, one in zip(prompts, params, strict=True):
+            self._engine.check(prompt, one)
+        done: dict[str, RequestOutput] = {}
+        with self._submitted(prompts, params) as ids, _Progress(len(ids), use_tqdm) as progress:
+            while self._engine.has_work:
+                outputs = self._engine.step()
+                finished = [output for output in outputs if output.finished]
+                done.update((output.request_id, output) for output in finished)
+                progress.update(len(outputs), finished)
+        return [done[request_id] for request_id in ids]
+
+    @contextmanager
+    def _submitted(
+        self, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> Iterator[list[str]]:
+        """Queue requests; whatever happens (Ctrl-C too), none is left behind."""
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                ids.append(str(next(self._ids)))
+                self._engine.add_request(ids[-1], prompt, one)
+            yield ids
+        finally:
+            self._engine.abort(ids)
+
+
+class _Progress:
+    """The bar of `generate`: prompts done, tokens per second, share of prompt tokens cached."""
+
+    def __init__(self, num_prompts: int, use_tqdm: bool) -> None:
+        self._bar = tqdm(total=num_prompts, disable=not use_tqdm, unit="prompt", dynamic_ncols=True)
+        self._start = monotonic()
+        self._new = self._cached = self._prompt = 0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def update(self, new_tokens: int, finished: list[RequestOutput]) -> None:
+        """Take the outcome of one step."""
+        self._new += new_tokens
+        self._cached += sum(output.num_cached_tokens for output in finished)
+        self._prompt += sum(len(output.prompt_token_ids) for output in finished)
+        if self._bar.disable:
+            return
+        rate = self._new / max(monotonic() - self._start, 1e-9)
+        share = self._cached / max(self._prompt, 1)
+        self._bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
+        self._bar.update(len(finished))
+
+
+def _model_facts(
+    loaded: Any, settings: PoolSettings, num_blocks: int, asked: int | None
+) -> ModelFacts:
+    """The longest sequence, and what sets it."""
+    pool_tokens = num_blocks * settings.block_size
+    pool = f"the KV pool holds {num_blocks} blocks of {settings.block_size} tokens"
+    if asked is not None and asked > loaded.max_model_len:
+        raise ConfigurationError(
+            f"max_model_len={asked}: {loaded.name} has {loaded.max_model_len} positions"
+        )
+    if asked is not None and asked > pool_tokens:
+        raise ConfigurationError(
+            f"max_model_len={asked} does not fit: {pool}; give a larger num_blocks"
+        )
+    limits = {
+        settings.max_model_len: f"the model has {loaded.max_model_len} positions"
+        if asked is None
+        else f"max_model_len={asked}",
+    }
+    limits.setdefault(pool_tokens, pool)
+    longest = min(limits)
+    return ModelFacts(
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=longest,
+        limited_by=limits[longest],
+    )
+
+
+def _package_version() -> str:
+    from importlib.metadata import version
+
+    return version("pyengine")

@@ -1,0 +1,239 @@
+"""First come, first served, over exact counts of blocks.
+
+What it promises (the tests carry the numbers):
+
+1. The prefix is matched before the budget is charged.
+2. An idle block that a match revives counts like a fresh one; an active one costs nothing.
+3. Blocks are taken for this step's tokens only; a request is admitted only if its whole prompt
+   fits beside what the admitted ones still need.
+4. Prefill chunks and decodes share one step and one token budget, decodes first.
+5. Each token is hashed at most once.
+6. Nothing starves: admission follows the order of arrival and reads exact counts only.
+7. Out of blocks, the newest request that really frees some is preempted, by recomputation.
+8. Same input, same seed, same tokens, whatever the schedule.
+
+Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
+and 5 are its doing; the order of calls below makes 3, 4, 6 and 7.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.cache import BlockManager, NoBudget, NoRoom, Prefilled, Redirect
+from pyengine.core.errors import ConfigurationError, PyEngineError
+from pyengine.core.request import Request
+from pyengine.scheduler.step import Job, ScheduledStep
+
+_by_arrival = attrgetter("arrival")
+
+
+class StalledError(PyEngineError):
+    """Requests wait, none runs, and none can be admitted: something else holds the blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """The largest step: tokens to compute, and sequences that run at once."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
+            )
+
+
+class Scheduler:
+    """Decides what each step computes. `waiting` and `running` are in order of arrival."""
+
+    def __init__(self, manager: BlockManager, limits: SchedulerLimits) -> None:
+        self._manager = manager
+        self._limits = limits
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._jobs: dict[str, Job] = {}
+        self._arrivals = 0
+        self._num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions so far."""
+        return self._num_preemptions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._jobs)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `ValueError` for an id that is in use."""
+        if request.request_id in self._jobs:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        sequence = self._manager.sequence(
+            request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
+        )
+        job = Job(request, sequence, self._arrivals, len(request.prompt_token_ids))
+        self._arrivals += 1
+        self._jobs[request.request_id] = job
+        self._waiting.append(job)
+
+    def schedule(self) -> ScheduledStep | None:
+        """Plan the next step; None when there is nothing to do.
+
+        The caller runs it and then calls `commit`, or `rollback` if that failed.
+
+        Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
+        """
+        if not self._jobs:
+            return None
+        step = ScheduledStep(self._manager.begin_step(self._limits.max_num_batched_tokens))
+        try:
+            preemptions = self._num_preemptions
+            self._plan_decodes(step)
+            self._plan_chunks(step)
+            if self._num_preemptions == preemptions:  # never admit into a pool that is too small
+                self._admit(step)
+            if not step.entries:
+                self._raise_stalled()
+        except BaseException:
+            self.rollback(step)
+            raise
+        return step
+
+    def _plan_decodes(self, step: ScheduledStep) -> None:
+        """One token for every job that has one left to compute: they come first (promise 4)."""
+        jobs = [job for job in self._running if job.num_uncomputed == 1]
+        while jobs:
+            misfits = step.plan.decode([job.sequence for job in jobs])
+            out = set(misfits)
+            for position, job in enumerate(jobs):
+                if position not in out:
+                    step.add_decode(job)
+            jobs = [jobs[position] for position in misfits]
+            if jobs:
+                victim = self._make_room(step, jobs[0])
+                jobs = [job for job in jobs if job is not victim]
+
+    def _plan_chunks(self, step: ScheduledStep) -> None:
+        """The next chunk of every admitted prompt that is not through."""
+        for job in [job for job in self._running if job.num_uncomputed > 1]:
+            if not job.is_running:  # preempted for an older one just now
+                continue
+            answer = step.plan.prefill(job.sequence, self._limits.max_num_batched_tokens)
+            while isinstance(answer, NoRoom) and self._make_room(step, job) is not job:
+                answer = step.plan.prefill(job.sequence, self._limits.max_num_batched_tokens)
+            if isinstance(answer, Prefilled):
+                step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
+            elif isinstance(answer, NoBudget):
+                return
+
+    def _admit(self, step: ScheduledStep) -> None:
+        """Waiting jobs in their order, as long as whole prompts, budget and seats suffice."""
+        planned = {id(entry.job): entry.end for entry in step.entries}
+        reserve = sum(
+            self._blocks_to_come(job, planned.get(id(job), job.num_computed))
+            for job in self._running
+        )
+        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+            job = self._waiting[0]
+            answer = step.plan.prefill(
+                job.sequence, self._limits.max_num_batched_tokens, reserve=reserve
+            )
+            if not isinstance(answer, Prefilled):
+                return
+            self._waiting.popleft()
+            self._start(job)
+            entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
+            reserve += self._blocks_to_come(job, entry.end)
+
+    def _blocks_to_come(self, job: Job, end: int) -> int:
+        """Blocks that the job's known tokens need beyond those up to `end`."""
+        size = self._manager.block_size
+        return -(-job.num_tokens // size) - -(-end // size)
+
+    def _make_room(self, step: ScheduledStep, job: Job) -> Job:
+        """Preempt for `job`: the newest one after it that really frees blocks, else itself."""
+        for candidate in reversed(self._running):
+            if candidate is job or self._manager.preview(candidate.sequence) > 0:
+                break
+        self._preempt(step, candidate)
+        return candidate
+
+    def _preempt(self, step: ScheduledStep, job: Job) -> None:
+        step.cancel(job)
+        job.sequence.reset()
+        job.num_computed = 0
+        job.request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._put_back(job)
+
+    def _start(self, job: Job) -> None:
+        job.is_running = True
+        insort(self._running, job, key=_by_arrival)
+
+    def _put_back(self, job: Job) -> None:
+        job.is_running = False
+        self._running.remove(job)
+        insort(self._waiting, job, key=_by_arrival)
+
+    def _raise_stalled(self) -> None:
+        job = self._waiting[0]
+        raise StalledError(
+            f"request {job.request.request_id!r} of {job.num_tokens} tokens cannot be admitted "
+            f"although nothing runs: {self._manager.ledger()!r}; release leases to go on"
+        )
+
+    def commit(
+        self, step: ScheduledStep, sampled: Sequence[int] | npt.NDArray[np.int64]
+    ) -> list[Redirect]:
+        """Take the step as computed; `sampled` holds one token per sampling entry, in order."""
+        redirects = step.plan.commit(sampled)
+        for entry in step.entries:
+            job = entry.job
+            job.num_computed = entry.end
+            job.num_tokens += entry.samples
+            if job.request.num_preemptions == 0:
+                job.request.num_cached_tokens += entry.num_cached
+        return redirects
+
+    def rollback(self, step: ScheduledStep) -> None:
+        """Undo a step that did not run: jobs it admitted wait again."""
+        step.plan.rollback()
+        for entry in step.entries:
+            if entry.job.num_computed == 0 and entry.job.is_running:
+                self._put_back(entry.job)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, finished or aborted; their ready blocks stay in the cache.
+
+        May be called while a step is open: what it computes for them is kept in the cache too.
+        Raises `KeyError` for an unknown id, before any is forgotten.
+        """
+        jobs = [self._jobs[request_id] for request_id in request_ids]
+        for job in jobs:
+            del self._jobs[job.request.request_id]
+            job.sequence.free()
+            (self._running if job.is_running else self._waiting).remove(job)
+            job.is_running = False

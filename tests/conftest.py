@@ -1,0 +1,12 @@
+"""Settings that every test shares. Imports nothing of the engine: unit tests start fast."""
+
+import os
+
+from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to a hub
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples on every machine and run, and no deadline: cores are shared.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")

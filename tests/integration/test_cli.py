@@ -1,0 +1,100 @@
+"""The command line as people start it: a process, the embedded model, real signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PYENGINE = str(Path(sys.executable).with_name("pyengine"))
+QUESTION = "What is the capital of France?"
+FIGURES = re.compile(
+    r"^(\d+) prompt tokens \((\d+) cached\) · (\d+) new tokens · [\d.]+ tok/s · "
+    r"(\d+) blocks used · (\d+) merged$",
+    re.MULTILINE,
+)
+
+
+def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [PYENGINE, *arguments], input=text, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def figures(output: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, found)) for found in FIGURES.findall(output)]
+
+
+def test_one_prompt_is_answered_and_closed_with_figures() -> None:
+    done = run("generate", QUESTION, "--max-tokens", "32")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert "Traceback" not in done.stderr
+    [(prompt, cached, new, used, merged)] = figures(done.stderr)
+    assert prompt > 16 and cached == 0 and 0 < new <= 32
+    assert used == -(-(prompt + new - 1) // 16)
+    assert merged == 0
+
+
+def test_identical_prompts_share_their_full_blocks(tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    long = "Repeat: " + "one two three four five six seven eight nine ten " * 6
+    arguments = [long, long, "--raw", "--max-tokens", "4", "--output", str(target)]
+    done = run("generate", *arguments)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in target.read_text().splitlines())
+    assert first["token_ids"] == second["token_ids"]
+    [(prompt, cached, _, _, merged)] = figures(done.stderr)
+    full_blocks = (prompt // 2 - 1) // 16
+    assert full_blocks >= 3
+    assert merged + cached // 16 >= full_blocks  # stored once: merged, or never computed twice
+
+
+def test_earlier_turns_of_a_chat_are_cache_hits() -> None:
+    done = run("chat", "--max-tokens", "24", text=f"{QUESTION}\nAnd of Italy?\n")
+    assert done.returncode == 0, done.stderr
+    first, second = figures(done.stderr)
+    assert first[1] == 0
+    assert second[1] >= first[0] // 16 * 16  # every full block of the first prompt at least
+    assert second[0] > first[0]
+
+
+def test_ctrl_c_in_the_middle_of_an_answer() -> None:
+    process = subprocess.Popen(
+        [PYENGINE, "generate", "Count to 1000.", "--max-tokens", "4000", "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        assert os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"interrupted" in errors and b"Traceback" not in errors
+    assert len(figures(errors.decode())) == 1
+
+
+def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
+    done = run("generate", "word " * 200, "--raw", "--num-blocks", "4")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert re.search(r"\d+", done.stderr)
+
+
+def test_info_names_the_backend_and_why() -> None:
+    done = run("info", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  torch +\d", done.stdout, re.MULTILINE)
+    assert re.search(r"^  device +cpu$", done.stdout, re.MULTILINE)
+    assert "gather" in done.stdout

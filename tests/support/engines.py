@@ -1,0 +1,73 @@
+"""A whole engine around a fake runner: real manager, scheduler, sampler and loop."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pyengine.cache import BlockManager
+from pyengine.core import RequestOutput, SamplingParams
+from pyengine.engine import Engine, ModelFacts, Prompt
+from pyengine.scheduler import Scheduler, SchedulerLimits
+from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
+EOS = 2
+
+
+@dataclass
+class Bench:
+    manager: BlockManager
+    scheduler: Scheduler
+    runner: FakeRunner
+    engine: Engine
+
+    def submit(self, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> None:
+        for request_id, tokens in prompts.items():
+            self.engine.add_request(request_id, Prompt(token_ids=tokens), params)
+
+    def run(self) -> dict[str, RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        for _ in range(10_000):
+            if not self.engine.has_work:
+                return done
+            outputs = self.engine.step()
+            self.manager.check()
+            done.update((output.request_id, output) for output in outputs if output.finished)
+        raise AssertionError("the engine did not come to an end in 10,000 steps")
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams = GREEDY
+    ) -> list[RequestOutput]:
+        self.submit({str(i): prompt for i, prompt in enumerate(prompts)}, params)
+        done = self.run()
+        return [done[str(i)] for i in range(len(prompts))]
+
+    def assert_all_free(self) -> None:
+        ledger = self.manager.ledger()
+        assert (ledger.active, ledger.leased) == (0, 0), ledger
+        self.manager.check()
+
+
+def make_bench(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    *,
+    max_num_batched_tokens: int = 256,
+    max_num_seqs: int = 32,
+    seed: int = 0,
+    tokenizer: Any = None,
+    **manager: Any,
+) -> Bench:
+    blocks = BlockManager(num_blocks, block_size, **manager)
+    limits = SchedulerLimits(
+        max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+    )
+    scheduler = Scheduler(blocks, limits)
+    runner = FakeRunner(num_blocks, block_size)
+    facts = ModelFacts(
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=num_blocks * block_size,
+        limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
+    )
+    engine = Engine(blocks, scheduler, runner, facts, tokenizer=tokenizer, seed=seed)  # type: ignore[arg-type]
+    return Bench(blocks, scheduler, runner, engine)
