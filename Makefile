@@ -35,7 +35,7 @@ check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; change
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --allowlist tools/stubtest-allowlist.txt --mypy-config-file pyproject.toml pyengine._kv
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv
 	$(BIN)/lint-imports --no-cache
 
 wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment of another Python

@@ -5,6 +5,7 @@ import os
 from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to a hub
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads do not spin: cores are shared
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # The same examples on every machine and run, and no deadline: cores are shared.

@@ -10,9 +10,12 @@ One key and one value tensor per layer::
 A *slot* is a position in this layout seen flat: `block * block_size + offset`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError
@@ -172,6 +175,20 @@ def _default_blocks(
     return affordable, reason
 
 
+def _zeros(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+    """A tensor of zeros; on the CPU one whose pages cost nothing until they are written.
+
+    torch clears memory by writing to it, which for a pool of some GiB takes seconds at start-up;
+    NumPy asks the system for pages that are zero already.
+    """
+    import torch
+
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"
 
@@ -191,8 +208,6 @@ class KVPool:
         block_size: int,
         device: "torch.device",
     ) -> None:
-        import torch
-
         self.specs = tuple(specs)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -200,14 +215,12 @@ class KVPool:
         rows = (num_blocks + 1, block_size)
         try:
             self.keys = [
-                torch.zeros(*rows, s.num_kv_heads, s.head_dim_k, dtype=s.dtype, device=device)
-                for s in self.specs
+                _zeros((*rows, s.num_kv_heads, s.head_dim_k), s.dtype, device) for s in self.specs
             ]
             self.values = [
-                torch.zeros(*rows, s.num_kv_heads, s.head_dim_v, dtype=s.dtype, device=device)
-                for s in self.specs
+                _zeros((*rows, s.num_kv_heads, s.head_dim_v), s.dtype, device) for s in self.specs
             ]
-        except RuntimeError as error:  # torch's out-of-memory errors, on every device
+        except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
             raise ConfigurationError(
                 f"the KV pool of {num_blocks} + 1 blocks ({_size(self.num_bytes)}) could not be "
                 f"allocated on {device}: {error}; give fewer num_blocks"

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pyengine.core.errors import ModelLoadError
+
 CACHE_VARIABLE = "PYENGINE_CACHE"
 
 
@@ -25,12 +27,19 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
     The folder appears under its name in one step, complete: a build that fails or is killed
     leaves nothing under that name, and of two processes that build at once the first to
-    finish wins and the other takes its result.
+    finish wins and the other takes its result. Raises `ModelLoadError` where the cache cannot
+    be written.
     """
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    workshop = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        workshop = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ModelLoadError(
+            f"the converted model cannot be stored in {target.parent}: {error}; "
+            f"set {CACHE_VARIABLE} to a folder that can be written"
+        ) from error
     try:
         build(workshop)
         workshop.chmod(0o755)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from pyengine.core.errors import ModelLoadError
 from pyengine.models.cache_folder import build_once, cache_root
 
 
@@ -61,3 +62,9 @@ def test_the_first_of_two_builders_wins(tmp_path):
     assert results == [target, target]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert len((target / "who").read_text()) > 0
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ModelLoadError, match=r"file.* set PYENGINE_CACHE to a folder"):
+        build_once(tmp_path / "file" / "model", lambda folder: None)

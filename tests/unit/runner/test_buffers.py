@@ -13,21 +13,25 @@ LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_
 def test_the_block_manager_fills_the_tensors_that_the_model_reads():
     buffers = InputBuffers(LIMITS, torch.device("cpu"))
     manager = BlockManager(8, 4)
-    long, short = manager.sequence([5, 6, 7, 8, 9, 10]), manager.sequence([11, 12])
-    plan = manager.begin_step(7)
-    plan.prefill(short, 7)
-    plan.prefill(long, 7)
+    chunked, short = manager.sequence([5, 6, 7, 8, 9, 10]), manager.sequence([11, 12])
+    plan = manager.begin_step(6)
+    plan.prefill(short, 2)
+    plan.prefill(chunked, 4)
     inputs = buffers.fill(plan)
-    assert inputs.input_ids.tolist() == [11, 12, 5, 6, 7, 8, 9]
-    assert inputs.positions.tolist() == [0, 1, 0, 1, 2, 3, 4]
-    assert inputs.query_start_loc.tolist() == [0, 2, 7]
-    assert inputs.seq_lens.tolist() == [2, 5]
+    assert inputs.input_ids.tolist() == [11, 12, 5, 6, 7, 8]
+    assert inputs.positions.tolist() == [0, 1, 0, 1, 2, 3]
+    assert inputs.query_start_loc.tolist() == [0, 2, 6]
+    assert inputs.seq_lens.tolist() == [2, 4]
     assert inputs.logits_indices.tolist() == [1]
     assert inputs.block_tables.shape == (2, 4)
-    assert inputs.block_tables[1, :2].tolist() == long.block_table
-    first, second = long.block_table
-    assert inputs.slot_mapping[2:].tolist() == [*range(4 * first, 4 * first + 4), 4 * second]
-    assert inputs.host_seq_lens.tolist() == [2, 5]
+    first, second = short.block_table[0], chunked.block_table[0]
+    assert inputs.block_tables[:, 0].tolist() == [first, second]
+    assert inputs.slot_mapping.tolist() == [
+        *range(4 * first, 4 * first + 2),
+        *range(4 * second, 4 * second + 4),
+    ]
+    assert inputs.host_seq_lens.tolist() == [2, 4]
+    assert inputs.host_query_start_loc.tolist() == [0, 2, 6]
     assert inputs.input_ids.data_ptr() == buffers.arrays.input_ids.ctypes.data
     plan.rollback()
 

@@ -136,7 +136,7 @@ def test_promise_6_first_come_first_served() -> None:
     add(scheduler, "small", tokens(4, start=80))
     assert planned(scheduler) == [("a", 20)]  # small would fit, but must not overtake
     scheduler.finish(["a"])
-    assert [name for name, _ in planned(scheduler)][0] == "large"
+    assert planned(scheduler)[0][0] == "large"
 
 
 @settings(max_examples=60, deadline=None)
