@@ -1,0 +1,192 @@
+"""No thread waits for the manager's lock while it holds the GIL."""
+
+import ctypes
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from pyengine.cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
+from tests.support.blocks import step_arrays
+
+BLOCKS = 2_000_000
+CONTENTS = 500_000
+PATIENCE = 60.0
+"""Seconds after which a thread counts as dead."""
+
+
+class Pool(NamedTuple):
+    """A manager whose `check()` takes long: it visits every block and every content."""
+
+    manager: BlockManager
+    sequence: Sequence
+    planned: Sequence
+    lease: Lease
+    plan: StepPlan
+    buffers: StepBuffers
+    check_takes: float
+    """Seconds."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    manager = BlockManager(BLOCKS, 1)
+    sequence = manager.sequence(np.arange(CONTENTS))
+    plan = manager.begin_step(CONTENTS)
+    plan.prefill(sequence, CONTENTS)
+    plan.commit([0])
+    lease = manager.match_prefix(np.arange(1000))
+    planned = manager.sequence([1])
+    plan = manager.begin_step(8)
+    plan.prefill(planned, 8)
+    start = perf_counter()
+    manager.check()
+    took = perf_counter() - start
+    buffers = StepBuffers(**step_arrays())
+    return Pool(manager, sequence, planned, lease, plan, buffers, took)
+
+
+class Timed(threading.Thread):
+    """A call on a thread of its own, with the times around it."""
+
+    def __init__(self, call: Callable[[], object], *, after: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self.call, self.after = call, after
+        self.started = self.ended = 0.0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        sleep(self.after)
+        self.started = perf_counter()
+        try:
+            self.call()
+        except BaseException as error:
+            self.error = error
+        self.ended = perf_counter()
+
+
+WAITING: dict[str, Callable[[Pool], object]] = {
+    "ledger": lambda p: p.manager.ledger(),
+    "stats": lambda p: p.manager.stats(),
+    "refs": lambda p: p.manager.refs(0),
+    "preview": lambda p: p.manager.preview(p.planned),
+    "sequence": lambda p: p.manager.sequence([1, 2]),
+    "match_prefix": lambda p: p.manager.match_prefix([0, 1, 2]),
+    "block_table": lambda p: p.planned.block_table,
+    "lease": lambda p: p.planned.lease(),
+    "num_tokens of a plan": lambda p: p.plan.num_tokens,
+    "decode": lambda p: p.plan.decode([]),
+    "fill": lambda p: p.plan.fill(p.buffers),
+    "check": lambda p: p.manager.check(),
+}
+
+
+def longest_pause(threads: list[Timed]) -> float:
+    """Run Python on this thread until the others are done; the longest time it stood still."""
+    longest, last = 0.0, perf_counter()
+    deadline = last + PATIENCE
+    while any(thread.is_alive() for thread in threads):
+        now = perf_counter()
+        longest, last = max(longest, now - last), now
+        assert now < deadline, "a thread never came back: deadlock"
+    return max(longest, perf_counter() - last)
+
+
+def waited_in_peace(pool: Pool, call: Callable[[], object]) -> bool:
+    """Whether `call` waited for a thread in `check()` while this thread kept running Python."""
+    checking = Timed(pool.manager.check)
+    waiting = Timed(call, after=pool.check_takes / 10)
+    threads = [checking, waiting]
+    for thread in threads:
+        thread.start()
+    pause = longest_pause(threads)
+    assert [thread.error for thread in threads] == [None, None]
+    had_to_wait = waiting.started < checking.ended - pool.check_takes / 2
+    return had_to_wait and waiting.ended > checking.ended - 0.01 and pause < pool.check_takes / 3
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_waiting_for_the_lock_lets_python_run(pool: Pool, call: str) -> None:
+    # On a busy machine any thread may be late; one that waits with the GIL always stops this one.
+    assert any(waited_in_peace(pool, lambda: WAITING[call](pool)) for _ in range(5))
+
+
+def test_a_thread_that_keeps_the_gil_would_be_seen(pool: Pool) -> None:
+    seconds = pool.check_takes
+    sleep_with_gil = ctypes.PyDLL(None).usleep
+    assert not waited_in_peace(pool, lambda: sleep_with_gil(int(seconds * 1e6)))
+
+
+def test_letting_go_needs_no_lock(pool: Pool) -> None:
+    """Leases and handles go while another thread is in `check()`, which stays content."""
+    for _ in range(5):
+        leases = [pool.manager.match_prefix(np.arange(1000)) for _ in range(100)]
+        sequences = [pool.manager.sequence([1]) for _ in range(100)]
+        checking = Timed(pool.manager.check)
+        checking.start()
+        sleep(pool.check_takes / 10)
+        before = perf_counter()
+        for lease in leases:
+            lease.release()
+        assert all(lease.is_released and lease.blocks == [] for lease in leases)
+        del sequences
+        after = perf_counter()
+        in_time = checking.is_alive()
+        checking.join(PATIENCE)
+        assert checking.error is None
+        if in_time:
+            break
+    else:
+        pytest.fail(f"letting go took {after - before:.3f} s: it waited for check()")
+    assert pool.manager.refs(0) == 2  # the sequence and the pool's own lease
+
+
+def test_an_open_plan_may_be_dropped_during_a_check() -> None:
+    manager = BlockManager(BLOCKS, 1)
+    sequence = manager.sequence([1, 2, 3])
+    plan = manager.begin_step(8)
+    plan.prefill(sequence, 8)
+    checking = Timed(manager.check)
+    checking.start()
+    sleep(0.005)
+    del plan
+    checking.join(PATIENCE)
+    assert checking.error is None
+    assert manager.ledger().free == BLOCKS
+    assert sequence.block_table == []
+
+
+def test_the_module_leaves_the_gil_off() -> None:
+    """`gil_used = false`; only a free-threaded interpreter can tell.
+
+    An abi3 build for 3.11 has no slot in which to say so (`Py_mod_gil` came with 3.13), nor can a
+    free-threaded interpreter load it: this test wakes up once there is a build for one.
+    """
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("needs a free-threaded Python and an extension built for it")
+    code = "import sys, pyengine._kv; sys.exit(sys._is_gil_enabled())"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_no_python_code_runs_under_the_lock() -> None:
+    """An int whose conversion calls the manager again does not lock up."""
+    manager = BlockManager(8, 4)
+
+    class Nested:
+        def __index__(self) -> int:
+            manager.check()
+            return manager.ledger().free
+
+    tokens: Any = [Nested(), Nested()]
+    done = Timed(lambda: manager.sequence(tokens))
+    done.start()
+    done.join(PATIENCE)
+    assert not done.is_alive()
+    assert done.error is None
+    assert manager.match_prefix(tokens).num_tokens == 0

@@ -1,0 +1,207 @@
+"""Eight threads that match, allocate, attach, drop and check; then everything is free again."""
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+import pytest
+
+from pyengine.cache import BlockManager, Lease, NoRoom, PlanError, Prefilled, Sequence
+from tests.support.blocks import compute, computed
+
+THREADS = 8
+BLOCK = 4
+NUM_BLOCKS = 96
+PROMPTS = [[family] * 8 + [family, tail] * 12 for family in range(3) for tail in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Hammer:
+    """What the threads share: a manager, leases that one takes and another drops, a deadline."""
+
+    def __init__(self, seconds: float) -> None:
+        self.manager = BlockManager(NUM_BLOCKS, BLOCK)
+        self.leases: SimpleQueue[Lease] = SimpleQueue()
+        self.deadline = monotonic() + seconds
+        self.errors: list[BaseException] = []
+        self.done: dict[str, int] = {}
+
+    def run(self) -> None:
+        loops: list[Callable[[random.Random], str]] = [
+            *([self.step] * 3),
+            *([self.match] * 2),
+            *([self.drop] * 2),
+            self.check,
+        ]
+        assert len(loops) == THREADS
+        threads = [
+            threading.Thread(target=self.loop, args=(body, seed), daemon=True)
+            for seed, body in enumerate(loops)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self.deadline - monotonic() + 60)
+        assert not any(thread.is_alive() for thread in threads), "a thread never came back"
+        if self.errors:
+            raise self.errors[0]
+
+    def loop(self, body: Callable[[random.Random], str], seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while monotonic() < self.deadline and not self.errors:
+                outcome = body(rng)
+                self.done[outcome] = self.done.get(outcome, 0) + 1
+        except BaseException as error:
+            self.errors.append(error)
+
+    def step(self, rng: random.Random) -> str:
+        """A sequence from beginning to end, in whichever steps no other thread has open."""
+        manager = self.manager
+        prompt = rng.choice(PROMPTS)[: rng.randrange(1, 33)]
+        sequence = manager.sequence(prompt)
+        if rng.random() < 0.3:
+            sequence.attach(manager.match_prefix(prompt))
+        for _ in range(rng.randrange(6)):
+            try:
+                plan = manager.begin_step(64)
+            except PlanError:
+                continue  # another thread's step is open
+            left = sequence.num_tokens - sequence.num_computed_tokens
+            if left == 1 and sequence.block_table:
+                planned = plan.decode([sequence]) == []
+            else:
+                planned = isinstance(plan.prefill(sequence, 64), Prefilled)
+            if rng.random() < 0.1:
+                continue  # the plan is dropped
+            if planned and rng.random() < 0.1:
+                del sequence
+                plan.commit([1] * plan.num_samples)
+                return "dropped in a step"
+            plan.commit([rng.randrange(2)] * plan.num_samples)
+            if planned:
+                self.inspect(sequence)
+            if rng.random() < 0.2:
+                sequence.reset()
+        if rng.random() < 0.5:
+            self.leases.put(sequence.lease())
+        if rng.random() < 0.5:
+            sequence.free()
+        return "sequence ended"
+
+    def inspect(self, sequence: Sequence) -> None:
+        table = sequence.block_table
+        assert len(set(table)) == len(table) == -(-sequence.num_computed_tokens // BLOCK)
+        for block in table:
+            assert self.manager.refs(block) >= 1
+            assert self.manager.seq_refs(block) >= 1
+            assert self.manager.state(block) == "active"
+
+    def match(self, rng: random.Random) -> str:
+        lease = self.manager.match_prefix(rng.choice(PROMPTS))
+        for block in lease.blocks:
+            assert self.manager.refs(block) >= 1
+            assert self.manager.state(block) in {"active", "leased"}
+        if self.leases.qsize() < 4 and rng.random() < 0.5:
+            self.leases.put(lease)
+            return "lease handed on"
+        return "lease dropped by its owner" if lease.blocks else "nothing matched"
+
+    def drop(self, rng: random.Random) -> str:
+        try:
+            lease = self.leases.get(timeout=0.001)
+        except Empty:
+            return "nothing to drop"
+        if rng.random() < 0.5:
+            lease.release()
+        return "lease dropped by another"
+
+    def check(self, rng: random.Random) -> str:
+        self.manager.check()
+        now = self.manager.ledger()
+        assert now.free + now.idle + now.active + now.leased == NUM_BLOCKS
+        if rng.random() < 0.02:
+            self.manager.evict_idle()
+        return "checked"
+
+    def assert_all_free(self) -> None:
+        while not self.leases.empty():
+            self.leases.get().release()
+        manager = self.manager
+        manager.check()
+        now = manager.ledger()
+        assert (now.active, now.leased, now.available) == (0, 0, NUM_BLOCKS)
+        assert manager.evict_idle() == now.idle
+        assert manager.ledger().free == NUM_BLOCKS
+        assert all(manager.refs(block) == 0 for block in range(NUM_BLOCKS))
+        manager.check()
+        self.assert_whole_pool_usable()
+
+    def assert_whole_pool_usable(self) -> None:
+        sequence = self.manager.sequence(range(NUM_BLOCKS * BLOCK + 1))
+        plan = self.manager.begin_step(10_000)
+        assert isinstance(plan.prefill(sequence, 10_000), NoRoom)
+        answer = plan.prefill(sequence, NUM_BLOCKS * BLOCK)
+        assert isinstance(answer, Prefilled)
+        assert sorted(sequence.block_table) == list(range(NUM_BLOCKS))
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=pytest.mark.soak)])
+def test_eight_threads(seconds: float) -> None:
+    hammer = Hammer(seconds)
+    hammer.run()
+    expected = {
+        *("sequence ended", "dropped in a step", "checked"),
+        *("lease handed on", "lease dropped by its owner", "lease dropped by another"),
+    }
+    assert expected <= set(hammer.done), f"some paths were never taken: {hammer.done}"
+    stats = hammer.manager.stats()
+    assert min(stats.hit_blocks, stats.evicted_blocks, stats.merged_blocks) > 0, stats
+    assert min(stats.committed_steps, stats.rolled_back_steps) > 0, stats
+    hammer.assert_all_free()
+
+
+def test_one_lease_released_by_many_threads_counts_once() -> None:
+    manager = BlockManager(16, BLOCK)
+    sequence = computed(manager, range(32))
+    for _ in range(50):
+        lease = sequence.lease()
+        assert manager.refs(lease.blocks[0]) == 2
+        barrier = threading.Barrier(THREADS)
+
+        def release(lease: Lease = lease, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            lease.release()
+
+        threads = [threading.Thread(target=release) for _ in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(manager.refs(block) == 1 for block in sequence.block_table)
+        manager.check()
+
+
+def test_the_last_of_many_leases_gives_the_blocks_back() -> None:
+    manager = BlockManager(16, BLOCK)
+    compute(manager, manager.sequence(range(32)))
+    for _ in range(50):
+        leases = [manager.match_prefix(range(32)) for _ in range(THREADS)]
+        assert manager.ledger().leased == 8
+        threads = [threading.Thread(target=lease.release) for lease in leases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (manager.ledger().leased, manager.ledger().idle) == (0, 8)
+        manager.check()

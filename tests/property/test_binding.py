@@ -1,0 +1,320 @@
+"""Random operations through Python against an oracle of contents.
+
+After every one, each position that a block table or a lease leads to must hold the KV of exactly
+its tokens, whatever was shared, merged, taken over, evicted or rolled back before.
+"""
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from pyengine.cache import (
+    BlockManager,
+    Lease,
+    LeaseError,
+    NoBudget,
+    NoRoom,
+    Prefilled,
+    StepPlan,
+)
+from tests.support.contents import Contents, Kept, Known, Planned
+
+# Few families of prompts, so that most have a prefix in common with some other.
+TOKENS = st.builds(
+    lambda first, count, tail: [first] * count + tail,
+    st.integers(0, 1),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 1), max_size=4),
+)
+NAMESPACES = st.sampled_from([b"", b"", b"x"])
+PICK = st.integers(0, 10**6)
+SAMPLED = st.integers(0, 2**32 - 1)
+"""Sampled tokens, one bit each."""
+MAX_TOKENS = 24
+MAX_LIVE = 8
+
+
+class Binding(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(3, 16),
+        block_size=st.integers(1, 4),
+        hash_bits=st.sampled_from([128, 128, 2, 0]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        prompts=st.lists(TOKENS, min_size=2, max_size=4),
+    )
+    def pool(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hash_bits: int,
+        prefix_caching: bool,
+        prompts: list[list[int]],
+    ) -> None:
+        self.manager = BlockManager(
+            num_blocks, block_size, hash_bits=hash_bits, prefix_caching=prefix_caching, hash_seed=1
+        )
+        self.block_size = block_size
+        self.kv = Contents(block_size, num_blocks)
+        self.live: list[Known] = []
+        self.leases: list[Kept] = []
+        self.plan: StepPlan | None = None
+        self.entries: list[Planned] = []
+        self.last_stats: dict[str, int] = {}
+        for tokens in prompts:
+            self.add(tokens, b"", True)
+
+    def in_plan(self, known: Known) -> bool:
+        return any(entry.known is known for entry in self.entries)
+
+    def idle_ones(self) -> list[Known]:
+        return [known for known in self.live if not self.in_plan(known)]
+
+    # ---- sequences and leases
+
+    @precondition(lambda self: len(self.live) < MAX_LIVE)
+    @rule(tokens=TOKENS, namespace=NAMESPACES, read_cache=st.booleans())
+    def add(self, tokens: list[int], namespace: bytes, read_cache: bool) -> None:
+        handle = self.manager.sequence(tokens, namespace=namespace, read_cache=read_cache)
+        self.live.append(Known([handle], namespace, list(tokens)))
+
+    @precondition(lambda self: self.live)
+    @rule(pick=PICK, forget=st.booleans())
+    def end(self, pick: int, forget: bool) -> None:
+        known = self.live.pop(pick % len(self.live))
+        if not self.in_plan(known):
+            available, promised = (
+                self.manager.ledger().available,
+                self.manager.preview(known.handle),
+            )
+        if not forget:
+            known.handle.free()
+            assert not known.handle.is_live
+        known.held.clear()
+        if not self.in_plan(known):
+            assert self.manager.ledger().available == available + promised
+
+    @precondition(lambda self: self.idle_ones())
+    @rule(pick=PICK)
+    def reset(self, pick: int) -> None:
+        candidates = self.idle_ones()
+        known = candidates[pick % len(candidates)]
+        known.handle.reset()
+        known.computed, known.table = 0, []
+
+    @rule(tokens=TOKENS, namespace=NAMESPACES)
+    def match(self, tokens: list[int], namespace: bytes) -> None:
+        lease = self.manager.match_prefix(tokens, namespace=namespace)
+        self.keep(lease, namespace, tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(pick=PICK)
+    def lease(self, pick: int) -> None:
+        known = self.live[pick % len(self.live)]
+        self.keep(known.handle.lease(), known.namespace, known.tokens)
+
+    def keep(self, lease: Lease, namespace: bytes, tokens: list[int]) -> None:
+        assert lease.num_tokens == len(lease.blocks) * self.block_size <= len(tokens)
+        self.leases.append(Kept(lease, namespace, tokens[: lease.num_tokens], lease.blocks))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=PICK, forget=st.booleans())
+    def drop_lease(self, pick: int, forget: bool) -> None:
+        kept = self.leases.pop(pick % len(self.leases))
+        if not forget:
+            kept.handle.release()
+
+    @precondition(lambda self: self.leases and any(not k.table for k in self.idle_ones()))
+    @rule(pick=PICK, which=PICK)
+    def attach(self, pick: int, which: int) -> None:
+        candidates = [known for known in self.idle_ones() if not known.table]
+        known, kept = candidates[pick % len(candidates)], self.leases[which % len(self.leases)]
+        covered = len(kept.tokens)
+        fits = known.tokens[:covered] == kept.tokens
+        fits = not kept.blocks or (fits and known.namespace == kept.namespace)
+        try:
+            known.handle.attach(kept.handle)
+        except LeaseError:
+            assert not fits
+            return
+        assert fits
+        known.table, known.computed = kept.blocks, min(covered, len(known.tokens) - 1)
+
+    @rule()
+    def evict(self) -> None:
+        idle = self.manager.ledger().idle
+        assert self.manager.evict_idle() == idle
+        assert self.manager.ledger().idle == 0
+
+    # ---- steps
+
+    def begun(self, budget: int) -> StepPlan:
+        """The open plan, or a new one."""
+        if self.plan is None:
+            self.plan = self.manager.begin_step(budget)
+        return self.plan
+
+    @precondition(lambda self: self.idle_ones())
+    @rule(budget=st.sampled_from([5, 60]), first=PICK, sampled=SAMPLED)
+    def step(self, budget: int, first: int, sampled: int) -> None:
+        self.begun(budget)
+        for known in self.idle_ones():
+            self.plan_prefill(known, first % 7 + 1, None)
+        self.commit(sampled)
+
+    @precondition(lambda self: self.idle_ones())
+    @rule(pick=PICK, most=st.integers(0, 20), reserve=st.sampled_from([None, None, 0, 2]))
+    def prefill(self, pick: int, most: int, reserve: int | None) -> None:
+        candidates = self.idle_ones()
+        self.plan_prefill(candidates[pick % len(candidates)], most, reserve)
+
+    def plan_prefill(self, known: Known, most: int, reserve: int | None) -> None:
+        plan = self.begun(40)
+        before, left = (known.computed, known.table), plan.budget_left
+        answer = plan.prefill(known.handle, most, reserve=reserve)
+        if isinstance(answer, Prefilled):
+            start = known.computed + answer.num_cached_tokens
+            entry = Planned(known, start, answer.num_tokens, before)
+            assert 0 < entry.length <= min(most, left)
+            assert entry.samples == answer.samples
+            known.table = known.handle.block_table
+            assert len(known.table) == max(len(before[1]), -(-entry.end // self.block_size))
+            self.kv.assert_holds(known, known.table, start)
+            self.entries.append(entry)
+        elif isinstance(answer, NoRoom):
+            assert answer.needed > answer.available == self.manager.ledger().available
+        else:
+            assert isinstance(answer, NoBudget)
+            assert min(most, left) == 0
+        spent = answer.num_tokens if isinstance(answer, Prefilled) else 0
+        assert plan.budget_left == left - spent
+
+    @rule(pick=PICK)
+    def decode(self, pick: int) -> None:
+        plan = self.begun(40)
+        ready = [k for k in self.idle_ones() if len(k.tokens) - k.computed == 1]
+        ready = ready[pick % (len(ready) + 1) :]
+        left, available = plan.budget_left, self.manager.ledger().available
+        misfits = plan.decode([known.handle for known in ready])
+        for position, known in enumerate(ready):
+            grows = known.computed // self.block_size >= len(known.table)
+            fits = left > 0 and (not grows or available > 0)
+            assert fits == (position not in misfits)
+            if fits:
+                left, available = left - 1, available - grows
+                before = (known.computed, known.table)
+                self.entries.append(Planned(known, known.computed, 1, before))
+                known.table = known.handle.block_table
+
+    def undo(self, entry: Planned) -> None:
+        entry.known.computed, entry.known.table = entry.before
+
+    @precondition(lambda self: any(entry.known.held for entry in self.entries))
+    @rule(pick=PICK)
+    def cancel(self, pick: int) -> None:
+        assert self.plan is not None
+        candidates = [entry for entry in self.entries if entry.known.held]
+        entry = candidates[pick % len(candidates)]
+        self.plan.cancel(entry.known.handle)
+        self.entries.remove(entry)
+        self.undo(entry)
+
+    @precondition(lambda self: self.entries)
+    @rule(executed=st.booleans(), forget=st.booleans())
+    def roll_back(self, executed: bool, forget: bool) -> None:
+        assert self.plan is not None
+        if executed:
+            self.kv.execute(self.plan, self.entries)
+        if not forget:
+            self.plan.rollback()
+        self.plan = None
+        for entry in self.entries:
+            self.undo(entry)
+        self.entries = []
+
+    @precondition(lambda self: self.entries)
+    @rule(sampled=SAMPLED)
+    def commit(self, sampled: int) -> None:
+        assert self.plan is not None
+        self.kv.execute(self.plan, self.entries)
+        sequences = {
+            entry.known.handle.id: entry.known for entry in self.entries if entry.known.held
+        }
+        tokens = [sampled >> bit & 1 for bit in range(self.plan.num_samples)]
+        for redirect in self.plan.commit(tokens):
+            known = sequences.get(redirect.sequence_id)
+            if known is None:
+                continue  # a dropped one
+            assert known.table[redirect.index] == redirect.old_block != redirect.new_block
+            known.table = [*known.table]
+            known.table[redirect.index] = redirect.new_block
+        for entry in self.entries:
+            entry.known.computed = entry.end
+            if entry.samples:
+                entry.known.tokens.append(tokens.pop(0))
+        assert not tokens
+        self.plan, self.entries = None, []
+        for known in [k for k in self.live if len(k.tokens) > MAX_TOKENS]:
+            self.live.remove(known)
+
+    # ---- what is true after every call
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        manager = self.manager
+        manager.check()
+        for known in self.live:
+            handle = known.handle
+            assert handle.block_table == known.table
+            assert handle.tokens() == known.tokens
+            if not self.in_plan(known):
+                assert handle.num_computed_tokens == known.computed
+                self.kv.assert_holds(known, known.table, known.computed)
+        for kept in self.leases:
+            assert kept.handle.blocks == kept.blocks
+            self.kv.assert_holds(kept, kept.blocks, len(kept.tokens))
+        self.counters_agree()
+
+    def counters_agree(self) -> None:
+        dropped = [e.known for e in self.entries if not e.known.held]
+        in_tables = Counter(block for known in [*self.live, *dropped] for block in known.table)
+        in_leases = Counter(block for kept in self.leases for block in kept.blocks)
+        states: Counter[str] = Counter()
+        for block in range(self.manager.num_blocks):
+            assert self.manager.seq_refs(block) == in_tables[block]
+            assert self.manager.refs(block) == in_tables[block] + in_leases[block]
+            state = self.manager.state(block)
+            states[state] += 1
+            assert (state == "active") == (in_tables[block] > 0)
+            assert (state == "leased") == (in_leases[block] > 0 == in_tables[block])
+        now = self.manager.ledger()
+        assert states == Counter(free=now.free, idle=now.idle, active=now.active, leased=now.leased)
+        for known in self.live:
+            alone = [b for b in known.table if in_tables[b] + in_leases[b] == 1]
+            assert self.manager.preview(known.handle) == len(alone)
+        stats = self.manager.stats().as_dict()
+        assert all(stats[name] >= count for name, count in self.last_stats.items())
+        self.last_stats = stats
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.plan, self.entries = None, []
+        self.live.clear()
+        self.leases.clear()
+        now = self.manager.ledger()
+        assert (now.active, now.leased) == (0, 0)
+        self.manager.check()
+
+
+Binding.TestCase.settings = settings(max_examples=400, stateful_step_count=40)
+TestBinding = Binding.TestCase

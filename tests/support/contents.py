@@ -1,0 +1,96 @@
+"""An oracle of what a KV cache holds, and the plain facts about sequences that a test keeps.
+
+The KV of a position depends on the namespace and on every token up to it. That chain is what a
+slot holds here. A step writes it the way a runner does: from the filled arrays, all rows before any
+row is read.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyengine.cache import Lease, Sequence, StepBuffers, StepPlan
+from tests.support.blocks import step_arrays
+
+Chain = tuple[bytes, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class Known:
+    """What a sequence must be."""
+
+    held: list[Sequence]
+    """Its handle; empty once it was dropped."""
+    namespace: bytes
+    tokens: list[int]
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+
+    @property
+    def handle(self) -> Sequence:
+        return self.held[0]
+
+
+@dataclass(eq=False)
+class Planned:
+    known: Known
+    start: int
+    length: int
+    before: tuple[int, list[int]]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.known.tokens)
+
+
+@dataclass(eq=False)
+class Kept:
+    handle: Lease
+    namespace: bytes
+    tokens: list[int]
+    blocks: list[int]
+
+
+class Contents:
+    """What every slot of a pool holds."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.slots: dict[int, Chain] = {}
+        self.arrays = step_arrays(tokens=256, sequences=64, width=num_blocks)
+        self.buffers = StepBuffers(**self.arrays)
+
+    @staticmethod
+    def chain(known: Known | Kept, position: int) -> Chain:
+        return known.namespace, tuple(known.tokens[: position + 1])
+
+    def assert_holds(self, known: Known | Kept, blocks: list[int], length: int) -> None:
+        """The first `length` positions, read through `blocks`, are those of this sequence."""
+        for position in range(length):
+            block = blocks[position // self.block_size]
+            slot = block * self.block_size + position % self.block_size
+            assert self.slots.get(slot) == self.chain(known, position), (known, position, block)
+
+    def execute(self, plan: StepPlan, entries: list[Planned]) -> None:
+        """Fill, compare with what was planned, write, read."""
+        plan.fill(self.buffers)
+        a: dict[str, Any] = {name: array.tolist() for name, array in self.arrays.items()}
+        starts, sampling = a["query_start_loc"], []
+        for row, entry in enumerate(entries):
+            rows, positions = range(starts[row], starts[row + 1]), range(entry.start, entry.end)
+            assert a["positions"][rows.start : rows.stop] == list(positions)
+            for at, position in zip(rows, positions, strict=True):
+                assert a["input_ids"][at] == entry.known.tokens[position]
+                slot = a["slot_mapping"][at]
+                if slot >= 0:
+                    self.slots[slot] = self.chain(entry.known, position)
+            assert a["seq_lens"][row] == entry.end
+            if entry.samples:
+                sampling.append(rows.stop - 1)
+        for row, entry in enumerate(entries):
+            self.assert_holds(entry.known, a["block_tables"][row], entry.end)
+        assert a["logits_indices"][: len(sampling)] == sampling
+        assert (plan.num_tokens, plan.num_samples) == (starts[len(entries)], len(sampling))
