@@ -7,6 +7,7 @@ only; the tensors live in `pyengine.cache.kv_pool`, which imports torch when it 
 from pyengine._kv import (
     BlockManager,
     BufferError,
+    Cleared,
     ConfigError,
     HandleError,
     InvariantError,
@@ -19,16 +20,19 @@ from pyengine._kv import (
     PlanError,
     Prefilled,
     Redirect,
+    Removed,
     Sequence,
     Stats,
     StepBuffers,
     StepPlan,
+    Stored,
     TokenError,
 )
 
 __all__ = [
     "BlockManager",
     "BufferError",
+    "Cleared",
     "ConfigError",
     "HandleError",
     "InvariantError",
@@ -41,9 +45,11 @@ __all__ = [
     "PlanError",
     "Prefilled",
     "Redirect",
+    "Removed",
     "Sequence",
     "Stats",
     "StepBuffers",
     "StepPlan",
+    "Stored",
     "TokenError",
 ]

@@ -241,6 +241,16 @@ class KVPool:
         """First slot of the trash block: where a row that must not be kept is written."""
         return self.num_blocks * self.block_size
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in every layer: (source, destination), all read before any write."""
+        import torch
+
+        if not copies:
+            return
+        sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).T
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, targets, tensor[sources])
+
     def write(
         self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"
     ) -> None:

@@ -33,6 +33,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
+    in_flight_sharing: bool = True
     seed: int = 0
 
 
@@ -96,6 +97,7 @@ def open_llm(options: EngineOptions) -> Engine:
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=options.max_model_len,
         enable_prefix_caching=options.enable_prefix_caching,
+        in_flight_sharing=options.in_flight_sharing,
         seed=options.seed,
     )
 

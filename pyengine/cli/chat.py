@@ -38,6 +38,7 @@ def chat(
     gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
     max_model_len: opt.MaxModelLen = None,
     prefix_caching: opt.PrefixCaching = True,
+    in_flight_sharing: opt.InFlightSharing = True,
 ) -> None:
     """Talk to the model. Earlier turns are cache hits: each turn says how many tokens were."""
     with guarded():
@@ -62,6 +63,7 @@ def chat(
                 gpu_memory_utilization=gpu_memory_utilization,
                 max_model_len=max_model_len,
                 enable_prefix_caching=prefix_caching,
+                in_flight_sharing=in_flight_sharing,
                 seed=seed,
             )
         )

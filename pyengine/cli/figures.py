@@ -1,7 +1,7 @@
 """The one line of figures that closes an answer."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,13 +11,14 @@ from pyengine.core.outputs import RequestOutput
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one run cost: tokens, wall seconds, KV blocks taken from the pool, merges."""
+    """What one run cost: tokens, wall seconds, blocks taken, shared in a step, merged after it."""
 
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
     seconds: float
     blocks_used: int
+    in_flight_blocks: int
     merged_blocks: int
 
     def __str__(self) -> str:
@@ -28,6 +29,7 @@ class Figures:
             f"{self.new_tokens} new tokens",
             f"{rate:.1f} tok/s",
             f"{self.blocks_used} blocks used",
+            f"{self.in_flight_blocks} shared in flight",
             f"{self.merged_blocks} merged",
         )
         return " · ".join(parts)
@@ -38,17 +40,13 @@ class Meter:
     """Counters and clock as they were before a run."""
 
     engine: Engine
-    allocated: int
-    merged: int
+    counters: Mapping[str, int]
     started: float
 
     @classmethod
     def start(cls, engine: Engine) -> Self:
         """Read the engine's counters and the clock."""
-        counters = engine.stats().counters
-        return cls(
-            engine, counters["allocated_blocks"], counters["merged_blocks"], time.perf_counter()
-        )
+        return cls(engine, dict(engine.stats().counters), time.perf_counter())
 
     def read(self, outputs: Iterable[RequestOutput]) -> Figures:
         """What the run that gave these outputs (finished or cut short) cost since the start.
@@ -56,13 +54,14 @@ class Meter:
         `tok/s` is new tokens over the wall time since the start, prefill included.
         """
         seconds = time.perf_counter() - self.started
-        counters = self.engine.stats().counters
+        now = self.engine.stats().counters
         results = list(outputs)
         return Figures(
             prompt_tokens=sum(len(result.prompt_token_ids) for result in results),
             cached_tokens=sum(result.num_cached_tokens for result in results),
             new_tokens=sum(len(out.token_ids) for result in results for out in result.outputs),
             seconds=seconds,
-            blocks_used=counters["allocated_blocks"] - self.allocated,
-            merged_blocks=counters["merged_blocks"] - self.merged,
+            blocks_used=now["allocated_blocks"] - self.counters["allocated_blocks"],
+            in_flight_blocks=now["in_flight_blocks"] - self.counters["in_flight_blocks"],
+            merged_blocks=now["merged_blocks"] - self.counters["merged_blocks"],
         )

@@ -67,6 +67,7 @@ def generate(
     max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
     max_model_len: opt.MaxModelLen = None,
     prefix_caching: opt.PrefixCaching = True,
+    in_flight_sharing: opt.InFlightSharing = True,
 ) -> None:
     """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
     with guarded():
@@ -99,6 +100,7 @@ def generate(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
                 enable_prefix_caching=prefix_caching,
+                in_flight_sharing=in_flight_sharing,
                 seed=seed,
             )
         )

@@ -58,6 +58,14 @@ PrefixCaching = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+InFlightSharing = Annotated[
+    bool,
+    typer.Option(
+        "--in-flight-sharing/--no-in-flight-sharing",
+        help="Compute equal prefixes of one step once; without it they are merged after the step.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Seed = Annotated[
     int, typer.Option(help="Seed of the engine's random draws.", rich_help_panel=_SAMPLING)
 ]

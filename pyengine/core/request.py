@@ -9,13 +9,15 @@ class Request:
     """One prompt to continue.
 
     `namespace` separates its blocks from those of other namespaces. With `read_cache` off every
-    prompt token is computed, also what the cache holds.
+    prompt token is computed, also what the cache holds. `num_samples` completions will run once
+    the prompt is computed: it is admitted when there are seats for all of them.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     namespace: bytes = b""
     read_cache: bool = True
+    num_samples: int = 1
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens that were not computed for it when it first ran."""
     num_preemptions: int = field(default=0, init=False)

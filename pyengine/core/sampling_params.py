@@ -78,6 +78,7 @@ class _Rule:
 
 
 _RULES: Mapping[str, _Rule] = {
+    "n": _Rule(int, lambda x: x >= 1, "an integer of at least 1"),
     "temperature": _Rule(
         float, lambda x: 0 <= x < math.inf, "a finite number, 0 (greedy) or greater"
     ),
@@ -125,6 +126,8 @@ class SamplingParams:
     ``stop_token_ids`` an id, or any iterable of them; both are read back as tuples.
     """
 
+    n: int = 1
+    """How many completions of the prompt to generate; the prompt is computed once."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy: always the most probable token."""
     top_p: float = 1.0

@@ -1,6 +1,6 @@
 """The loop that joins the rooms, and `LLM`, its offline face."""
 
-from pyengine.engine.engine import Engine, EngineStats, ModelFacts, Prompt
+from pyengine.engine.engine import Engine, EngineStats, ModelFacts, Prompt, StepResult
 from pyengine.engine.llm import LLM
 
-__all__ = ["LLM", "Engine", "EngineStats", "ModelFacts", "Prompt"]
+__all__ = ["LLM", "Engine", "EngineStats", "ModelFacts", "Prompt", "StepResult"]

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from pyengine.cache import BlockManager, Ledger
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.request_state import EndConditions, RequestState
+from pyengine.engine.request_state import Completion, EndConditions, RequestState
 from pyengine.runner import ModelRunner, StepLogits
-from pyengine.sampling import Sampled, Sampler, SamplingState, prompt_logprobs
+from pyengine.sampling import Sampled, Sampler, SamplingState, TokenLogprobs, prompt_logprobs
 from pyengine.scheduler import Entry, ScheduledStep, Scheduler
 
 
@@ -31,6 +32,16 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     max_model_len: int
     limited_by: str
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: ids of the requests that got tokens, and outputs of those that ended."""
+
+    progressed: list[str]
+    finished: list[RequestOutput]
+    num_new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,8 @@ class Engine:
         self._seeds = Random(seed)
         self._sampler = Sampler()
         self._states: dict[str, RequestState] = {}
+        self._running: dict[str, tuple[RequestState, Completion]] = {}
+        """By the id under which the scheduler knows each sample."""
 
     @property
     def has_work(self) -> bool:
@@ -95,6 +108,11 @@ class Engine:
                     f"token id {token} at position {position} of the prompt is outside the "
                     f"vocabulary of {facts.vocab_size} tokens"
                 )
+        if params.n > facts.max_num_seqs:
+            raise InvalidRequestError(
+                f"n={params.n} completions of one prompt run at once, and max_num_seqs="
+                f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
+            )
         params.check_vocabulary(facts.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
@@ -105,77 +123,141 @@ class Engine:
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a request. Raises `InvalidRequestError` if it cannot be served."""
         self.check(prompt, params)
-        eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        completions = [
+            self._completion(index, request_id, prompt, params, seed) for index in range(params.n)
+        ]
+        self._scheduler.add(completions[0].request)
+        state = RequestState(completions, params, prompt=prompt.text, tokenizer=self._tokenizer)
+        self._states[request_id] = state
+        self._running[request_id] = (state, completions[0])
+
+    def _completion(
+        self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, seed: int
+    ) -> Completion:
+        """The `index`-th sample of a request; each draws from a seed of its own."""
+        eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
+        longest = self._facts.max_model_len - len(prompt.token_ids)
         sampling = SamplingState(
             params,
             prompt.token_ids,
-            seed=seed,
+            seed=(seed + index) % 2**64,
             vocab_size=self._facts.vocab_size,
             stop_ids=self._facts.eos_token_ids,
         )
-        longest = self._facts.max_model_len - len(prompt.token_ids)
         ends = EndConditions(
             stop_ids=eos_ids | set(params.stop_token_ids),
             eos_ids=eos_ids,
             max_output=longest if params.max_tokens is None else min(params.max_tokens, longest),
         )
         request = Request(
-            request_id=request_id,
+            request_id=request_id if index == 0 else f"{request_id}#{index}",
             prompt_token_ids=prompt.token_ids,
             read_cache=params.prompt_logprobs is None,  # they need the logits of every position
+            num_samples=params.n if index == 0 else 1,
         )
-        state = RequestState(
-            request, params, sampling, ends, prompt=prompt.text, tokenizer=self._tokenizer
-        )
-        self._scheduler.add(request)
-        self._states[request_id] = state
+        return Completion(index, request, params, sampling, ends, self._tokenizer)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs of the requests that got a token in it.
+    def output(self, request_id: str) -> RequestOutput:
+        """What an unfinished request has given so far."""
+        return self._states[request_id].output()
+
+    def step(self) -> StepResult:
+        """Run one step.
 
         If anything fails on the way, the step is rolled back and no request has changed.
         """
         step = self._scheduler.schedule()
         if step is None:
-            return []
+            return StepResult([], [], 0)
         try:
             logits = self._runner.execute(step.plan, extra_rows=self._prompt_rows(step))
-            sampled = self._sample(step, logits)
-            tokens = sampled.token_ids.numpy()
-            self._scheduler.commit(step, tokens)
+            due = self._due(step)
+            sampled = self._sample(due, logits)
+            tokens = sampled.token_ids.tolist()
+            self._scheduler.commit(step, [tokens[rows.start] for _, rows in due])
         except BaseException:
             if step.plan.is_open:
                 self._scheduler.rollback(step)
             raise
-        return self._collect(step, logits, sampled)
+        self._collect_prompt_logprobs(step, logits)
+        return self._collect(due, tokens, sampled.logprobs)
 
-    def _sample(self, step: ScheduledStep, logits: StepLogits) -> Sampled:
-        states = [self._states[entry.request.request_id].sampling for entry in step.sampling]
-        return self._sampler(logits.sampling, states)
+    def _due(self, step: ScheduledStep) -> list[tuple[Entry, range]]:
+        """Who samples in this step, and which rows are theirs: n of them for a new prompt."""
+        due = []
+        rows = 0
+        for entry in step.sampling:
+            state, _ = self._running[entry.request.request_id]
+            count = 1 if state.is_forked else len(state.completions)
+            due.append((entry, range(rows, rows + count)))
+            rows += count
+        return due
+
+    def _sample(self, due: list[tuple[Entry, range]], logits: StepLogits) -> Sampled:
+        """One token per row of `due`; a new prompt's logits serve all of its completions."""
+        samplings: list[SamplingState] = []
+        repeats: list[int] = []
+        for entry, rows in due:
+            state, completion = self._running[entry.request.request_id]
+            chosen = [completion] if len(rows) == 1 else state.completions
+            samplings += [one.sampling for one in chosen]
+            repeats.append(len(rows))
+        rows_of_logits = logits.sampling
+        if len(samplings) > len(due):
+            repeated = torch.tensor(repeats, device=rows_of_logits.device)
+            rows_of_logits = rows_of_logits.repeat_interleave(repeated, dim=0)
+        return self._sampler(rows_of_logits, samplings)
 
     def _collect(
-        self, step: ScheduledStep, logits: StepLogits, sampled: Sampled
-    ) -> list[RequestOutput]:
-        """Hand every token to its request and end those that are done."""
-        self._collect_prompt_logprobs(step, logits)
-        outputs: list[RequestOutput] = []
-        finished: list[str] = []
-        tokens = sampled.token_ids.tolist()
-        for entry, token, logprobs in zip(step.sampling, tokens, sampled.logprobs, strict=True):
-            state = self._states[entry.request.request_id]
-            state.append(token, logprobs)
-            outputs.append(state.output())
-            if state.finish_reason is not None:
-                finished.append(entry.request.request_id)
-        self._forget(finished)
-        return outputs
+        self,
+        due: list[tuple[Entry, range]],
+        tokens: list[int],
+        logprobs: list[TokenLogprobs | None],
+    ) -> StepResult:
+        """Hand every token to its completion, fork new samples, end what is done."""
+        progressed: dict[str, RequestState] = {}
+        ended: list[str] = []
+        for entry, rows in due:
+            state, completion = self._running[entry.request.request_id]
+            chosen = [completion] if len(rows) == 1 else state.completions
+            for one, row in zip(chosen, rows, strict=True):
+                one.append(tokens[row], logprobs[row])
+            if not state.is_forked:
+                self._fork(state)
+            ended += [
+                one.request.request_id
+                for one in chosen
+                if one.finish_reason is not None and one.request.request_id in self._running
+            ]
+            progressed[state.request.request_id] = state
+        for state in progressed.values():
+            state.note_time()
+        self._end(ended)
+        finished = [state.output() for state in progressed.values() if state.is_finished]
+        for output in finished:
+            del self._states[output.request_id]
+        return StepResult(list(progressed), finished, len(tokens))
+
+    def _fork(self, state: RequestState) -> None:
+        """Start the samples after the first, those that did not end with their first token."""
+        state.is_forked = True
+        others = [one for one in state.unfinished if one.index > 0]
+        samples = [(one.request, one.token_ids[-1]) for one in others]
+        self._scheduler.fork(state.request.request_id, samples)
+        for one in others:
+            self._running[one.request.request_id] = (state, one)
+
+    def _end(self, request_ids: list[str]) -> None:
+        self._scheduler.finish(request_ids)
+        for request_id in request_ids:
+            del self._running[request_id]
 
     def _prompt_entries(self, step: ScheduledStep) -> Iterable[tuple[int, Entry, int]]:
         """(first row, entry, rows) of the prompt positions whose log-probabilities are due."""
         first_row = 0
         for entry in step.entries:
-            state = self._states[entry.request.request_id]
+            state, _ = self._running[entry.request.request_id]
             if state.params.prompt_logprobs is not None:
                 due = state.num_prompt_logprobs - 1  # the first position without an entry
                 last = min(entry.end, len(entry.request.prompt_token_ids) - 1)
@@ -190,7 +272,7 @@ class Engine:
     def _collect_prompt_logprobs(self, step: ScheduledStep, logits: StepLogits) -> None:
         at = 0
         for _, entry, rows in list(self._prompt_entries(step)):
-            state = self._states[entry.request.request_id]
+            state, _ = self._running[entry.request.request_id]
             due = state.num_prompt_logprobs - 1
             following = state.request.prompt_token_ids[due + 1 : due + 1 + rows]
             top = state.params.prompt_logprobs or 0
@@ -201,17 +283,14 @@ class Engine:
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests early; ids that are not in flight are passed over."""
-        known = [request_id for request_id in request_ids if request_id in self._states]
-        states = [self._states[request_id] for request_id in known]
+        states = [self._states.pop(one) for one in request_ids if one in self._states]
         for state in states:
-            state.finish("abort", None)
-        self._forget(known)
+            running = [one.request.request_id for one in state.unfinished]
+            self._end([request_id for request_id in running if request_id in self._running])
+            for one in state.unfinished:
+                one.finish("abort")
+            state.note_time()
         return [state.output() for state in states]
-
-    def _forget(self, request_ids: list[str]) -> None:
-        self._scheduler.finish(request_ids)
-        for request_id in request_ids:
-            del self._states[request_id]
 
     def stats(self) -> EngineStats:
         """The ledger and the counters as of now."""

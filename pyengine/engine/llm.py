@@ -40,9 +40,10 @@ class LLM:
     and `dtype` are torch's names or "auto" (CUDA where there is one; float32 on the CPU, else
     what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens,
     or what `kv_cache_memory` bytes pay for, or by default a share of the free memory
-    (`gpu_memory_utilization` on CUDA). `max_model_len` limits prompt and output together; by
-    default the model's positions, or the pool if that is smaller. Without a seed of their own,
-    requests draw theirs from `seed`, in the order of submission.
+    (`gpu_memory_utilization` on CUDA). With `in_flight_sharing`, equal prefixes of one step are
+    computed once; without it they are merged after the step. `max_model_len` limits prompt and
+    output together; by default the model's positions, or the pool if that is smaller. Without a
+    seed of their own, requests draw theirs from `seed`, in the order of submission.
 
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
     model that cannot be loaded.
@@ -62,6 +63,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
+        in_flight_sharing: bool = True,
         seed: int = 0,
         attention_backend: str = "auto",
     ) -> None:
@@ -88,7 +90,12 @@ class LLM:
         needs = AttentionNeeds(device=loaded.device, block_size=block_size)
         choice = choose_backend(attention_backend, needs)
         pool = KVPool(specs, size.num_blocks, block_size, loaded.device)
-        manager = BlockManager(size.num_blocks, block_size, prefix_caching=enable_prefix_caching)
+        manager = BlockManager(
+            size.num_blocks,
+            block_size,
+            prefix_caching=enable_prefix_caching,
+            in_flight_sharing=in_flight_sharing,
+        )
         runner = ModelRunner(
             loaded,
             pool,
@@ -127,6 +134,7 @@ class LLM:
             "max_model_len": facts.max_model_len,
             "max_model_len_reason": facts.limited_by,
             "enable_prefix_caching": enable_prefix_caching,
+            "in_flight_sharing": in_flight_sharing,
         }
 
     def generate(
@@ -178,7 +186,8 @@ class LLM:
     def _stream(self, prompt: Prompt, params: list[SamplingParams]) -> Iterator[RequestOutput]:
         with self._submitted([prompt], params):
             while self._engine.has_work:
-                yield from self._engine.step()
+                result = self._engine.step()
+                yield from result.finished or map(self._engine.output, result.progressed)
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer."""
@@ -204,10 +213,9 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         with self._submitted(prompts, params) as ids, _Progress(len(ids), use_tqdm) as progress:
             while self._engine.has_work:
-                outputs = self._engine.step()
-                finished = [output for output in outputs if output.finished]
-                done.update((output.request_id, output) for output in finished)
-                progress.update(len(outputs), finished)
+                result = self._engine.step()
+                done.update((output.request_id, output) for output in result.finished)
+                progress.update(result.num_new_tokens, result.finished)
         return [done[request_id] for request_id in ids]
 
     @contextmanager
@@ -278,6 +286,7 @@ def _model_facts(
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=longest,
         limited_by=limits[longest],
+        max_num_seqs=settings.max_num_seqs,
     )
 
 

@@ -45,6 +45,10 @@ class Plan(Protocol):
         """Rows whose logits are asked for."""
         ...
 
+    def copies(self) -> list[tuple[int, int]]:
+        """Blocks to copy before the step, (source, destination)."""
+        ...
+
     def fill(self, buffers: StepBuffers, /) -> None:
         """Write the step's inputs into the arrays that `buffers` was made over."""
         ...

@@ -54,6 +54,7 @@ class ModelRunner:
         `extra_rows` are further rows among the plan's tokens, in `0 .. num_tokens`, whose
         logits are wanted (for the log-probabilities of a prompt).
         """
+        self._pool.copy_blocks(plan.copies())
         inputs = self.buffers.fill(plan)
         rows = inputs.logits_indices
         if extra_rows is not None and len(extra_rows):

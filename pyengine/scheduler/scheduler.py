@@ -94,10 +94,29 @@ class Scheduler:
         sequence = self._manager.sequence(
             request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
         )
-        job = Job(request, sequence, self._arrivals, len(request.prompt_token_ids))
+        arrival = (self._arrivals, 0)
+        num_tokens = len(request.prompt_token_ids)
+        job = Job(request, sequence, arrival, request.num_samples, num_tokens)
         self._arrivals += 1
         self._jobs[request.request_id] = job
         self._waiting.append(job)
+
+    def fork(self, request_id: str, samples: Sequence[tuple[Request, int]]) -> None:
+        """Let further samples run beside a request that has just got its first token.
+
+        They stand on its prompt's blocks; each has its own first token. A partial last block is
+        copied when they part.
+        """
+        parent = self._jobs[request_id]
+        parent.num_seats = 1
+        prompt = parent.num_tokens - 1
+        for place, (request, token) in enumerate(samples, start=1):
+            sequence = parent.sequence.fork(prompt)
+            sequence.append([token])
+            arrival = (parent.arrival[0], place)
+            job = Job(request, sequence, arrival, 1, prompt + 1, parent.num_computed)
+            self._jobs[request.request_id] = job
+            self._start(job)
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to do.
@@ -156,7 +175,8 @@ class Scheduler:
             self._blocks_to_come(job, planned.get(id(job), job.num_computed))
             for job in self._running
         )
-        while self._waiting and len(self._running) < self._limits.max_num_seqs:
+        seats = self._limits.max_num_seqs - sum(job.num_seats for job in self._running)
+        while self._waiting and self._waiting[0].num_seats <= seats:
             job = self._waiting[0]
             answer = step.plan.prefill(
                 job.sequence, self._limits.max_num_batched_tokens, reserve=reserve
@@ -165,6 +185,7 @@ class Scheduler:
                 return
             self._waiting.popleft()
             self._start(job)
+            seats -= job.num_seats
             entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
             reserve += self._blocks_to_come(job, entry.end)
 
@@ -182,7 +203,9 @@ class Scheduler:
         return candidate
 
     def _preempt(self, step: ScheduledStep, job: Job) -> None:
-        step.cancel(job)
+        for other in step.cancel(job):
+            if other.num_computed == 0:  # it holds nothing without what the victim computes
+                self._put_back(other)
         job.sequence.reset()
         job.num_computed = 0
         job.request.num_preemptions += 1

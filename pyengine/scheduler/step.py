@@ -15,8 +15,10 @@ class Job:
 
     request: Request
     sequence: Sequence
-    arrival: int
-    """Position in the order of submission: who came first is served first."""
+    arrival: tuple[int, int]
+    """Position in the order of submission, and among its samples: first come, first served."""
+    num_seats: int
+    """Sequences that run for it: itself, and the samples that are to be forked from it."""
     num_tokens: int
     """Tokens known: prompt and output."""
     num_computed: int = 0
@@ -75,10 +77,14 @@ class ScheduledStep:
         self.entries.append(entry)
         return entry
 
-    def cancel(self, job: Job) -> None:
-        """Take a job out of the plan again, if it is in it."""
-        for at, entry in enumerate(self.entries):
-            if entry.job is job:
-                self.plan.cancel(job.sequence)
-                del self.entries[at]
-                return
+    def cancel(self, job: Job) -> list[Job]:
+        """Take a job out of the plan again, if it is in it.
+
+        Jobs that share what it was to compute in this step go with it; returns those.
+        """
+        if all(entry.job is not job for entry in self.entries):
+            return []
+        gone = {job.sequence.id, *self.plan.cancel(job.sequence)}
+        others = [e.job for e in self.entries if e.job is not job and e.job.sequence.id in gone]
+        self.entries = [entry for entry in self.entries if entry.job.sequence.id not in gone]
+        return others

@@ -16,7 +16,7 @@ PYENGINE = str(Path(sys.executable).with_name("pyengine"))
 QUESTION = "What is the capital of France?"
 FIGURES = re.compile(
     r"^(\d+) prompt tokens \((\d+) cached\) · (\d+) new tokens · [\d.]+ tok/s · "
-    r"(\d+) blocks used · (\d+) merged$",
+    r"(\d+) blocks used · (\d+) shared in flight · (\d+) merged$",
     re.MULTILINE,
 )
 
@@ -36,24 +36,28 @@ def test_one_prompt_is_answered_and_closed_with_figures() -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "Traceback" not in done.stderr
-    [(prompt, cached, new, used, merged)] = figures(done.stderr)
+    [(prompt, cached, new, used, shared, merged)] = figures(done.stderr)
     assert prompt > 16 and cached == 0 and 0 < new <= 32
     assert used == -(-(prompt + new - 1) // 16)
-    assert merged == 0
+    assert shared == merged == 0
 
 
-def test_identical_prompts_share_their_full_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharing", [True, False])
+def test_identical_prompts_share_their_full_blocks(sharing: bool, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     long = "Repeat: " + "one two three four five six seven eight nine ten " * 6
     arguments = [long, long, "--raw", "--max-tokens", "4", "--output", str(target)]
-    done = run("generate", *arguments)
+    done = run(
+        "generate", *arguments, "--in-flight-sharing" if sharing else "--no-in-flight-sharing"
+    )
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(line) for line in target.read_text().splitlines())
     assert first["token_ids"] == second["token_ids"]
-    [(prompt, cached, _, _, merged)] = figures(done.stderr)
-    full_blocks = (prompt // 2 - 1) // 16
+    [(prompt, _, _, _, shared, merged)] = figures(done.stderr)
+    full_blocks = prompt // 2 // 16
     assert full_blocks >= 3
-    assert merged + cached // 16 >= full_blocks  # stored once: merged, or never computed twice
+    # Stored once: not computed twice at all, or merged after the step that did.
+    assert (shared, merged) == ((full_blocks, 0) if sharing else (0, full_blocks))
 
 
 def test_earlier_turns_of_a_chat_are_cache_hits() -> None:

@@ -59,7 +59,12 @@ class Binding(RuleBasedStateMachine):
         prompts: list[list[int]],
     ) -> None:
         self.manager = BlockManager(
-            num_blocks, block_size, hash_bits=hash_bits, prefix_caching=prefix_caching, hash_seed=1
+            num_blocks,
+            block_size,
+            hash_bits=hash_bits,
+            prefix_caching=prefix_caching,
+            in_flight_sharing=False,  # this oracle looks at the KV when a block is adopted
+            hash_seed=1,
         )
         self.block_size = block_size
         self.kv = Contents(block_size, num_blocks)

@@ -29,9 +29,9 @@ class Bench:
         for _ in range(10_000):
             if not self.engine.has_work:
                 return done
-            outputs = self.engine.step()
+            finished = self.engine.step().finished
             self.manager.check()
-            done.update((output.request_id, output) for output in outputs if output.finished)
+            done.update((output.request_id, output) for output in finished)
         raise AssertionError("the engine did not come to an end in 10,000 steps")
 
     def generate(
@@ -67,6 +67,7 @@ def make_bench(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         max_model_len=num_blocks * block_size,
+        max_num_seqs=max_num_seqs,
         limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
     )
     engine = Engine(blocks, scheduler, runner, facts, tokenizer=tokenizer, seed=seed)  # type: ignore[arg-type]

@@ -70,6 +70,10 @@ class FakeRunner:
         if self.fault is not None and len(self.computed) == self.fault.at:
             fault, self.fault = self.fault, None
             raise fault.error
+        for source, target in plan.copies():
+            size = self.block_size
+            kept = self.slots[source * size : (source + 1) * size]
+            self.slots[target * size : (target + 1) * size] = kept
         plan.fill(self._buffers)
         total, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
         a = self.arrays

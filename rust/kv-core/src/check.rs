@@ -75,6 +75,7 @@ impl BlockManager {
     }
 
     fn check_blocks(&self, held: &[u32]) -> Result<(), String> {
+        let fenced = self.open.as_ref().map_or(&[][..], |plan| &plan.fenced);
         let (_, most) = self.shared.lease_refs();
         let (mut active, mut idle, mut by_leases) = (0, 0, 0);
         for (index, block) in self.blocks.iter().enumerate() {
@@ -86,8 +87,12 @@ impl BlockManager {
                     block.seq_refs, held[index]
                 ));
             }
-            let Some(leases) = refs.checked_sub(held[index]) else {
-                return Err(format!("{id:?} has refs {refs}, {} in tables", held[index]));
+            let fences = fenced.iter().filter(|&&block| block == id).count() as u32;
+            let Some(leases) = refs.checked_sub(held[index] + fences) else {
+                let counted = held[index] + fences;
+                return Err(format!(
+                    "{id:?} has refs {refs}, counted {counted} without leases"
+                ));
             };
             by_leases += leases as usize;
             if queued && refs > 0 {
@@ -95,10 +100,13 @@ impl BlockManager {
             }
             active += usize::from(held[index] > 0);
             idle += usize::from(queued && block.node != NodeIdx::NONE);
-            if let Some(node) = block.node.some()
-                && self.tree.block(node) != Some(id)
-            {
-                return Err(format!("{id:?} holds {node:?}, which names another block"));
+            if let Some(node) = block.node.some() {
+                if self.tree.block(node) != Some(id) {
+                    return Err(format!("{id:?} holds {node:?}, which names another block"));
+                }
+                if refs == 0 && !self.is_ready(node) {
+                    return Err(format!("{id:?} is to be computed and nobody holds it"));
+                }
             }
         }
         let (least, _) = self.shared.lease_refs();
@@ -135,7 +143,7 @@ impl BlockManager {
         };
         let slots: HashSet<u32> = plan.entries.iter().map(|entry| entry.slot).collect();
         let tokens: usize = plan.entries.iter().map(|entry| entry.len).sum();
-        let samples = plan.entries.iter().filter(|entry| entry.samples).count();
+        let samples: usize = plan.entries.iter().map(|entry| entry.rows()).sum();
         if slots.len() != plan.entries.len() || slots.len() != planned {
             return Err(format!(
                 "the plan has {} entries, {planned} sequences say so",

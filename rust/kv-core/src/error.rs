@@ -31,6 +31,13 @@ pub enum Error {
         /// Tokens of the sequence.
         sequence_tokens: usize,
     },
+    /// `fork` at more tokens than the sequence has, or at none.
+    ForkLength {
+        /// Tokens asked for.
+        num_tokens: usize,
+        /// Tokens of the sequence.
+        sequence_tokens: usize,
+    },
     /// `attach` on a sequence that holds blocks already.
     NotFresh {
         /// Blocks in its table.
@@ -68,6 +75,22 @@ pub enum Error {
         /// The closed plan.
         plan: u64,
     },
+    /// `trim` to fewer tokens than are computed.
+    TrimBelowComputed {
+        /// Tokens to keep blocks for.
+        num_tokens: usize,
+        /// Tokens whose KV is there.
+        computed: usize,
+    },
+    /// `commit` with other tokens than a sequence's drafts, or with too many or too few of them.
+    Accepted {
+        /// The sequence's id.
+        sequence: u64,
+        /// Tokens accepted.
+        accepted: usize,
+        /// Drafts that the step computed.
+        drafts: usize,
+    },
     /// `commit` with a wrong number of tokens.
     SampleCount {
         /// Rows of the plan that sample.
@@ -83,6 +106,13 @@ pub enum Error {
         needed: usize,
         /// Elements (or columns) there.
         given: usize,
+    },
+    /// A number does not fit an int32 array.
+    BufferTooNarrow {
+        /// The array's name.
+        name: &'static str,
+        /// The number.
+        value: u64,
     },
     /// No such block.
     UnknownBlock {
@@ -115,6 +145,13 @@ impl fmt::Display for Error {
                 f,
                 "the lease's {lease_tokens} tokens are not a prefix of the sequence's {sequence_tokens} in the same namespace"
             ),
+            ForkLength {
+                num_tokens,
+                sequence_tokens,
+            } => write!(
+                f,
+                "a fork keeps 1 to {sequence_tokens} tokens of this sequence, got {num_tokens}"
+            ),
             NotFresh { blocks } => write!(
                 f,
                 "a lease is attached to a sequence without blocks, this one holds {blocks}; reset it first"
@@ -139,6 +176,22 @@ impl fmt::Display for Error {
                 "step {plan} is still open; commit it or roll it back first"
             ),
             PlanClosed { plan } => write!(f, "step {plan} was committed or rolled back already"),
+            TrimBelowComputed {
+                num_tokens,
+                computed,
+            } => write!(
+                f,
+                "{computed} tokens of this sequence are computed, it cannot be trimmed to {num_tokens}"
+            ),
+            Accepted {
+                sequence,
+                accepted,
+                drafts,
+            } => write!(
+                f,
+                "sequence {sequence} had {drafts} drafts: it accepts 1 to {} tokens, all but the last of them its drafts; got {accepted}",
+                drafts + 1
+            ),
             SampleCount { expected, given } => write!(
                 f,
                 "the plan samples {expected} tokens, commit was given {given}"
@@ -150,6 +203,10 @@ impl fmt::Display for Error {
             } => write!(
                 f,
                 "array {name} holds {given} elements per row, this plan needs {needed}"
+            ),
+            BufferTooNarrow { name, value } => write!(
+                f,
+                "array {name} is int32 and cannot hold {value}; use int64"
             ),
             UnknownBlock { block, num_blocks } => {
                 write!(f, "block {block} is outside the pool of {num_blocks}")

@@ -8,6 +8,7 @@ use std::cell::Cell;
 use crate::error::Error;
 use crate::ids::PlanKey;
 use crate::manager::BlockManager;
+use crate::step::{Entry, Plan};
 
 /// An array of the caller, 32 or 64 bits wide.
 #[derive(Clone, Copy, Debug)]
@@ -103,6 +104,32 @@ impl StepArrays<'_> {
 }
 
 impl BlockManager {
+    /// Whether everything that could be too large for an int32 array fits.
+    fn check_width(&self, plan: &Plan, arrays: &StepArrays<'_>) -> Result<(), Error> {
+        let fits = |name, value: u64| match i32::try_from(value) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(Error::BufferTooNarrow { name, value }),
+        };
+        if matches!(arrays.slot_mapping, IntArray::I32(_)) {
+            let slots = (self.config.num_blocks * self.config.block_size) as u64;
+            fits("slot_mapping", slots - 1)?;
+        }
+        if matches!(arrays.input_ids, IntArray::I32(_)) {
+            for entry in &plan.entries {
+                let tokens = self.entry_tokens(entry);
+                fits("input_ids", u64::from(tokens.max().unwrap_or(0)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The tokens that an entry computes: known ones, then its drafts.
+    fn entry_tokens<'a>(&'a self, entry: &'a Entry) -> impl Iterator<Item = u32> + 'a {
+        let seq = self.sequences.at(entry.slot);
+        let known = seq.tokens[entry.start..].iter().chain(&entry.drafts);
+        known.take(entry.len).copied()
+    }
+
     /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
     pub fn fill(
         &self,
@@ -120,6 +147,7 @@ impl BlockManager {
             .unwrap_or(0);
         let sequences = plan.entries.len();
         arrays.check(plan.num_tokens, sequences, plan.num_samples, widest)?;
+        self.check_width(plan, arrays)?;
         if written.rows.len() < sequences {
             written.rows.resize(sequences, (u32::MAX, 0, 0, 0));
         }
@@ -128,13 +156,11 @@ impl BlockManager {
         for (row, entry) in plan.entries.iter().enumerate() {
             let seq = self.sequences.at(entry.slot);
             let (start, end) = (entry.start, entry.start + entry.len);
-            let tokens = seq.tokens[start..end].iter();
-            arrays
-                .input_ids
-                .write(at, tokens.map(|&token| i64::from(token)));
+            let tokens = self.entry_tokens(entry);
+            arrays.input_ids.write(at, tokens.map(i64::from));
             arrays.positions.write(at, start as i64..end as i64);
             let slots = (start..end).map(|position| {
-                if seq.is_written(position, block_size) {
+                if position < entry.write_from {
                     return -1;
                 }
                 let block = seq.table[position / block_size].at();
@@ -146,12 +172,10 @@ impl BlockManager {
                 .query_start_loc
                 .write(row + 1, std::iter::once(at as i64));
             arrays.seq_lens.write(row, std::iter::once(end as i64));
-            if entry.samples {
-                arrays
-                    .logits_indices
-                    .write(sample, std::iter::once(at as i64 - 1));
-                sample += 1;
-            }
+            let rows = entry.rows();
+            let first = at - rows;
+            arrays.logits_indices.write(sample, first as i64..at as i64);
+            sample += rows;
             let now = (
                 self.shared.manager,
                 seq.id,

@@ -36,6 +36,7 @@
 
 mod check;
 mod error;
+mod events;
 mod fill;
 mod hash;
 mod ids;
@@ -49,6 +50,7 @@ mod sync;
 mod tree;
 
 pub use error::Error;
+pub use events::Event;
 pub use fill::{IntArray, StepArrays, TableRows};
 pub use hash::ContentHasher;
 pub use ids::{BlockId, ContentId, PlanKey, SeqKey};

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::Error;
+use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::queue::FreeQueue;
@@ -22,6 +23,10 @@ pub struct Config {
     pub block_size: usize,
     /// Off: nothing is registered, matched or merged.
     pub prefix_caching: bool,
+    /// On: a sequence shares blocks that one planned before it in the same step computes.
+    pub in_flight_sharing: bool,
+    /// On: changes of the set of contents are kept for [`BlockManager::take_events`].
+    pub events: bool,
     /// Given: hashes are the same in every process. `None`: random per manager.
     pub hash_seed: Option<u64>,
     /// 128; fewer bits force collisions, for tests.
@@ -35,9 +40,20 @@ impl Config {
             num_blocks,
             block_size,
             prefix_caching: true,
+            in_flight_sharing: true,
+            events: false,
             hash_seed: None,
             hash_bits: 128,
         }
+    }
+
+    /// Asks for the memory of all tables at once, before any of it is touched.
+    fn probe_memory(&self) -> Result<(), std::collections::TryReserveError> {
+        let per_block = size_of::<Block>()
+            + size_of::<u32>()
+            + FreeQueue::BYTES_PER_BLOCK
+            + ContentTree::bytes_per_block(self.block_size);
+        Vec::<u8>::new().try_reserve_exact(self.num_blocks.saturating_mul(per_block))
     }
 
     fn validate(&self) -> Result<(), Error> {
@@ -80,6 +96,7 @@ pub struct BlockManager {
     pub(crate) open: Option<Plan>,
     pub(crate) plans: u64,
     pub(crate) stats: Stats,
+    events: Vec<Event>,
     /// Nodes of the match under way; kept to save the allocation.
     pub(crate) matched: Vec<(NodeIdx, BlockId)>,
 }
@@ -95,6 +112,7 @@ impl BlockManager {
             ..
         } = config;
         let oom = |_| Error::OutOfMemory { num_blocks };
+        config.probe_memory().map_err(oom)?;
         let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
         let id = MANAGERS.fetch_add(1, Ordering::Relaxed);
         let mut blocks = Vec::new();
@@ -120,6 +138,7 @@ impl BlockManager {
             open: None,
             plans: 0,
             stats: Stats::default(),
+            events: Vec::new(),
             matched: Vec::new(),
             config,
         })
@@ -165,24 +184,38 @@ impl BlockManager {
                 let Step::Found(node) = self.tree.step(tip, tokens, None) else {
                     break;
                 };
-                let Some(block) = self.tree.block(node) else {
-                    break;
-                };
-                blocks.push(block);
+                match self.tree.block(node) {
+                    Some(block) if self.is_ready(node) => blocks.push(block),
+                    _ => break,
+                }
                 (tip, end) = (node, node);
             }
         }
         self.grant(blocks, end)
     }
 
-    /// A lease on the registered blocks of a sequence.
+    /// A lease on the registered blocks of a sequence whose KV is there.
     pub fn lease(&mut self, key: SeqKey) -> Result<Lease, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        let Chain { tip, blocks, .. } = seq.chain;
+        let Chain {
+            mut tip,
+            mut blocks,
+            ..
+        } = seq.chain;
+        while blocks > 0 && !self.is_ready(tip) {
+            tip = self.tree.parent(tip).expect("inside the chain");
+            blocks -= 1;
+        }
         let end = if blocks == 0 { NodeIdx::NONE } else { tip };
         let blocks = seq.table[..blocks].to_vec();
         Ok(self.grant(blocks, end))
+    }
+
+    /// Whether a content's KV is there: no open step is to compute it.
+    pub(crate) fn is_ready(&self, node: NodeIdx) -> bool {
+        let step = self.tree.step_of(node);
+        self.open.as_ref().is_none_or(|plan| plan.step() != step)
     }
 
     fn grant(&mut self, blocks: Vec<BlockId>, end: NodeIdx) -> Lease {
@@ -254,6 +287,77 @@ impl BlockManager {
             }
         }
         at == root
+    }
+
+    /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
+    ///
+    /// Nothing is copied now. A partial last block is copied when one of several holders writes to it
+    /// (see [`BlockManager::copies`]); the last holder writes in place.
+    pub fn fork(&mut self, key: SeqKey, num_tokens: usize) -> Result<SeqHandle, Error> {
+        self.read_mail();
+        let seq = self.sequences.get(key)?;
+        if seq.planned {
+            return Err(Error::InPlan { sequence: seq.id });
+        }
+        if num_tokens == 0 || num_tokens > seq.tokens.len() {
+            return Err(Error::ForkLength {
+                num_tokens,
+                sequence_tokens: seq.tokens.len(),
+            });
+        }
+        let block_size = self.config.block_size;
+        let computed = seq.computed.min(num_tokens);
+        let full = computed / block_size;
+        let mut chain = seq.chain;
+        while chain.blocks > full {
+            chain.tip = self.tree.parent(chain.tip).expect("inside the chain");
+            chain.blocks -= 1;
+        }
+        chain.private &= full > chain.blocks;
+        let table = seq.table[..computed.div_ceil(block_size)].to_vec();
+        let tokens = seq.tokens[..num_tokens].to_vec();
+        let hashes = seq.hashes[..seq.hashes.len().min(num_tokens / block_size)].to_vec();
+        let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
+        let (key, id) = self.sequences.insert(tokens, root, read_cache);
+        self.tree.hold(root);
+        for &block in &table {
+            self.hold_for_sequence(block);
+        }
+        let fork = self.sequences.at_mut(key.slot);
+        (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
+        (fork.computed, fork.cached) = (computed, cached);
+        Ok(SeqHandle::new(&self.shared, key, id))
+    }
+
+    /// Adds known tokens to the end of a sequence: the next turn of a conversation, a fork's own token.
+    pub fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
+        self.read_mail();
+        let seq = self.sequences.get_mut(key)?;
+        if seq.planned {
+            return Err(Error::InPlan { sequence: seq.id });
+        }
+        seq.tokens.extend_from_slice(tokens);
+        Ok(())
+    }
+
+    /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
+    /// was rejected, to the block. Returns how many.
+    pub fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
+        self.read_mail();
+        let seq = self.sequences.get(key)?;
+        if seq.planned {
+            return Err(Error::InPlan { sequence: seq.id });
+        }
+        if num_tokens < seq.computed {
+            return Err(Error::TrimBelowComputed {
+                num_tokens,
+                computed: seq.computed,
+            });
+        }
+        let (before, keep) = (seq.table.len(), num_tokens.div_ceil(self.config.block_size));
+        let keep = keep.max(seq.chain.blocks).min(before);
+        self.release_table(key.slot, keep);
+        Ok(before - keep)
     }
 
     /// Takes a sequence's blocks away and keeps its tokens: preemption by recomputation.
@@ -382,13 +486,49 @@ impl BlockManager {
             .collect();
         for &block in &idle {
             self.leave_queue(block);
-            self.forget(block);
+            self.evict(block);
             self.enter_queue(block);
+        }
+        if self.config.events && !idle.is_empty() && self.tree.held().next().is_none() {
+            let told_apart = self.events.len() - idle.len();
+            self.events.truncate(told_apart);
+            self.events.push(Event::Cleared);
         }
         idle.len()
     }
 
+    /// What became of the set of contents since the last call, in order, if `Config::events` is on.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.read_mail();
+        std::mem::take(&mut self.events)
+    }
+
+    /// The names of all contents whose KV a block holds now, in no order. O(contents).
+    pub fn contents(&mut self) -> Vec<u128> {
+        self.read_mail();
+        let ready = |node: &NodeIdx| self.is_ready(*node);
+        let held = self.tree.held().filter(ready);
+        held.map(|node| self.tree.hash(node)).collect()
+    }
+
+    /// The content of the sequence's block `index` is there now; before, no block held it.
+    pub(crate) fn tell_stored(&mut self, slot: u32, index: usize) {
+        if self.config.events {
+            let seq = self.sequences.at(slot);
+            let node = self.blocks[seq.table[index].at()].node;
+            let event = self.tree.stored(node, seq.root);
+            self.events.push(event);
+        }
+    }
+
     // ---- blocks: the only places where counters, queue and tree meet ----
+
+    /// Does what dropped handles and leases left to do. Every call that changes something begins with
+    /// it; before `view`, `stats` or `plan_view` it may be called for their sake.
+    #[inline]
+    pub fn settle(&mut self) {
+        self.read_mail();
+    }
 
     /// Does what was left in the mailbox: the first thing in every call that looks at blocks.
     #[inline]
@@ -430,12 +570,21 @@ impl BlockManager {
         }
     }
 
-    /// The block's content loses this block.
+    /// An idle block loses its content.
+    fn evict(&mut self, block: BlockId) {
+        if self.config.events {
+            let hash = self.tree.hash(self.blocks[block.at()].node);
+            self.events.push(Event::Removed { hash });
+        }
+        self.forget(block);
+        self.stats.evicted_blocks += 1;
+    }
+
+    /// The block's content, if it has one, loses this block.
     pub(crate) fn forget(&mut self, block: BlockId) {
         let node = std::mem::replace(&mut self.blocks[block.at()].node, NodeIdx::NONE);
         if node != NodeIdx::NONE {
             self.tree.clear_block(node);
-            self.stats.evicted_blocks += 1;
         }
     }
 
@@ -466,7 +615,7 @@ impl BlockManager {
         let block = self.queue.pop_head().expect("counted before");
         if self.blocks[block.at()].node != NodeIdx::NONE {
             self.idle -= 1;
-            self.forget(block);
+            self.evict(block);
         }
         self.stats.allocated_blocks += 1;
         self.hold_for_sequence(block);

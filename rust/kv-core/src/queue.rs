@@ -29,6 +29,8 @@ pub(crate) struct FreeQueue {
 }
 
 impl FreeQueue {
+    pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Link>();
+
     /// An empty queue over `links.capacity() - 1` blocks; the caller has reserved the memory.
     pub(crate) fn over(num_blocks: usize) -> Result<Self, std::collections::TryReserveError> {
         let mut links = Vec::new();

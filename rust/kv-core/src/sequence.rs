@@ -5,8 +5,8 @@ use crate::ids::{BlockId, NodeIdx, SeqKey};
 
 /// Where a sequence stands in the tree of contents.
 ///
-/// Its first `blocks` table entries are the blocks of the nodes on the path to `tip`: ready, shared
-/// or shareable, and never written again.
+/// Its first `blocks` table entries are the blocks of the nodes on the path to `tip`: ready, or
+/// computed by an open step; shared or shareable, and never written again after that.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chain {
     pub(crate) tip: NodeIdx,
@@ -59,12 +59,6 @@ impl Sequence {
         if index == self.hashes.len() {
             self.hashes.push(hash);
         }
-    }
-
-    /// Whether the position's block holds a registered content, which nobody writes.
-    #[inline]
-    pub(crate) fn is_written(&self, position: usize, block_size: usize) -> bool {
-        position / block_size < self.chain.blocks
     }
 }
 

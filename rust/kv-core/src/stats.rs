@@ -64,6 +64,9 @@ stats! {
     computed_tokens,
     /// Blocks adopted from the cache in committed steps.
     hit_blocks,
+    /// Of these, blocks that the same step computes for another sequence: neither stored nor computed
+    /// twice.
+    in_flight_blocks,
     /// Blocks handed out.
     allocated_blocks,
     /// Contents that were new to the tree or came back to it.
@@ -74,6 +77,12 @@ stats! {
     merged_blocks,
     /// Contents moved from an idle block to the block that computed them again.
     taken_over_blocks,
+    /// Partial blocks copied because a fork's holders part.
+    copied_blocks,
+    /// Draft tokens computed in committed steps.
+    draft_tokens,
+    /// Of these, accepted ones.
+    accepted_draft_tokens,
     /// Blocks kept private because another content has their hash.
     collisions,
     /// Blocks hashed: at most one per block of tokens in a sequence's life.

@@ -4,14 +4,16 @@
 //! commit, when its KV has been computed. A commit looks every block that became full up once more
 //! (late merge), so a content never has two registered blocks.
 
+use std::collections::HashSet;
+
 use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, PlanKey, SeqKey};
-use crate::manager::BlockManager;
+use crate::manager::{Block, BlockManager};
 use crate::sequence::Chain;
 use crate::shared::PlanHandle;
 use crate::tree::Step;
 
-/// The answer to [`BlockManager::prefill`].
+/// The answer to [`BlockManager::prefill`] and [`BlockManager::speculate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefill {
     /// The sequence is in the plan.
@@ -53,6 +55,8 @@ struct Before {
     computed: usize,
     cached: usize,
     chain: Chain,
+    /// The partial block that the entry copied to write on: its index, and what it was.
+    copied: Option<(usize, BlockId)>,
 }
 
 pub(crate) struct Entry {
@@ -62,19 +66,83 @@ pub(crate) struct Entry {
     /// Positions to compute.
     pub(crate) len: usize,
     pub(crate) samples: bool,
+    /// Speculated tokens after the last known one: computed, never registered unless accepted.
+    pub(crate) drafts: Box<[u32]>,
+    /// Positions before this one are there already, or written by another entry of the step.
+    pub(crate) write_from: usize,
     /// Tokens adopted from the cache by this entry.
     adopted: usize,
+    /// Blocks adopted that an open step computes.
+    in_flight: usize,
+    /// Contents that this entry will compute and that others may share already: how many blocks of
+    /// the table from `announce_from` on.
+    announced: usize,
+    announce_from: usize,
     prefill: bool,
     before: Before,
 }
 
-/// The open step.
+impl Entry {
+    /// Rows whose logits give a token.
+    pub(crate) fn rows(&self) -> usize {
+        usize::from(self.samples) + self.drafts.len()
+    }
+}
+
+/// What an entry takes beside the tokens that it computes.
+struct Extent {
+    matched: usize,
+    prefill: bool,
+    lookahead: usize,
+    drafts: Box<[u32]>,
+}
+
+impl Extent {
+    fn prefill(matched: usize) -> Self {
+        Self {
+            matched,
+            prefill: true,
+            lookahead: 0,
+            drafts: Box::default(),
+        }
+    }
+
+    fn reserving(lookahead: usize) -> Self {
+        Self {
+            matched: 0,
+            prefill: false,
+            lookahead,
+            drafts: Box::default(),
+        }
+    }
+
+    fn speculating(drafts: &[u32]) -> Self {
+        Self {
+            drafts: drafts.into(),
+            ..Self::reserving(0)
+        }
+    }
+}
+
+/// The open step. The contents that it computes carry its number; they are ready once it is closed.
 pub(crate) struct Plan {
     pub(crate) key: PlanKey,
     pub(crate) entries: Vec<Entry>,
     pub(crate) budget_left: usize,
     pub(crate) num_tokens: usize,
     pub(crate) num_samples: usize,
+    /// Blocks to copy before the step, source and destination.
+    pub(crate) copies: Vec<(BlockId, BlockId)>,
+    /// Blocks that the step reads beside its sequences' own: held until it is closed.
+    pub(crate) fenced: Vec<BlockId>,
+}
+
+impl Plan {
+    /// The plan's number as contents carry it. It wraps after 2^32 steps; a content that old which is
+    /// mistaken for one of the open step is missed by a lease once, and nothing else.
+    pub(crate) fn step(&self) -> u32 {
+        self.key.serial as u32
+    }
 }
 
 /// A look at an open plan.
@@ -84,7 +152,8 @@ pub struct PlanView {
     pub num_tokens: usize,
     /// Sequences in the plan.
     pub num_sequences: usize,
-    /// Rows whose logits give a token.
+    /// Rows whose logits give a token: one per sequence that reaches its last known token, and one more
+    /// for each of its drafts.
     pub num_samples: usize,
     /// Tokens that may still be planned.
     pub budget_left: usize,
@@ -123,6 +192,8 @@ impl BlockManager {
             budget_left: token_budget,
             num_tokens: 0,
             num_samples: 0,
+            copies: Vec::new(),
+            fenced: Vec::new(),
         });
         Ok(PlanHandle::new(&self.shared, key))
     }
@@ -152,6 +223,11 @@ impl BlockManager {
         })
     }
 
+    /// Blocks that must be copied before the step runs, as (source, destination), in order.
+    pub fn copies(&self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
+        Ok(&self.open_plan(key)?.copies)
+    }
+
     pub(crate) fn plan_of(&self, key: PlanKey) -> Result<&Plan, Error> {
         self.open_plan(key)
     }
@@ -159,8 +235,15 @@ impl BlockManager {
     /// Plans one token for each of `sequences`, in their order, as far as blocks and budget reach.
     ///
     /// Returns the positions (in `sequences`) of those that did not fit; they are unchanged. Each
-    /// must have exactly one token left to compute. On misuse none is planned.
-    pub fn decode(&mut self, plan: PlanKey, sequences: &[SeqKey]) -> Result<Vec<usize>, Error> {
+    /// must have exactly one token left to compute. On misuse none is planned. With `lookahead` a
+    /// sequence gets blocks for so many slots past its known tokens too; [`BlockManager::trim`] gives
+    /// back those that are not used.
+    pub fn decode(
+        &mut self,
+        plan: PlanKey,
+        sequences: &[SeqKey],
+        lookahead: usize,
+    ) -> Result<Vec<usize>, Error> {
         self.read_mail();
         self.open_plan(plan)?;
         for (position, &key) in sequences.iter().enumerate() {
@@ -173,7 +256,7 @@ impl BlockManager {
         }
         let mut misfits = Vec::new();
         for (position, key) in sequences.iter().enumerate() {
-            if !self.plan_decode(key.slot) {
+            if !self.plan_decode(key.slot, lookahead) {
                 self.sequences.at_mut(key.slot).planned = false;
                 misfits.push(position);
             }
@@ -198,22 +281,73 @@ impl BlockManager {
         Ok(())
     }
 
+    /// The table index of the block that writing at `position` must not change: other sequences hold
+    /// it too, or it is a registered content of which a fork kept the beginning only.
     #[inline]
-    fn plan_decode(&mut self, slot: u32) -> bool {
+    fn must_copy(&self, slot: u32, position: usize) -> Option<usize> {
         let seq = self.sequences.at(slot);
-        let needs_block = seq.computed / self.config.block_size >= seq.table.len();
-        if self.plan_mut().budget_left == 0 || (needs_block && self.queue.len() == 0) {
+        let index = position / self.config.block_size;
+        let block = seq.table.get(index).filter(|_| index >= seq.chain.blocks)?;
+        let Block { seq_refs, node } = self.blocks[block.at()];
+        (seq_refs > 1 || node != NodeIdx::NONE).then_some(index)
+    }
+
+    #[inline]
+    fn plan_decode(&mut self, slot: u32, lookahead: usize) -> bool {
+        if self.plan_mut().budget_left == 0
+            || self.blocks_to_write(slot, 1 + lookahead) > self.queue.len()
+        {
             return false;
         }
-        self.push_entry(slot, 1, 0, false);
+        self.push_entry(slot, 1, Extent::reserving(lookahead));
         true
+    }
+
+    /// Blocks to allocate before the sequence can write its next `len` positions.
+    #[inline]
+    fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
+        let seq = self.sequences.at(slot);
+        let blocks = (seq.computed + len).div_ceil(self.config.block_size);
+        blocks.saturating_sub(seq.table.len())
+            + usize::from(self.must_copy(slot, seq.computed).is_some())
+    }
+
+    /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
+    ///
+    /// The step computes all of them and samples a row for each; the commit says which were accepted
+    /// (see [`BlockManager::commit_accepted`]). All or nothing: blocks and budget for every draft.
+    pub fn speculate(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        drafts: &[u32],
+    ) -> Result<Prefill, Error> {
+        self.read_mail();
+        let budget = self.open_plan(plan)?.budget_left;
+        self.mark_for_decode(key)?;
+        let len = 1 + drafts.len();
+        let (needed, available) = (self.blocks_to_write(key.slot, len), self.queue.len());
+        let answer = if len > budget {
+            Prefill::NoBudget
+        } else if needed > available {
+            Prefill::NoRoom { needed, available }
+        } else {
+            self.push_entry(key.slot, len, Extent::speculating(drafts));
+            return Ok(Prefill::Planned {
+                cached_tokens: 0,
+                tokens: len,
+                samples: true,
+            });
+        };
+        self.sequences.at_mut(key.slot).planned = false;
+        Ok(answer)
     }
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
     /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
     /// a block boundary the index is asked first: what is cached is adopted, and neither charged
-    /// nor computed. A sequence whose every token is cached computes its last one, takes no block
+    /// nor computed, including what sequences planned before it in this step compute. A sequence whose every token is cached computes its last one, takes no block
     /// and writes nothing. `reserve: None` asks for the blocks of this step's tokens only;
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
     /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
@@ -248,7 +382,13 @@ impl BlockManager {
         if len == 0 {
             return Ok(Prefill::NoBudget);
         }
-        let blocks_for = |tokens: usize| tokens.div_ceil(block_size).saturating_sub(table_len);
+        let copies = match matched {
+            0 => usize::from(self.must_copy(key.slot, start).is_some()),
+            _ => 0,
+        };
+        let seq = self.sequences.at(key.slot);
+        let blocks_for =
+            |tokens: usize| tokens.div_ceil(block_size).saturating_sub(table_len) + copies;
         let needed = match reserve {
             None => revived + blocks_for(start + len),
             Some(spare) => (revived + blocks_for(seq.tokens.len())).saturating_add(spare),
@@ -259,7 +399,7 @@ impl BlockManager {
         }
         let cached_tokens = start - seq.computed;
         let samples = start + len == seq.tokens.len();
-        self.push_entry(key.slot, len, matched, true);
+        self.push_entry(key.slot, len, Extent::prefill(matched));
         Ok(Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -307,9 +447,15 @@ impl BlockManager {
     }
 
     /// Puts a sequence into the plan: adopts `self.matched[..matched]`, then allocates for `len`
-    /// tokens. Room and budget were counted before.
+    /// tokens and what is reserved beyond. Room and budget were counted before.
     #[inline]
-    fn push_entry(&mut self, slot: u32, len: usize, matched: usize, prefill: bool) {
+    fn push_entry(&mut self, slot: u32, len: usize, extent: Extent) {
+        let Extent {
+            matched,
+            prefill,
+            lookahead,
+            drafts,
+        } = extent;
         let block_size = self.config.block_size;
         let seq = self.sequences.at_mut(slot);
         let before = Before {
@@ -317,34 +463,109 @@ impl BlockManager {
             computed: seq.computed,
             cached: seq.cached,
             chain: seq.chain,
+            copied: None,
         };
         seq.planned = true;
         if matched > 0 {
             self.adopt(slot);
         }
+        let start = self.sequences.at(slot).computed;
+        let copied = self.must_copy(slot, start);
+        let before = Before {
+            copied: copied.map(|index| (index, self.copy_block(slot, index))),
+            ..before
+        };
         let seq = self.sequences.at(slot);
-        let start = seq.computed;
         let end = start + len;
-        let samples = end == seq.tokens.len();
-        let missing = end.div_ceil(block_size).saturating_sub(seq.table.len());
+        let samples = end == seq.tokens.len() + drafts.len();
+        let write_from = seq.chain.blocks * block_size;
+        let announce_from = seq.chain.blocks;
+        let blocks = (end + lookahead).div_ceil(block_size);
+        let missing = blocks.saturating_sub(seq.table.len());
         for _ in 0..missing {
             let block = self.allocate();
             self.sequences.at_mut(slot).table.push(block);
         }
         let adopted = start - before.computed;
+        let in_flight = self.matched[..matched]
+            .iter()
+            .filter(|(node, _)| !self.is_ready(*node))
+            .count();
+        let announced = if prefill { self.announce(slot, end) } else { 0 };
         let plan = self.plan_mut();
         plan.budget_left -= len;
         plan.num_tokens += len;
-        plan.num_samples += usize::from(samples);
-        plan.entries.push(Entry {
+        let entry = Entry {
             slot,
             start,
             len,
             samples,
+            drafts,
+            write_from,
             adopted,
+            in_flight,
+            announced,
+            announce_from,
             prefill,
             before,
-        });
+        };
+        plan.num_samples += entry.rows();
+        plan.entries.push(entry);
+    }
+
+    /// Copy on write: the sequence gets a copy of its block `index`. Returns the source, which the plan
+    /// holds until it is closed: whatever becomes of its other holders, it is still to be read.
+    fn copy_block(&mut self, slot: u32, index: usize) -> BlockId {
+        let copy = self.allocate();
+        let seq = self.sequences.at_mut(slot);
+        let source = std::mem::replace(&mut seq.table[index], copy);
+        seq.table_version += 1;
+        self.shared.hold(source);
+        self.let_go_for_sequence(source);
+        let plan = self.plan_mut();
+        plan.copies.push((source, copy));
+        plan.fenced.push(source);
+        source
+    }
+
+    /// In-flight sharing: contents that will be full at `end` enter the tree now, as computed by this
+    /// step, so that sequences planned later in it share them. Those that are known already are left
+    /// to the commit. Returns how many blocks were announced.
+    fn announce(&mut self, slot: u32, end: usize) -> usize {
+        let block_size = self.config.block_size;
+        let seq = self.sequences.at(slot);
+        let from = seq.chain.blocks;
+        if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
+            return 0;
+        }
+        let step = self.plan_mut().step();
+        for index in from..end / block_size {
+            let seq = self.sequences.at(slot);
+            let (tip, mine) = (seq.chain.tip, seq.table[index]);
+            let tokens = &seq.tokens[index * block_size..][..block_size];
+            let found = self.tree.step(tip, tokens, seq.hashes.get(index).copied());
+            let node = match found {
+                Step::Missing(hash) => self.tree.insert(tip, tokens, hash, mine, step),
+                Step::Found(node) if self.tree.block(node).is_none() => {
+                    self.tree.set_block(node, mine, step);
+                    node
+                }
+                Step::Found(_) | Step::Collision(_) => return index - from,
+            };
+            self.blocks[mine.at()].node = node;
+            self.stand_on(slot, index, node);
+        }
+        (end / block_size).saturating_sub(from)
+    }
+
+    /// The sequence's block `index` holds `node`.
+    #[inline]
+    fn stand_on(&mut self, slot: u32, index: usize, node: NodeIdx) {
+        let hash = self.tree.hash(node);
+        let seq = self.sequences.at_mut(slot);
+        seq.note_hash(index, hash);
+        seq.chain.tip = node;
+        seq.chain.blocks = index + 1;
     }
 
     fn adopt(&mut self, slot: u32) {
@@ -367,24 +588,73 @@ impl BlockManager {
     }
 
     /// Takes a sequence out of the plan again, as if it had not been planned.
-    pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<(), Error> {
+    ///
+    /// Sequences that share what it was to compute in this step are taken out with it; returns
+    /// their ids, in plan order.
+    pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
         self.read_mail();
         let plan = self.open_plan(plan)?;
         let sequence = self.sequences.get(key)?.id;
         let at = plan.entries.iter().position(|entry| entry.slot == key.slot);
         let at = at.ok_or(Error::NotPlanned { sequence })?;
-        let plan = self.plan_mut();
-        let entry = plan.entries.remove(at);
-        plan.budget_left += entry.len;
-        plan.num_tokens -= entry.len;
-        plan.num_samples -= usize::from(entry.samples);
-        self.undo(entry);
-        Ok(())
+        let out = self.dependents(at);
+        let mut ids = Vec::new();
+        for &at in out.iter().rev() {
+            let plan = self.plan_mut();
+            let entry = plan.entries.remove(at);
+            plan.budget_left += entry.len;
+            plan.num_tokens -= entry.len;
+            plan.num_samples -= entry.rows();
+            ids.push(self.sequences.at(entry.slot).id);
+            self.undo(entry);
+        }
+        ids.pop();
+        ids.reverse();
+        Ok(ids)
+    }
+
+    /// The entry at `first` and all later ones that adopted, directly or not, what it computes.
+    fn dependents(&mut self, first: usize) -> Vec<usize> {
+        let entries = &self.plan_mut().entries;
+        let in_flight = entries[first..].iter().any(|entry| entry.in_flight > 0);
+        if entries[first].announced == 0 || !in_flight {
+            return vec![first];
+        }
+        let entries = &self.open.as_ref().expect("open").entries;
+        let table = |entry: &Entry| &self.sequences.at(entry.slot).table;
+        let mut out = vec![first];
+        let mut gone: HashSet<BlockId> = HashSet::new();
+        for (at, entry) in entries.iter().enumerate().skip(first) {
+            let adopted = &table(entry)
+                [entry.before.table_len..entry.announce_from.max(entry.before.table_len)];
+            let depends = entry.in_flight > 0 && adopted.iter().any(|block| gone.contains(block));
+            if depends {
+                out.push(at);
+            }
+            if depends || at == first {
+                gone.extend(&table(entry)[entry.announce_from..][..entry.announced]);
+            }
+        }
+        out
     }
 
     fn undo(&mut self, entry: Entry) {
         let Entry { slot, before, .. } = entry;
+        for index in (entry.announce_from..entry.announce_from + entry.announced).rev() {
+            let block = self.sequences.at(slot).table[index];
+            self.forget(block);
+        }
         self.release_table(slot, before.table_len);
+        if let Some((index, source)) = before.copied {
+            self.hold_for_sequence(source);
+            let seq = self.sequences.at_mut(slot);
+            let copy = std::mem::replace(&mut seq.table[index], source);
+            seq.table_version += 1;
+            self.let_go_for_sequence(copy);
+            if let Some(plan) = &mut self.open {
+                plan.copies.retain(|&(_, to)| to != copy);
+            }
+        }
         let seq = self.sequences.at_mut(slot);
         seq.computed = before.computed;
         seq.cached = before.cached;
@@ -412,33 +682,70 @@ impl BlockManager {
         for entry in plan.entries.into_iter().rev() {
             self.undo(entry);
         }
+        self.lift_fence(plan.fenced);
         self.stats.rolled_back_steps += 1;
     }
 
     /// Takes the step as computed: `sampled` holds one token per sampling row, in plan order.
     ///
     /// Registers every block that became full, or merges it into the block that held the content
-    /// first, and reports the latter. Appends the sampled tokens to their sequences.
+    /// first, and reports the latter. Appends the sampled tokens to their sequences. In a plan with
+    /// drafts use [`BlockManager::commit_accepted`].
     pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Redirect>, Error> {
-        self.read_mail();
-        let expected = self.open_plan(plan)?.num_samples;
+        let entries = &self.open_plan(plan)?.entries;
+        let expected = entries.iter().filter(|entry| entry.samples).count();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
                 expected,
                 given: sampled.len(),
             });
         }
-        let Plan { key, entries, .. } = self.open.take().expect("checked above");
+        self.commit_accepted(plan, sampled, &vec![1; expected])
+    }
+
+    /// Takes the step as computed: `counts` says how many tokens each sampling sequence accepted, in
+    /// plan order, and `tokens` holds them, one sequence after the other.
+    ///
+    /// A sequence accepts the drafts that turned out right and one token after them.
+    pub fn commit_accepted(
+        &mut self,
+        plan: PlanKey,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<Vec<Redirect>, Error> {
+        self.read_mail();
+        self.check_accepted(plan, tokens, counts)?;
+        let Plan {
+            key,
+            entries,
+            copies,
+            fenced,
+            ..
+        } = self.open.take().expect("checked above");
         self.shared.close_plan(key);
         let mut redirects = Vec::new();
-        let mut sampled = sampled.iter();
+        let (mut tokens, mut counts) = (tokens, counts.iter());
+        // First: what a later entry announced may be the parent of what an earlier one registers.
         for entry in &entries {
-            self.commit_entry(entry, &mut redirects);
-            let seq = self.sequences.at_mut(entry.slot);
-            if entry.samples {
-                seq.tokens.extend(sampled.next());
+            for index in entry.announce_from..entry.announce_from + entry.announced {
+                self.tell_stored(entry.slot, index);
             }
-            seq.planned = false;
+        }
+        for entry in &entries {
+            let mut end = entry.start + entry.len;
+            if entry.samples
+                && let Some(&count) = counts.next()
+            {
+                let (accepted, rest) = tokens.split_at(count);
+                tokens = rest;
+                let seq = self.sequences.at_mut(entry.slot);
+                seq.tokens.extend_from_slice(accepted);
+                end -= entry.drafts.len() + 1 - count;
+                self.stats.draft_tokens += entry.drafts.len() as u64;
+                self.stats.accepted_draft_tokens += count as u64 - 1;
+            }
+            self.commit_entry(entry, end, key.serial as u32, &mut redirects);
+            self.sequences.at_mut(entry.slot).planned = false;
         }
         // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
         for entry in &entries {
@@ -446,14 +753,63 @@ impl BlockManager {
                 self.drop_sequence(entry.slot);
             }
         }
+        self.lift_fence(fenced);
+        self.stats.copied_blocks += copies.len() as u64;
         self.stats.committed_steps += 1;
         Ok(redirects)
     }
 
+    fn check_accepted(&self, plan: PlanKey, tokens: &[u32], counts: &[usize]) -> Result<(), Error> {
+        let entries = &self.open_plan(plan)?.entries;
+        let sampling = entries.iter().filter(|entry| entry.samples);
+        let (expected, given) = (sampling.clone().count(), counts.len());
+        if expected != given {
+            return Err(Error::SampleCount { expected, given });
+        }
+        let total: usize = counts.iter().sum();
+        if total != tokens.len() {
+            return Err(Error::SampleCount {
+                expected: total,
+                given: tokens.len(),
+            });
+        }
+        let mut rest = tokens;
+        for (entry, &accepted) in sampling.zip(counts) {
+            let (mine, others) = rest.split_at(accepted);
+            rest = others;
+            let drafts = entry.drafts.len();
+            let fits = (1..=drafts + 1).contains(&accepted);
+            if !fits || mine[..accepted - 1] != entry.drafts[..accepted - 1] {
+                return Err(Error::Accepted {
+                    sequence: self.sequences.at(entry.slot).id,
+                    accepted,
+                    drafts,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn lift_fence(&mut self, fenced: Vec<BlockId>) {
+        for block in fenced {
+            if self.shared.let_go(block) {
+                self.enter_queue(block);
+            }
+        }
+    }
+
     #[inline]
-    fn commit_entry(&mut self, entry: &Entry, redirects: &mut Vec<Redirect>) {
+    fn commit_entry(
+        &mut self,
+        entry: &Entry,
+        end: usize,
+        step: u32,
+        redirects: &mut Vec<Redirect>,
+    ) {
         let stats = &mut self.stats;
         stats.computed_tokens += entry.len as u64;
+        stats.registered_blocks += entry.announced as u64;
+        stats.in_flight_blocks += entry.in_flight as u64;
         if entry.prefill {
             stats.prompt_tokens += (entry.adopted + entry.len) as u64;
             stats.cached_tokens += entry.adopted as u64;
@@ -461,11 +817,11 @@ impl BlockManager {
             stats.hit_blocks += hits as u64;
         }
         let seq = self.sequences.at_mut(entry.slot);
-        seq.computed = entry.start + entry.len;
+        seq.computed = end;
         let full = seq.computed / self.config.block_size;
         if full > seq.chain.blocks && !seq.chain.private && self.config.prefix_caching {
             for index in seq.chain.blocks..full {
-                if !self.register(entry.slot, index, redirects) {
+                if !self.register(entry.slot, index, step, redirects) {
                     break;
                 }
             }
@@ -473,7 +829,13 @@ impl BlockManager {
     }
 
     /// Late merge of one block that became full. False if it stays private.
-    fn register(&mut self, slot: u32, index: usize, redirects: &mut Vec<Redirect>) -> bool {
+    fn register(
+        &mut self,
+        slot: u32,
+        index: usize,
+        step: u32,
+        redirects: &mut Vec<Redirect>,
+    ) -> bool {
         let block_size = self.config.block_size;
         let seq = self.sequences.at_mut(slot);
         let mine = seq.table[index];
@@ -481,12 +843,12 @@ impl BlockManager {
         let tokens = &seq.tokens[index * block_size..][..block_size];
         let node = match self.tree.step(tip, tokens, seq.hashes.get(index).copied()) {
             Step::Missing(hash) => {
-                let node = self.tree.insert(tip, tokens, hash, mine);
-                self.own(node, mine);
+                let node = self.tree.insert(tip, tokens, hash, mine, step);
+                self.own(node, slot, index);
                 node
             }
             Step::Found(node) => {
-                self.merge(slot, index, node, redirects);
+                self.merge(slot, index, node, step, redirects);
                 node
             }
             Step::Collision(_) => {
@@ -495,30 +857,33 @@ impl BlockManager {
                 return false;
             }
         };
-        let hash = self.tree.hash(node);
-        let seq = self.sequences.at_mut(slot);
-        seq.note_hash(index, hash);
-        seq.chain.tip = node;
-        seq.chain.blocks = index + 1;
+        self.stand_on(slot, index, node);
         true
     }
 
     /// A table entry whose content is known already.
-    fn merge(&mut self, slot: u32, index: usize, node: NodeIdx, redirects: &mut Vec<Redirect>) {
+    fn merge(
+        &mut self,
+        slot: u32,
+        index: usize,
+        node: NodeIdx,
+        step: u32,
+        redirects: &mut Vec<Redirect>,
+    ) {
         let seq = self.sequences.at(slot);
         let (sequence, mine) = (seq.id, seq.table[index]);
         match self.tree.block(node) {
             // The content had lost its block: it has one again.
             None => {
-                self.tree.set_block(node, mine);
-                self.own(node, mine);
+                self.tree.set_block(node, mine, step);
+                self.own(node, slot, index);
             }
             // An idle block (a dangling mapping): the new one takes the content over.
             Some(old) if self.queue.contains(old) => {
                 self.leave_queue(old);
                 self.blocks[old.at()].node = NodeIdx::NONE;
                 self.enter_queue(old);
-                self.tree.set_block(node, mine);
+                self.tree.set_block(node, mine, step);
                 self.blocks[mine.at()].node = node;
                 self.stats.taken_over_blocks += 1;
             }
@@ -540,8 +905,10 @@ impl BlockManager {
         }
     }
 
-    fn own(&mut self, node: NodeIdx, block: BlockId) {
+    fn own(&mut self, node: NodeIdx, slot: u32, index: usize) {
+        let block = self.sequences.at(slot).table[index];
         self.blocks[block.at()].node = node;
         self.stats.registered_blocks += 1;
+        self.tell_stored(slot, index);
     }
 }

@@ -12,6 +12,7 @@
 use std::collections::HashMap;
 use std::collections::TryReserveError;
 
+use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
 
@@ -25,6 +26,8 @@ struct Node {
     /// The next node of the same bucket.
     next: NodeIdx,
     block: BlockId,
+    /// The step that computes the content, or has computed it; see `Plan`.
+    step: u32,
     /// Reasons to live: the block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
@@ -56,6 +59,11 @@ pub(crate) struct ContentTree {
 }
 
 impl ContentTree {
+    /// Bytes per block of the pool, the index included.
+    pub(crate) fn bytes_per_block(block_size: usize) -> usize {
+        size_of::<Node>() + block_size * size_of::<u32>() + 2 * size_of::<NodeIdx>()
+    }
+
     pub(crate) fn new(
         num_blocks: usize,
         block_size: usize,
@@ -100,8 +108,13 @@ impl ContentTree {
                 root
             }
         };
-        self.nodes[root.at()].holds += 1;
+        self.hold(root);
         root
+    }
+
+    /// Holds a node once more.
+    pub(crate) fn hold(&mut self, node: NodeIdx) {
+        self.nodes[node.at()].holds += 1;
     }
 
     /// Gives one hold back; nodes that nothing holds any more die, up to the root.
@@ -151,13 +164,14 @@ impl ContentTree {
         }
     }
 
-    /// A new content under `parent`, held by `block`.
+    /// A new content under `parent`, held by `block` and computed in `step`.
     pub(crate) fn insert(
         &mut self,
         parent: NodeIdx,
         tokens: &[u32],
         hash: u128,
         block: BlockId,
+        step: u32,
     ) -> NodeIdx {
         let node = self.new_slot(hash, parent);
         let start = node.at() * self.block_size;
@@ -165,6 +179,7 @@ impl ContentTree {
         let bucket = self.bucket(hash);
         let slot = &mut self.nodes[node.at()];
         slot.block = block;
+        slot.step = step;
         slot.holds = 1;
         slot.next = std::mem::replace(&mut self.buckets[bucket], node);
         let parent = &mut self.nodes[parent.at()];
@@ -178,9 +193,10 @@ impl ContentTree {
         self.nodes[node.at()].block.some()
     }
 
-    /// Moves the content to another block, or gives it one again.
-    pub(crate) fn set_block(&mut self, node: NodeIdx, block: BlockId) {
+    /// Moves the content to another block, computed in `step`, or gives it one again.
+    pub(crate) fn set_block(&mut self, node: NodeIdx, block: BlockId, step: u32) {
         let slot = &mut self.nodes[node.at()];
+        slot.step = step;
         if slot.block == BlockId::NONE {
             slot.holds += 1;
         }
@@ -193,6 +209,12 @@ impl ContentTree {
         self.unhold(node);
     }
 
+    /// The step in which the content's block was computed.
+    #[inline]
+    pub(crate) fn step_of(&self, node: NodeIdx) -> u32 {
+        self.nodes[node.at()].step
+    }
+
     pub(crate) fn parent(&self, node: NodeIdx) -> Option<NodeIdx> {
         self.nodes[node.at()].parent.some()
     }
@@ -203,6 +225,33 @@ impl ContentTree {
 
     pub(crate) fn hash(&self, node: NodeIdx) -> u128 {
         self.nodes[node.at()].hash
+    }
+
+    /// The namespace of a root.
+    fn name(&self, root: NodeIdx) -> Box<[u8]> {
+        let found = self.roots.iter().find(|(_, at)| **at == root);
+        found.map_or_else(Box::default, |(name, _)| name.clone())
+    }
+
+    /// A content as events tell of it, given the root it hangs from.
+    pub(crate) fn stored(&self, node: NodeIdx, root: NodeIdx) -> Event {
+        let parent = self.nodes[node.at()].parent;
+        Event::Stored {
+            hash: self.hash(node),
+            parent: (parent != root).then(|| self.hash(parent)),
+            tokens: self.tokens(node).into(),
+            namespace: self.name(root),
+        }
+    }
+
+    /// Every content that a block holds.
+    pub(crate) fn held(&self) -> impl Iterator<Item = NodeIdx> + '_ {
+        let held = |node: &&(usize, &Node)| node.1.holds > 0 && node.1.block != BlockId::NONE;
+        self.nodes
+            .iter()
+            .enumerate()
+            .filter(move |node| held(&node))
+            .map(|(slot, _)| NodeIdx::new(slot))
     }
 
     /// Nodes that live, roots included.
@@ -257,6 +306,7 @@ impl ContentTree {
             latest_child: NodeIdx::NONE,
             next: NodeIdx::NONE,
             block: BlockId::NONE,
+            step: 0,
             holds: 0,
         };
         match self.free_slots.pop() {

@@ -6,11 +6,11 @@
 mod model;
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use kv_core::{
-    BlockManager, BlockState, Config, Error, IntArray, Lease, PlanHandle, Prefill, SeqHandle,
-    Stats, StepArrays, TableRows,
+    BlockManager, BlockState, Config, Error, Event, IntArray, Lease, PlanHandle, Prefill,
+    SeqHandle, Stats, StepArrays, TableRows,
 };
 use model::{Model, Seq};
 use proptest::prelude::*;
@@ -48,6 +48,8 @@ enum Op {
     },
     Lease(usize),
     Attach(usize, usize),
+    Fork(usize, usize),
+    Append(usize, u8),
     DropLease(usize),
     Begin(usize),
     Prefill {
@@ -55,7 +57,9 @@ enum Op {
         max_tokens: usize,
         reserve: Option<usize>,
     },
-    Decode(u8),
+    Decode(u8, usize),
+    Speculate(usize, usize),
+    Trim(usize, usize),
     Cancel(usize),
     Commit(u8),
     WrongCommit,
@@ -68,20 +72,25 @@ fn op() -> impl Strategy<Value = Op> {
     let len = 1..14_usize;
     let reserve = prop_oneof![2 => Just(None), 1 => (0..4_usize).prop_map(Some)];
     prop_oneof![
-        8 => (0..2_u8, 0..6_u8, len.clone(), prop::bool::weighted(0.9))
+        8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.9))
             .prop_map(|(namespace, pattern, len, read_cache)| Op::New { namespace, pattern, len, read_cache }),
         2 => any::<usize>().prop_map(Op::Drop),
         1 => any::<usize>().prop_map(Op::Free),
         2 => any::<usize>().prop_map(Op::Reset),
-        2 => (0..2_u8, 0..6_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
+        2 => (0..2_u8, 0..4_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
         1 => any::<usize>().prop_map(Op::Lease),
         2 => any::<(usize, usize)>().prop_map(|(seq, lease)| Op::Attach(seq, lease)),
+        4 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
+        3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
         3 => any::<usize>().prop_map(Op::DropLease),
         10 => prop_oneof![1 => 0..4_usize, 4 => Just(64_usize)].prop_map(Op::Begin),
         14 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve)
             .prop_map(|(seq, max_tokens, reserve)| Op::Prefill { seq, max_tokens, reserve }),
-        10 => any::<u8>().prop_map(Op::Decode),
-        2 => any::<usize>().prop_map(Op::Cancel),
+        9 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
+            .prop_map(|(mask, lookahead)| Op::Decode(mask, lookahead)),
+        5 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),
+        3 => (any::<usize>(), 0..6_usize).prop_map(|(seq, more)| Op::Trim(seq, more)),
+        3 => any::<usize>().prop_map(Op::Cancel),
         9 => any::<u8>().prop_map(Op::Commit),
         1 => Just(Op::WrongCommit),
         1 => Just(Op::Rollback),
@@ -118,6 +127,10 @@ struct World {
     next_lease: usize,
     /// The open plan's sequences, in plan order.
     planned: Vec<u64>,
+    /// What those speculate.
+    drafts: HashMap<u64, Vec<u32>>,
+    /// The set of contents as the events tell it.
+    told: HashSet<u128>,
     kv: Vec<Option<Kv>>,
     arrays: Arrays,
     rows: TableRows,
@@ -137,22 +150,27 @@ const WIDTH: usize = 80;
 const ROWS: usize = 64;
 
 impl World {
-    fn new(num_blocks: usize, block_size: usize, prefix_caching: bool, hash_bits: u32) -> Self {
+    fn new(num_blocks: usize, block_size: usize, switches: (bool, bool), hash_bits: u32) -> Self {
+        let (prefix_caching, in_flight_sharing) = switches;
         let config = Config {
             prefix_caching,
+            in_flight_sharing,
+            events: true,
             hash_bits,
             hash_seed: Some(1),
             ..Config::new(num_blocks, block_size)
         };
         Self {
             manager: BlockManager::new(config).expect("a valid config"),
-            model: Model::new(num_blocks, block_size, prefix_caching),
+            model: Model::new(num_blocks, block_size, prefix_caching, in_flight_sharing),
             exact: hash_bits == 128,
             handles: Vec::new(),
             leases: Vec::new(),
             plan: None,
             next_lease: 0,
             planned: Vec::new(),
+            drafts: HashMap::new(),
+            told: HashSet::new(),
             kv: vec![None; num_blocks * block_size],
             arrays: Arrays {
                 ids: vec![Cell::new(0); 4096],
@@ -245,6 +263,38 @@ impl World {
                     prop_assert!(!self.exact || answer.is_ok() == agreed, "{answer:?}");
                 }
             }
+            Op::Fork(i, len) => self.fork(i, len)?,
+            Op::Append(i, tokens) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let seq = self
+                        .model
+                        .seqs
+                        .get_mut(&self.handles[i].id())
+                        .expect("live");
+                    let tokens: Vec<u32> = (0..tokens % 3)
+                        .map(|at| u32::from(tokens + at) % 3)
+                        .collect();
+                    let answer = self.manager.append(self.handles[i].key(), &tokens);
+                    prop_assert_eq!(answer.is_ok(), !seq.planned);
+                    if answer.is_ok() {
+                        seq.tokens.extend(tokens);
+                    }
+                }
+            }
+            Op::Trim(i, more) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let computed = self.manager.view(key).expect("live").num_computed_tokens;
+                    let to = (computed + more).saturating_sub(2);
+                    let answer = self.manager.trim(key, to).ok();
+                    if self.exact {
+                        prop_assert_eq!(answer, self.model.trim(id, to));
+                    } else {
+                        let planned = self.model.seqs[&id].planned;
+                        prop_assert_eq!(answer.is_some(), !planned && to >= computed);
+                    }
+                }
+            }
             Op::DropLease(i) => {
                 if let Some(i) = Self::pick(&self.leases, i) {
                     self.model.drop_lease(self.leases.swap_remove(i).0);
@@ -257,6 +307,32 @@ impl World {
             }
             _ => self.apply_step(op)?,
         }
+        Ok(())
+    }
+
+    fn fork(&mut self, i: usize, len: usize) -> Result<(), TestCaseError> {
+        let Some(i) = Self::pick(&self.handles, i) else {
+            return Ok(());
+        };
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let known = self.model.seqs[&id].tokens.len();
+        let len = match len % 4 {
+            0 => len / 4 % (known + 2),
+            1 => known,
+            _ => known - 1,
+        };
+        let answer = self.manager.fork(key, len);
+        let planned = self.model.seqs[&id].planned;
+        prop_assert_eq!(answer.is_ok(), !planned && (1..=known).contains(&len));
+        let Ok(fork) = answer else { return Ok(()) };
+        if self.exact {
+            prop_assert!(self.model.fork(id, fork.id(), len));
+        } else {
+            let seq = self.model.seqs[&id].clone();
+            let tokens = seq.tokens[..len].to_vec();
+            self.model.seqs.insert(fork.id(), Seq { tokens, ..seq });
+        }
+        self.handles.push(fork);
         Ok(())
     }
 
@@ -282,6 +358,14 @@ impl World {
             } => {
                 if let Some(i) = Self::pick(&self.handles, seq) {
                     let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let known = self.manager.view(key).expect("live");
+                    if known.num_computed_tokens == known.tokens.len() {
+                        refused!(
+                            self.manager.prefill(plan, key, max_tokens, reserve),
+                            Err(Error::NothingToCompute { .. } | Error::InPlan { .. })
+                        );
+                        return Ok(());
+                    }
                     let answer = self.manager.prefill(plan, key, max_tokens, reserve);
                     let planned = matches!(answer, Ok(Prefill::Planned { .. }));
                     self.planned.extend(planned.then_some(id));
@@ -294,19 +378,31 @@ impl World {
                     }
                 }
             }
-            Op::Decode(mask) => self.decode(mask)?,
+            Op::Decode(mask, lookahead) => self.decode(mask, lookahead)?,
+            Op::Speculate(i, drafts) => self.speculate(i, drafts)?,
             Op::Cancel(i) => {
-                if let Some(i) = Self::pick(&self.handles, i) {
+                // Mostly one that is in the plan: the first ones have others that share with them.
+                let planned = Self::pick(&self.planned, i / 4).map(|at| self.planned[at]);
+                let known = |id| self.handles.iter().position(|handle| handle.id() == id);
+                let chosen = planned.filter(|_| i % 4 != 0).and_then(known);
+                if let Some(i) = chosen.or(Self::pick(&self.handles, i)) {
                     let (key, id) = (self.handles[i].key(), self.handles[i].id());
-                    let answer = self.manager.cancel(plan, key).is_ok();
-                    let expected = if self.exact {
-                        self.model.cancel(id)
+                    let answer = self.manager.cancel(plan, key).ok();
+                    if self.exact {
+                        prop_assert_eq!(&answer, &self.model.cancel(id));
                     } else {
-                        self.model.seqs[&id].planned
-                    };
-                    self.model.seqs.get_mut(&id).expect("live").planned &= !answer;
-                    prop_assert_eq!(answer, expected);
-                    self.planned.retain(|&planned| !answer || planned != id);
+                        prop_assert_eq!(answer.is_some(), self.model.seqs[&id].planned);
+                    }
+                    for id in answer
+                        .into_iter()
+                        .flat_map(|others| [vec![id], others].concat())
+                    {
+                        self.planned.retain(|&planned| planned != id);
+                        self.drafts.remove(&id);
+                        if let Some(seq) = self.model.seqs.get_mut(&id) {
+                            seq.planned = false;
+                        }
+                    }
                 }
             }
             Op::Commit(seed) => self.commit(seed)?,
@@ -332,6 +428,7 @@ impl World {
     fn after_plan(&mut self) {
         self.plan = None;
         self.planned.clear();
+        self.drafts.clear();
         if self.exact {
             self.model.roll_back();
         } else {
@@ -348,7 +445,32 @@ impl World {
             .for_each(|seq| seq.planned = false);
     }
 
-    fn decode(&mut self, mask: u8) -> Result<(), TestCaseError> {
+    fn speculate(&mut self, i: usize, drafts: usize) -> Result<(), TestCaseError> {
+        let Some(i) = Self::pick(&self.handles, i) else {
+            return Ok(());
+        };
+        let plan = self.plan.as_ref().expect("open").key();
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let view = self.manager.view(key).expect("live");
+        let ready = view.tokens.len() == view.num_computed_tokens + 1;
+        let drafts: Vec<u32> = (0..drafts as u32).map(|at| (at + id as u32) % 3).collect();
+        let answer = self.manager.speculate(plan, key, &drafts);
+        prop_assert_eq!(answer.is_ok(), ready && !self.model.seqs[&id].planned);
+        let Ok(answer) = answer else { return Ok(()) };
+        let planned = matches!(answer, Prefill::Planned { .. });
+        if self.exact {
+            prop_assert_eq!(answer, self.model.speculate(id, drafts.clone()));
+        } else {
+            self.model.seqs.get_mut(&id).expect("live").planned = planned;
+        }
+        if planned {
+            self.planned.push(id);
+            self.drafts.insert(id, drafts);
+        }
+        Ok(())
+    }
+
+    fn decode(&mut self, mask: u8, lookahead: usize) -> Result<(), TestCaseError> {
         let plan = self.plan.as_ref().expect("open").key();
         let ready = |handle: &&SeqHandle| {
             let view = self.manager.view(handle.key()).expect("live");
@@ -371,14 +493,17 @@ impl World {
         let valid = chosen.iter().all(ready);
         let keys: Vec<_> = chosen.iter().map(|handle| handle.key()).collect();
         let ids: Vec<_> = chosen.iter().map(|handle| handle.id()).collect();
-        let answer = self.manager.decode(plan, &keys);
+        let answer = self.manager.decode(plan, &keys, lookahead);
         prop_assert_eq!(answer.is_ok(), valid, "{:?}", answer);
         let Ok(misfits) = answer else { return Ok(()) };
         let fits = |i: &usize| !misfits.contains(i);
         self.planned
             .extend((0..ids.len()).filter(fits).map(|i| ids[i]));
         if self.exact {
-            let fit: Vec<bool> = ids.iter().map(|&id| self.model.decode(id)).collect();
+            let fit: Vec<bool> = ids
+                .iter()
+                .map(|&id| self.model.decode(id, lookahead))
+                .collect();
             let expected: Vec<usize> = (0..fit.len()).filter(|&i| !fit[i]).collect();
             prop_assert_eq!(misfits, expected);
         } else {
@@ -393,33 +518,77 @@ impl World {
     fn commit(&mut self, seed: u8) -> Result<(), TestCaseError> {
         let plan = self.plan.take().expect("open");
         self.run_step(&plan)?;
-        let samples = self
-            .manager
-            .plan_view(plan.key())
-            .expect("open")
-            .num_samples;
-        let sampled: Vec<u32> = (0..samples as u32)
-            .map(|i| (u32::from(seed) + i) % 3)
-            .collect();
-        let redirects = self.manager.commit(plan.key(), &sampled).expect("open");
+        let accepted = self.accepted(seed);
+        let tokens = accepted.concat();
+        let counts: Vec<usize> = accepted.iter().map(Vec::len).collect();
+        self.refuse_wrong_commits(&plan, &tokens, &counts)?;
+        let redirects = if counts.iter().all(|&count| count == 1) {
+            self.manager.commit(plan.key(), &tokens)
+        } else {
+            self.manager.commit_accepted(plan.key(), &tokens, &counts)
+        };
+        let redirects = redirects.expect("open");
         refused!(
             self.manager.commit(plan.key(), &[]),
             Err(Error::PlanClosed { .. })
         );
         if self.exact {
-            prop_assert_eq!(redirects, self.model.commit(sampled.into_iter()));
+            prop_assert_eq!(redirects, self.model.commit(&accepted));
         } else {
-            let mut sampled = sampled.into_iter();
+            let mut accepted = accepted.into_iter();
             for (row, id) in self.planned.iter().enumerate() {
-                let seq = self.model.seqs.get_mut(id).expect("planned");
-                if self.arrays.lens[row].get() as usize == seq.tokens.len() {
-                    seq.tokens.extend(sampled.next());
+                if self.samples(row) {
+                    let seq = self.model.seqs.get_mut(id).expect("planned");
+                    seq.tokens.extend(accepted.next().expect("one each"));
                 }
             }
-            prop_assert_eq!(sampled.next(), None);
             self.unplan();
         }
         self.planned.clear();
+        self.drafts.clear();
+        Ok(())
+    }
+
+    /// Whether the step reaches the last token of the row's sequence, its drafts included.
+    fn samples(&self, row: usize) -> bool {
+        let id = &self.planned[row];
+        let drafts = self.drafts.get(id).map_or(0, Vec::len);
+        self.arrays.lens[row].get() as usize == self.model.seqs[id].tokens.len() + drafts
+    }
+
+    /// For each sampling sequence some of its drafts, and one token more.
+    fn accepted(&self, seed: u8) -> Vec<Vec<u32>> {
+        let sampling = (0..self.planned.len()).filter(|&row| self.samples(row));
+        let accept = |row: usize| {
+            let drafts = self.drafts.get(&self.planned[row]).cloned();
+            let mut tokens = drafts.unwrap_or_default();
+            tokens.truncate((usize::from(seed) + row) % (tokens.len() + 1));
+            tokens.push((u32::from(seed) + row as u32) % 3);
+            tokens
+        };
+        sampling.map(accept).collect()
+    }
+
+    fn refuse_wrong_commits(
+        &mut self,
+        plan: &PlanHandle,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<(), TestCaseError> {
+        let more = [tokens, &[0; 9]].concat();
+        for at in 0..counts.len() {
+            let mut wrong = counts.to_vec();
+            wrong[at] += 9; // more than any number of drafts
+            refused!(
+                self.manager.commit_accepted(plan.key(), &more, &wrong),
+                Err(Error::Accepted { .. })
+            );
+        }
+        let counts = [counts, &[1]].concat();
+        refused!(
+            self.manager.commit_accepted(plan.key(), &more, &counts),
+            Err(Error::SampleCount { .. })
+        );
         Ok(())
     }
 
@@ -439,8 +608,23 @@ impl World {
             .fill(plan.key(), &arrays, &mut self.rows)
             .expect("the arrays are large enough");
         let size = self.model.block_size;
+        let copies = self.manager.copies(plan.key()).expect("open");
+        for &(from, to) in copies {
+            let (from, to) = (from.get() as usize * size, to.get() as usize * size);
+            for offset in 0..size {
+                self.kv[to + offset] = self.kv[from + offset].clone();
+            }
+        }
+        if self.exact {
+            let copies: Vec<_> = copies
+                .iter()
+                .map(|(from, to)| (from.get(), to.get()))
+                .collect();
+            prop_assert_eq!(&copies, &self.model.plan.as_ref().expect("open").copies);
+        }
         for (row, id) in self.planned.iter().enumerate() {
             let seq = &self.model.seqs[id];
+            let all = self.all_tokens(*id);
             let (start, end) = (
                 a.starts[row].get() as usize,
                 a.starts[row + 1].get() as usize,
@@ -448,14 +632,14 @@ impl World {
             let first = a.lens[row].get() as usize - (end - start);
             for (at, position) in (start..end).zip(first..) {
                 prop_assert_eq!(a.positions[at].get() as usize, position);
-                prop_assert_eq!(a.ids[at].get() as u32, seq.tokens[position]);
+                prop_assert_eq!(a.ids[at].get() as u32, all[position]);
                 let block = a.tables[row * WIDTH + position / size].get() as usize;
                 let slot = block * size + position % size;
                 match a.slots[at].get() {
                     -1 => prop_assert!(self.kv[slot].is_some(), "slot {} was never written", slot),
                     given => {
                         prop_assert_eq!(given as usize, slot);
-                        self.kv[slot] = Some((seq.namespace, seq.tokens[..=position].to_vec()));
+                        self.kv[slot] = Some((seq.namespace, all[..=position].to_vec()));
                     }
                 }
             }
@@ -463,9 +647,10 @@ impl World {
         // As on a GPU: everything is written before anything is read.
         for (row, id) in self.planned.iter().enumerate() {
             let seq = &self.model.seqs[id];
+            let all = self.all_tokens(*id);
             for position in 0..a.lens[row].get() as usize {
                 let block = a.tables[row * WIDTH + position / size].get() as usize;
-                let expected = Some((seq.namespace, seq.tokens[..=position].to_vec()));
+                let expected = Some((seq.namespace, all[..=position].to_vec()));
                 prop_assert_eq!(
                     &self.kv[block * size + position % size],
                     &expected,
@@ -478,7 +663,35 @@ impl World {
         Ok(())
     }
 
+    /// A replayed event log gives exactly the contents that the manager holds, each stored once and
+    /// removed once, parents before children.
+    fn replay_events(&mut self) -> Result<(), TestCaseError> {
+        for event in self.manager.take_events() {
+            match event {
+                Event::Stored { hash, parent, .. } => {
+                    prop_assert!(self.told.insert(hash), "{:x} was stored twice", hash);
+                    let known = parent.is_none_or(|parent| self.told.contains(&parent));
+                    prop_assert!(known, "{:x} was stored before its parent", hash);
+                }
+                Event::Removed { hash } => {
+                    prop_assert!(self.told.remove(&hash), "{:x} was removed twice", hash);
+                }
+                Event::Cleared => self.told.clear(),
+            }
+        }
+        let held: HashSet<u128> = self.manager.contents().into_iter().collect();
+        prop_assert_eq!(&self.told, &held);
+        Ok(())
+    }
+
+    /// The tokens of a sequence, and its drafts in the open plan.
+    fn all_tokens(&self, id: u64) -> Vec<u32> {
+        let drafts = self.drafts.get(&id).map_or(&[][..], Vec::as_slice);
+        [&self.model.seqs[&id].tokens, drafts].concat()
+    }
+
     fn compare(&mut self) -> Result<(), TestCaseError> {
+        self.replay_events()?;
         self.manager.check().map_err(TestCaseError::fail)?;
         let ledger = self.manager.ledger();
         let num_blocks = self.manager.config().num_blocks;
@@ -559,12 +772,13 @@ fn run(share: usize, hash_bits: u32) -> BTreeMap<&'static str, u64> {
         failure_persistence: None,
         ..Runs::default()
     });
-    let pool = (2..24_usize, 1..5_usize, prop::bool::weighted(0.9));
+    let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.7));
+    let pool = (2..24_usize, 1..5_usize, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());
-    let outcome = runner.run(&strategy, |((num_blocks, block_size, caching), ops)| {
-        let mut world = World::new(num_blocks, block_size, caching, hash_bits);
+    let outcome = runner.run(&strategy, |((num_blocks, block_size, switches), ops)| {
+        let mut world = World::new(num_blocks, block_size, switches, hash_bits);
         for op in &ops {
             world.apply(op)?;
             world.compare()?;

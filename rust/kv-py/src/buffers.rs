@@ -6,7 +6,7 @@ use kv_core::{IntArray, StepArrays, TableRows};
 use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
-use crate::cells::cells;
+use crate::cells::{cells, is_swapped};
 use crate::errors::BufferError;
 
 enum IntBuffer {
@@ -29,10 +29,11 @@ impl IntBuffer {
             let found = buffer.dimensions();
             return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
         }
-        if buffer.as_typed::<i32>().is_ok() {
+        let native = !is_swapped(&buffer);
+        if native && buffer.as_typed::<i32>().is_ok() {
             return Ok(Self::I32(buffer.into_typed()?));
         }
-        if buffer.as_typed::<i64>().is_ok() {
+        if native && buffer.as_typed::<i64>().is_ok() {
             return Ok(Self::I64(buffer.into_typed()?));
         }
         let format = buffer.format().to_string_lossy();

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use pyo3::buffer::{Element, PyBuffer};
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
 /// The elements of a C-contiguous buffer; `None` for one that is not.
@@ -19,4 +19,15 @@ pub(crate) fn cells<'a, T: Element>(
     // memory in place while the buffer is held, which outlives 'a; `Cell<T>` has the layout of `T`
     // and allows aliases. Plain integers have no invalid values.
     Some(unsafe { &*(elements.as_ptr() as *const [Cell<T>]) })
+}
+
+/// Whether a buffer's elements are spelt in the other byte order. PyO3 0.30 takes `>` for native.
+pub(crate) fn is_swapped(buffer: &PyUntypedBuffer) -> bool {
+    let swapped: &[u8] = if cfg!(target_endian = "little") {
+        b">!"
+    } else {
+        b"<"
+    };
+    let order = buffer.format().to_bytes().first();
+    order.is_some_and(|order| swapped.contains(order))
 }

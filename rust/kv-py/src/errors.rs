@@ -63,7 +63,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::HashBits(_)
         | Error::OutOfMemory { .. }
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
-        Error::EmptySequence => TokenError::new_err(text),
+        Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),
         Error::FreedSequence | Error::Foreign(_) | Error::ReleasedLease => {
             HandleError::new_err(text)
         }
@@ -74,8 +74,10 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::NothingToCompute { .. }
         | Error::PlanOpen { .. }
         | Error::PlanClosed { .. }
+        | Error::TrimBelowComputed { .. }
+        | Error::Accepted { .. }
         | Error::SampleCount { .. } => PlanError::new_err(text),
-        Error::BufferTooSmall { .. } => BufferError::new_err(text),
+        Error::BufferTooSmall { .. } | Error::BufferTooNarrow { .. } => BufferError::new_err(text),
     }
 }
 

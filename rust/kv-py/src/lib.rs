@@ -5,7 +5,9 @@ mod answers;
 mod buffers;
 mod cells;
 mod errors;
+mod events;
 mod manager;
+mod numbers;
 mod tokens;
 
 use pyo3::prelude::*;
@@ -20,6 +22,9 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<manager::Lease>()?;
     module.add_class::<manager::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
+    module.add_class::<events::Stored>()?;
+    module.add_class::<events::Removed>()?;
+    module.add_class::<events::Cleared>()?;
     module.add_class::<answers::Ledger>()?;
     module.add_class::<answers::Stats>()?;
     module.add_class::<answers::Redirect>()?;

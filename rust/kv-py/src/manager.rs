@@ -6,10 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use kv_core::{BlockManager as Core, BlockState, Config, Error, PlanHandle, SeqHandle, SeqKey};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::PyBytes;
 
 use crate::answers::{Ledger, Redirect, Stats, prefill_answer};
 use crate::buffers::StepBuffers;
 use crate::errors::{InvariantError, raise};
+use crate::events::event;
+use crate::numbers::number;
 use crate::tokens::token_ids;
 
 /// The core behind its lock, shared by all handles.
@@ -19,7 +22,9 @@ impl Locked {
     /// Tries first; lets go of the GIL to wait.
     #[inline]
     fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
-        self.0.lock_py_attached(py).map_err(|_| broken())
+        let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
+        core.settle();
+        Ok(core)
     }
 }
 
@@ -32,7 +37,9 @@ fn broken() -> PyErr {
 /// Decides which physical block holds the KV cache of which tokens.
 ///
 /// `num_blocks` blocks of `block_size` token positions each. `prefix_caching=False` registers, matches
-/// and merges nothing. `hash_seed` makes content hashes equal in every process (random by default);
+/// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
+/// the same step computes. With `events` changes of the set of contents are kept for `take_events`.
+/// `hash_seed` makes content hashes equal in every process (random by default);
 /// `hash_bits` below 128 forces hash collisions, for tests.
 ///
 /// All calls may come from any thread. Raises `ConfigError`.
@@ -46,18 +53,27 @@ pub(crate) struct BlockManager {
 #[pymethods]
 impl BlockManager {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, hash_seed = None, hash_bits = 128))]
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, in_flight_sharing = true, events = false, hash_seed = None, hash_bits = 128))]
     fn new(
-        num_blocks: usize,
-        block_size: usize,
+        num_blocks: &Bound<'_, PyAny>,
+        block_size: &Bound<'_, PyAny>,
         prefix_caching: bool,
-        hash_seed: Option<u64>,
+        in_flight_sharing: bool,
+        events: bool,
+        hash_seed: Option<&Bound<'_, PyAny>>,
         hash_bits: u32,
     ) -> PyResult<Self> {
+        let num_blocks = number("num_blocks", num_blocks)?;
+        let block_size = number("block_size", block_size)?;
+        let hash_seed = hash_seed
+            .map(|seed| number("hash_seed", seed))
+            .transpose()?;
         let config = Config {
             num_blocks,
             block_size,
             prefix_caching,
+            in_flight_sharing,
+            events,
             hash_seed,
             hash_bits,
         };
@@ -130,7 +146,8 @@ impl BlockManager {
     }
 
     /// Opens a step that may compute `token_budget` tokens. Raises `PlanError` while one is open.
-    fn begin_step(&self, py: Python<'_>, token_budget: usize) -> PyResult<StepPlan> {
+    fn begin_step(&self, py: Python<'_>, token_budget: &Bound<'_, PyAny>) -> PyResult<StepPlan> {
+        let token_budget = number("token_budget", token_budget)?;
         let handle = self
             .core
             .lock(py)?
@@ -161,17 +178,20 @@ impl BlockManager {
     }
 
     /// All holders of a block: table entries and leases.
-    fn refs(&self, py: Python<'_>, block: u32) -> PyResult<u32> {
+    fn refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let block = number("block", block)?;
         self.core.lock(py)?.refs(block).map_err(raise)
     }
 
     /// Live sequences whose table holds a block.
-    fn seq_refs(&self, py: Python<'_>, block: u32) -> PyResult<u32> {
+    fn seq_refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
+        let block = number("block", block)?;
         self.core.lock(py)?.seq_refs(block).map_err(raise)
     }
 
     /// "free", "idle", "active" or "leased".
-    fn state(&self, py: Python<'_>, block: u32) -> PyResult<&'static str> {
+    fn state(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<&'static str> {
+        let block = number("block", block)?;
         Ok(match self.core.lock(py)?.state(block).map_err(raise)? {
             BlockState::Free => "free",
             BlockState::Idle => "idle",
@@ -183,6 +203,20 @@ impl BlockManager {
     /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
     fn evict_idle(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.core.lock(py)?.evict_idle())
+    }
+
+    /// What became of the set of contents since the last call, in order: `Stored`, `Removed`,
+    /// `Cleared`. Empty unless the manager was made with `events=True`.
+    fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
+        let events = self.core.lock(py)?.take_events();
+        events.into_iter().map(|one| event(py, one)).collect()
+    }
+
+    /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents).
+    fn contents<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let contents = self.core.lock(py)?.contents();
+        let name = |hash: u128| PyBytes::new(py, &hash.to_le_bytes());
+        Ok(contents.into_iter().map(name).collect())
     }
 
     /// Recounts everything from scratch and compares; runs without the GIL. O(blocks + tokens).
@@ -289,6 +323,39 @@ impl Sequence {
                 .lease(self.handle.key())
                 .map_err(raise)?,
         ))
+    }
+
+    /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
+    ///
+    /// Nothing is copied now: a partial last block is copied when one of several holders writes to it
+    /// (`StepPlan.copies`). Raises `PlanError` if an open plan holds it, `TokenError` for a length
+    /// that it does not have.
+    fn fork(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Sequence> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let handle = self
+            .core
+            .lock(py)?
+            .fork(self.handle.key(), num_tokens)
+            .map_err(raise)?;
+        let core = Arc::clone(&self.core);
+        Ok(Sequence { core, handle })
+    }
+
+    /// Adds known tokens to its end: the next turn of a conversation, a fork's own token.
+    fn append(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let tokens = token_ids(tokens)?;
+        let mut core = self.core.lock(py)?;
+        core.append(self.handle.key(), &tokens).map_err(raise)
+    }
+
+    /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
+    /// was rejected, to the block. Returns how many.
+    ///
+    /// Raises `PlanError` for fewer tokens than are computed, or if an open plan holds it.
+    fn trim(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let mut core = self.core.lock(py)?;
+        core.trim(self.handle.key(), num_tokens).map_err(raise)
     }
 
     /// Gives its blocks back and keeps its tokens: preemption by recomputation.
@@ -436,15 +503,22 @@ impl StepPlan {
     /// Plans one token for each sequence, in their order, as far as blocks and budget reach.
     ///
     /// Returns the positions in `sequences` of those that did not fit. Each must have exactly one
-    /// token left to compute; on misuse (`PlanError`, `HandleError`) none is planned.
-    fn decode(&self, py: Python<'_>, sequences: Vec<Bound<'_, Sequence>>) -> PyResult<Vec<usize>> {
+    /// token left to compute; on misuse (`PlanError`, `HandleError`) none is planned. With
+    /// `lookahead` each gets blocks for so many slots past its known tokens too.
+    #[pyo3(signature = (sequences, *, lookahead = 0))]
+    fn decode(
+        &self,
+        py: Python<'_>,
+        sequences: Vec<Bound<'_, Sequence>>,
+        lookahead: usize,
+    ) -> PyResult<Vec<usize>> {
         let keys: Vec<SeqKey> = sequences
             .iter()
             .map(|sequence| sequence.get().handle.key())
             .collect();
         self.core
             .lock(py)?
-            .decode(self.handle.key(), &keys)
+            .decode(self.handle.key(), &keys, lookahead)
             .map_err(raise)
     }
 
@@ -457,9 +531,13 @@ impl StepPlan {
         &self,
         py: Python<'_>,
         sequence: &Sequence,
-        max_tokens: usize,
-        reserve: Option<usize>,
+        max_tokens: &Bound<'_, PyAny>,
+        reserve: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
+        let max_tokens = number("max_tokens", max_tokens)?;
+        let reserve = reserve
+            .map(|reserve| number("reserve", reserve))
+            .transpose()?;
         let (plan, key) = (self.handle.key(), sequence.handle.key());
         let answer = self
             .core
@@ -470,11 +548,21 @@ impl StepPlan {
     }
 
     /// Takes a sequence out of the plan again, as if it had not been planned.
-    fn cancel(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<()> {
-        self.core
-            .lock(py)?
-            .cancel(self.handle.key(), sequence.handle.key())
-            .map_err(raise)
+    ///
+    /// Sequences that share what it was to compute go with it; returns their ids, in plan order.
+    fn cancel(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<Vec<u64>> {
+        let (plan, key) = (self.handle.key(), sequence.handle.key());
+        self.core.lock(py)?.cancel(plan, key).map_err(raise)
+    }
+
+    /// Blocks to copy before the step runs, as (source, destination), in order.
+    fn copies(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32)>> {
+        let core = self.core.lock(py)?;
+        let copies = core.copies(self.handle.key()).map_err(raise)?;
+        Ok(copies
+            .iter()
+            .map(|(from, to)| (from.get(), to.get()))
+            .collect())
     }
 
     /// Writes the step's inputs into the arrays, sequences in plan order; on an error, nothing.
@@ -486,17 +574,43 @@ impl StepPlan {
         filled.map_err(raise)
     }
 
-    /// Takes the step as computed. `sampled`: one token id per sampling row, in plan order.
+    /// Plans a sequence that has one token left to compute together with drafts that may follow it.
     ///
-    /// Registers every block that became full or merges it into the one that held its content first;
-    /// returns the merges. Raises `PlanError` and changes nothing if the count is wrong.
-    fn commit(&self, py: Python<'_>, sampled: &Bound<'_, PyAny>) -> PyResult<Vec<Redirect>> {
+    /// The step computes all of them and samples a row for each. All or nothing. Raises as `decode`.
+    fn speculate(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        drafts: &Bound<'_, PyAny>,
+    ) -> PyResult<Py<PyAny>> {
+        let drafts = token_ids(drafts)?;
+        let (plan, key) = (self.handle.key(), sequence.handle.key());
+        let answer = self.core.lock(py)?.speculate(plan, key, &drafts);
+        prefill_answer(py, answer.map_err(raise)?)
+    }
+
+    /// Takes the step as computed. `sampled`: one token id per sampling sequence, in plan order; or
+    /// all accepted ones, with `counts` saying how many each sequence accepted.
+    ///
+    /// A sequence accepts the drafts that turned out right and one token after them. Registers every
+    /// block that became full or merges it into the one that held its content first; returns the
+    /// merges. Raises `PlanError` and changes nothing if the counts are wrong or a token is no draft.
+    #[pyo3(signature = (sampled, counts = None))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        sampled: &Bound<'_, PyAny>,
+        counts: Option<Vec<usize>>,
+    ) -> PyResult<Vec<Redirect>> {
         let sampled = token_ids(sampled)?;
-        let redirects = self
-            .core
-            .lock(py)?
-            .commit(self.handle.key(), &sampled)
-            .map_err(raise)?;
+        let plan = self.handle.key();
+        let mut core = self.core.lock(py)?;
+        let redirects = match counts {
+            None => core.commit(plan, &sampled),
+            Some(counts) => core.commit_accepted(plan, &sampled, &counts),
+        };
+        drop(core);
+        let redirects = redirects.map_err(raise)?;
         Ok(redirects.into_iter().map(Redirect::from).collect())
     }
 

@@ -1,29 +1,51 @@
 //! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
 
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 
-use crate::cells::cells;
+use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
 
 /// The token ids of a list or buffer as `u32`; all of them or an error that names the first bad one.
 pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    if let Ok(buffer) = PyUntypedBuffer::get(object) {
-        return from_buffer(object.py(), buffer);
+    if let Ok(buffer) = PyUntypedBuffer::get(object)
+        && let Some(tokens) = from_buffer(object.py(), &buffer)?
+    {
+        return Ok(tokens);
     }
     let mut tokens = Vec::with_capacity(object.len().unwrap_or(0));
-    let items = object.try_iter().map_err(|_| {
-        let kind = object.get_type();
-        TokenError::new_err(format!(
-            "token ids are a list of ints or an integer buffer, not {kind}"
-        ))
-    })?;
+    let items = object
+        .try_iter()
+        .map_err(|error| unreadable(object, error))?;
     for (at, item) in items.enumerate() {
-        let item = item?;
-        let token = item.extract::<u32>().map_err(|_| bad_token(&item, at))?;
-        tokens.push(token);
+        let item = item.map_err(|error| unreadable(object, error))?;
+        // A row of one element would turn into an int as well.
+        let is_int = item.is_instance_of::<PyInt>() || item.len().is_err();
+        let token = item.extract::<u32>().ok().filter(|_| is_int);
+        tokens.push(token.ok_or_else(|| bad_token(&item, at))?);
     }
     Ok(tokens)
+}
+
+/// What is no list of ints: nothing that iterates, or a memoryview of a format that Python itself
+/// cannot read. Errors of the iterator are the caller's own.
+fn unreadable(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let py = object.py();
+    if error.is_instance_of::<PyNotImplementedError>(py) {
+        return TokenError::new_err(format!(
+            "token ids in this buffer cannot be read ({}): give them as a NumPy int64 array",
+            error.value(py)
+        ));
+    }
+    if error.is_instance_of::<PyTypeError>(py) {
+        let kind = object.get_type();
+        return TokenError::new_err(format!(
+            "token ids are a list of ints or an integer buffer, not {kind}"
+        ));
+    }
+    error
 }
 
 fn bad_token(token: impl std::fmt::Display, at: usize) -> PyErr {
@@ -32,7 +54,9 @@ fn bad_token(token: impl std::fmt::Display, at: usize) -> PyErr {
     ))
 }
 
-fn from_buffer(py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vec<u32>> {
+/// The tokens of a buffer; `None` for integers that have to be read one by one, because they are
+/// misaligned or in the other byte order.
+fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<u32>>> {
     if buffer.dimensions() != 1 {
         return Err(TokenError::new_err(format!(
             "token ids are one-dimensional, this buffer has {} dimensions",
@@ -42,13 +66,18 @@ fn from_buffer(py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vec<u32>> {
     macro_rules! first_that_fits {
         ($($int:ty),*) => {
             $(if let Ok(buffer) = buffer.as_typed::<$int>() {
-                return convert(py, buffer);
+                return convert(py, buffer).map(Some);
             })*
         };
     }
-    // The likeliest first: NumPy's and torch's default is int64.
-    first_that_fits!(i64, i32, u32, u64, u16, i16, u8, i8);
+    if !is_swapped(buffer) {
+        // The likeliest first: NumPy's and torch's default is int64.
+        first_that_fits!(i64, i32, u32, u64, u16, i16, u8, i8);
+    }
     let format = buffer.format().to_string_lossy();
+    if format.ends_with(['b', 'B', 'h', 'H', 'i', 'I', 'l', 'L', 'q', 'Q', 'n', 'N']) {
+        return Ok(None);
+    }
     Err(TokenError::new_err(format!(
         "token ids are integers, this buffer has format {format:?}"
     )))

@@ -119,7 +119,7 @@ def test_preview_counts_what_freeing_gives_back() -> None:
 
 
 def test_identical_prompts_of_one_batch_end_on_one_copy() -> None:
-    manager = BlockManager(8, BLOCK)
+    manager = BlockManager(8, BLOCK, in_flight_sharing=False)
     first, second = manager.sequence(tokens(10)), manager.sequence(tokens(10))
     plan = manager.begin_step(20)
     plan.prefill(first, 10)

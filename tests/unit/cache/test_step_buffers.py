@@ -232,10 +232,6 @@ def test_columns_are_not_rows() -> None:
     refused("block_tables", np.zeros((8, 4), np.int64, order="F"), "contiguous")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="pyo3 0.30 takes '>i' for native on little endian: fill writes swapped values",
-)
 def test_arrays_of_the_other_byte_order() -> None:
     refused("input_ids", np.zeros(32, f"{SWAPPED}i4"), "int32 or int64")
 
@@ -275,9 +271,6 @@ def test_arrays_of_just_the_right_size() -> None:
     assert arrays["logits_indices"].tolist() == [0, 1, 3]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="fill casts to int32 without a look: this id comes out as -1"
-)
 def test_a_token_that_does_not_fit_the_array() -> None:
     manager = BlockManager(4, BLOCK)
     sequence = manager.sequence([1, 2**32 - 1])

@@ -35,7 +35,11 @@ class FakeEngine:
     longest_prompt: int = 1000
     interrupt_after: int | None = None
     counters: dict[str, int] = field(
-        default_factory=lambda: {"allocated_blocks": 40, "merged_blocks": 7}
+        default_factory=lambda: {
+            "allocated_blocks": 40,
+            "in_flight_blocks": 1,
+            "merged_blocks": 7,
+        }
     )
     options: EngineOptions | None = None
     seen: list[Any] = field(default_factory=list)

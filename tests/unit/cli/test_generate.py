@@ -21,10 +21,10 @@ def test_one_prompt_streams_and_closes_with_one_line_of_figures() -> None:
     assert result.stdout == "The answer is [red]42[/red].\n"
     figures = result.stderr.splitlines()
     assert len(figures) == 1
-    prompt, new, rate, used, merged = figures[0].split(" · ")
+    prompt, new, rate, used, shared, merged = figures[0].split(" · ")
     assert (prompt, new) == ("4 prompt tokens (0 cached)", "4 new tokens")
     assert rate.endswith(" tok/s") and float(rate.split()[0]) > 0
-    assert (used, merged) == ("3 blocks used", "2 merged")
+    assert (used, shared, merged) == ("3 blocks used", "0 shared in flight", "2 merged")
 
 
 def test_options_reach_the_engine_and_the_sampler() -> None:
@@ -33,7 +33,8 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
         engine, "hi", "--raw", "--model", "m", "--block-size", "8", "--num-blocks", "99",
         "--kv-cache-gib", "0.5", "--gpu-memory-utilization", "0.4",
         "--max-num-seqs", "3", "--max-num-batched-tokens", "64",
-        "--max-model-len", "128", "--no-prefix-caching", "--seed", "5", "--device", "cpu",
+        "--max-model-len", "128", "--no-prefix-caching", "--no-in-flight-sharing",
+        "--seed", "5", "--device", "cpu",
         "--dtype", "float32", "--attention-backend", "gather", "--max-tokens", "9",
         "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--stop", "a",
         "--stop", "b", "--ignore-eos", "--min-tokens", "2", "--repetition-penalty", "1.1",
@@ -47,6 +48,7 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
         "block_size": 8, "num_blocks": 99, "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.4,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 64, "max_model_len": 128, "enable_prefix_caching": False,
+        "in_flight_sharing": False,
         "seed": 5,
     }  # fmt: skip
     assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0.7)

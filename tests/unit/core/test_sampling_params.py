@@ -15,6 +15,7 @@ from pyengine.core.sampling_params import SamplingParams
 def test_the_defaults_are_those_of_vllm() -> None:
     params = SamplingParams()
     assert dataclasses.asdict(params) == {
+        "n": 1,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,

@@ -26,7 +26,7 @@ def test_greedy_tokens_are_those_of_the_model() -> None:
 
 def test_identical_prompts_end_up_on_one_physical_copy() -> None:
     """nano-vllm issue 219: two identical prompts in one batch."""
-    bench = make_bench(block_size=4)
+    bench = make_bench(block_size=4, in_flight_sharing=False)
     prompt = list(range(10, 20))
     bench.submit({"a": prompt, "b": prompt})
     bench.engine.step()
@@ -38,6 +38,69 @@ def test_identical_prompts_end_up_on_one_physical_copy() -> None:
     assert bench.engine.stats().counters["merged_blocks"] == 2
     done = bench.run()
     assert done["a"].outputs[0].token_ids == done["b"].outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+def test_identical_prompts_are_computed_once() -> None:
+    """In-flight sharing: 32 times the same prompt costs one prefill and 31 tokens."""
+    bench = make_bench(256, 4, max_num_seqs=32)
+    prompt = list(range(10, 42))
+    outputs = bench.generate([prompt] * 32)
+    assert bench.runner.computed[0] == 32 + 31
+    counters = bench.engine.stats().counters
+    assert (counters["in_flight_blocks"], counters["merged_blocks"]) == (31 * 8, 31 * 1)
+    for output in outputs:
+        assert output.outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_n_samples_compute_their_prompt_once(sharing: bool) -> None:
+    """One prefill, one physical prompt, at most n - 1 copies of its last block."""
+    bench = make_bench(64, 4, in_flight_sharing=sharing)
+    prompt = list(range(10, 20))
+    params = SamplingParams(n=8, seed=5, max_tokens=6, ignore_eos=True, logprobs=0)
+    bench.submit({"a": prompt}, params)
+    bench.engine.step()
+    assert bench.runner.computed == [10]
+    assert bench.manager.ledger().active == 3
+    output = bench.run()["a"]
+    counters = bench.engine.stats().counters
+    assert 0 < counters["copied_blocks"] <= 7
+    assert sum(bench.runner.computed) == 10 + 8 * 5
+    assert [one.index for one in output.outputs] == list(range(8))
+    assert len({tuple(one.token_ids) for one in output.outputs}) > 4
+    for index, one in enumerate(output.outputs):  # each is what its seed gives alone
+        alone = make_bench(64, 4).generate(
+            [prompt], SamplingParams(seed=5 + index, max_tokens=6, ignore_eos=True)
+        )
+        assert one.token_ids == alone[0].outputs[0].token_ids
+        assert one.logprobs is not None and len(one.logprobs) == 6
+    bench.assert_all_free()
+
+
+def test_n_samples_under_pressure_end_and_abort() -> None:
+    bench = make_bench(12, 4, max_num_batched_tokens=16, max_num_seqs=8)
+    params = SamplingParams(n=4, seed=1, max_tokens=12, ignore_eos=True)
+    bench.submit({"a": list(range(10)), "b": list(range(20))}, params)
+    bench.submit({"c": list(range(10))}, params)
+    bench.engine.step()
+    assert bench.engine.abort(["b"])[0].outputs[3].finish_reason == "abort"
+    done = bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    assert [len(one.token_ids) for one in done["a"].outputs] == [12] * 4
+    assert [one.token_ids for one in done["a"].outputs] == [
+        one.token_ids for one in done["c"].outputs
+    ]
+    bench.assert_all_free()
+
+
+def test_samples_that_end_with_their_first_token_are_not_forked() -> None:
+    bench = make_bench()
+    params = SamplingParams(n=3, max_tokens=1, seed=0)
+    output = bench.generate([[1, 2, 3]], params)[0]
+    assert [len(one.token_ids) for one in output.outputs] == [1, 1, 1]
+    assert len(bench.runner.computed) == 1
     bench.assert_all_free()
 
 
@@ -159,6 +222,7 @@ def test_without_a_seed_the_engines_seed_decides() -> None:
         ([1], greedy(stop_token_ids=[97]), "stop_token_ids"),
         ([1], greedy(logit_bias={500: 1.0}), "logit_bias.*500"),
         ([1], greedy(stop=["x"]), "needs a tokenizer"),
+        ([1], SamplingParams(n=33), "n=33 .* max_num_seqs=32"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(
@@ -207,6 +271,7 @@ def test_abort_at_any_moment_leaves_nothing_behind() -> None:
     block_size=st.sampled_from([1, 2, 4, 8]),
     budget=st.integers(8, 48),
     caching=st.booleans(),
+    sharing=st.booleans(),
     hash_bits=st.sampled_from([128, 128, 2]),
 )
 def test_any_batch_gives_the_models_tokens(
@@ -215,6 +280,7 @@ def test_any_batch_gives_the_models_tokens(
     block_size: int,
     budget: int,
     caching: bool,
+    sharing: bool,
     hash_bits: int,
 ) -> None:
     bench = make_bench(
@@ -223,6 +289,7 @@ def test_any_batch_gives_the_models_tokens(
         max_num_batched_tokens=budget,
         max_num_seqs=8,
         prefix_caching=caching,
+        in_flight_sharing=sharing,
         hash_bits=hash_bits,
     )
     room = num_blocks * block_size

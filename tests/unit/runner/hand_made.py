@@ -47,6 +47,9 @@ class HandMadePlan:
         self.num_sequences = len(self.entries)
         self.num_samples = sum(e.samples for e in self.entries)
 
+    def copies(self) -> list[tuple[int, int]]:
+        return []
+
     def fill(self, buffers: object) -> None:
         a, row, sample = self.arrays, 0, 0
         a.query_start_loc[0] = 0

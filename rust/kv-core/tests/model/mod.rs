@@ -21,23 +21,40 @@ pub(crate) struct Seq {
     pub(crate) registered: usize,
 }
 
+/// What an entry takes beside the tokens that it computes.
+enum Extra {
+    Announces,
+    Lookahead(usize),
+    Drafts(Vec<u32>),
+}
+
 #[derive(Clone, Debug)]
 struct Entry {
     seq: u64,
     len: usize,
+    drafts: Vec<u32>,
     before: Seq,
+    /// Blocks adopted, and blocks whose contents this entry computes for all.
+    adopted: Vec<u32>,
+    announced: Vec<u32>,
+    /// The copy that it writes on instead of a shared partial block.
+    copy: Option<u32>,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     budget: usize,
     entries: Vec<Entry>,
+    pub(crate) copies: Vec<(u32, u32)>,
+    /// Sources of copies: the plan holds them until it is closed.
+    fenced: Vec<u32>,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) block_size: usize,
     pub(crate) caching: bool,
+    pub(crate) sharing: bool,
     /// Head first.
     queue: Vec<u32>,
     contents: HashMap<Content, u32>,
@@ -48,11 +65,12 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn new(num_blocks: usize, block_size: usize, caching: bool) -> Self {
+    pub(crate) fn new(num_blocks: usize, block_size: usize, caching: bool, sharing: bool) -> Self {
         let queue = (0..num_blocks as u32).collect();
         Self {
             block_size,
             caching,
+            sharing,
             queue,
             num_blocks,
             contents: HashMap::new(),
@@ -70,12 +88,11 @@ impl Model {
     }
 
     pub(crate) fn refs(&self, block: u32) -> u32 {
+        let leases = self.leases.values();
+        let fenced = self.plan.iter().flat_map(|plan| &plan.fenced);
         self.seq_refs(block)
-            + self
-                .leases
-                .values()
-                .filter(|blocks| blocks.contains(&block))
-                .count() as u32
+            + leases.filter(|blocks| blocks.contains(&block)).count() as u32
+            + fenced.filter(|&&fenced| fenced == block).count() as u32
     }
 
     fn has_content(&self, block: u32) -> bool {
@@ -128,16 +145,28 @@ impl Model {
         .collect()
     }
 
+    /// How many of these blocks, from the first on, no open step is to compute.
+    fn ready(&self, blocks: &[u32]) -> usize {
+        let entries = self.plan.iter().flat_map(|plan| &plan.entries);
+        let computing: Vec<u32> = entries.flat_map(|entry| entry.announced.clone()).collect();
+        blocks
+            .iter()
+            .take_while(|block| !computing.contains(block))
+            .count()
+    }
+
     pub(crate) fn match_prefix(&mut self, lease: usize, namespace: u8, tokens: &[u32]) {
-        let blocks = self.matched(namespace, tokens, 0);
+        let mut blocks = self.matched(namespace, tokens, 0);
+        blocks.truncate(self.ready(&blocks));
         blocks.iter().for_each(|&block| self.unqueue(block));
         self.leases.insert(lease, blocks);
     }
 
     pub(crate) fn lease(&mut self, lease: usize, seq: u64) {
         let seq = &self.seqs[&seq];
+        let blocks = &seq.table[..seq.registered];
         self.leases
-            .insert(lease, seq.table[..seq.registered].to_vec());
+            .insert(lease, blocks[..self.ready(blocks)].to_vec());
     }
 
     pub(crate) fn drop_lease(&mut self, lease: usize) {
@@ -163,9 +192,54 @@ impl Model {
         true
     }
 
+    /// Puts a sequence back to what it was; what it held since goes, the last block first.
     fn shorten(&mut self, seq: u64, to: &Seq) {
         let now = self.seqs.insert(seq, to.clone()).expect("live");
-        self.settle(now.table[to.table.len()..].iter().rev().copied());
+        to.table.iter().for_each(|&block| self.unqueue(block));
+        let (kept, grown) = now.table.split_at(to.table.len());
+        self.settle(grown.iter().rev().copied());
+        self.settle(kept.iter().copied());
+    }
+
+    pub(crate) fn fork(&mut self, seq: u64, fork: u64, num_tokens: usize) -> bool {
+        let s = &self.seqs[&seq];
+        if s.planned || num_tokens == 0 || num_tokens > s.tokens.len() {
+            return false;
+        }
+        let computed = s.computed.min(num_tokens);
+        let child = Seq {
+            tokens: s.tokens[..num_tokens].to_vec(),
+            table: s.table[..computed.div_ceil(self.block_size)].to_vec(),
+            computed,
+            registered: s.registered.min(computed / self.block_size),
+            ..s.clone()
+        };
+        self.seqs.insert(fork, child);
+        true
+    }
+
+    /// The table index of a partial block that others hold too and that is about to be written.
+    fn must_copy(&self, seq: u64, position: usize) -> Option<usize> {
+        let (s, index) = (&self.seqs[&seq], position / self.block_size);
+        let shared = |&&block: &&u32| self.seq_refs(block) > 1 || self.has_content(block);
+        let block = s.table.get(index).filter(shared);
+        block.filter(|_| index >= s.registered).map(|_| index)
+    }
+
+    fn allocate(&mut self) -> u32 {
+        let block = self.queue.remove(0);
+        self.contents.retain(|_, holder| *holder != block);
+        block
+    }
+
+    fn copy(&mut self, seq: u64, index: usize) -> u32 {
+        let copy = self.allocate();
+        let table = &mut self.seqs.get_mut(&seq).expect("live").table;
+        let source = std::mem::replace(&mut table[index], copy);
+        let plan = self.plan.as_mut().expect("open");
+        plan.copies.push((source, copy));
+        plan.fenced.push(source);
+        copy
     }
 
     pub(crate) fn reset(&mut self, seq: u64) {
@@ -198,36 +272,103 @@ impl Model {
         self.plan = Some(Plan {
             budget,
             entries: Vec::new(),
+            copies: Vec::new(),
+            fenced: Vec::new(),
         });
     }
 
-    fn push(&mut self, seq: u64, adopted: &[u32], start: usize, len: usize) {
+    fn push(&mut self, seq: u64, adopted: &[u32], start: usize, len: usize, extra: Extra) {
+        let announces = matches!(extra, Extra::Announces);
+        let (lookahead, drafts) = match extra {
+            Extra::Lookahead(slots) => (slots, Vec::new()),
+            Extra::Drafts(drafts) => (0, drafts),
+            Extra::Announces => (0, Vec::new()),
+        };
         let before = self.seqs[&seq].clone();
         adopted.iter().for_each(|&block| self.unqueue(block));
-        let needed = (start + len).div_ceil(self.block_size);
+        let needed = (start + len + lookahead).div_ceil(self.block_size);
+        let copy = self.must_copy(seq, start).filter(|_| adopted.is_empty());
+        let copy = copy.map(|index| self.copy(seq, index));
         let s = self.seqs.get_mut(&seq).expect("live");
         s.table.extend(adopted);
         s.registered += adopted.len();
         (s.computed, s.planned) = (start, true);
         while self.seqs[&seq].table.len() < needed {
-            let block = self.queue.remove(0);
-            self.contents.retain(|_, holder| *holder != block);
+            let block = self.allocate();
             self.seqs.get_mut(&seq).expect("live").table.push(block);
+        }
+        let mut announced = Vec::new();
+        let s = self.seqs.get_mut(&seq).expect("live");
+        let full = (start + len) / self.block_size;
+        while announces && self.caching && self.sharing && s.registered < full {
+            let end = (s.registered + 1) * self.block_size;
+            let content = (s.namespace, s.tokens[..end].to_vec());
+            if self.contents.contains_key(&content) {
+                break;
+            }
+            self.contents.insert(content, s.table[s.registered]);
+            announced.push(s.table[s.registered]);
+            s.registered += 1;
         }
         let plan = self.plan.as_mut().expect("open");
         plan.budget -= len;
-        plan.entries.push(Entry { seq, len, before });
+        plan.entries.push(Entry {
+            seq,
+            len,
+            drafts,
+            before,
+            adopted: adopted.to_vec(),
+            announced,
+            copy,
+        });
     }
 
-    pub(crate) fn decode(&mut self, seq: u64) -> bool {
+    fn blocks_to_write(&self, seq: u64, len: usize) -> usize {
         let s = &self.seqs[&seq];
-        let needs_block = s.computed == s.table.len() * self.block_size;
-        let fits = self.plan.as_ref().expect("open").budget > 0
-            && (!needs_block || !self.queue.is_empty());
+        let blocks = (s.computed + len).div_ceil(self.block_size);
+        let copy = self.must_copy(seq, s.computed).is_some();
+        blocks.saturating_sub(s.table.len()) + usize::from(copy)
+    }
+
+    pub(crate) fn decode(&mut self, seq: u64, lookahead: usize) -> bool {
+        let needed = self.blocks_to_write(seq, 1 + lookahead);
+        let fits = self.budget() > 0 && needed <= self.queue.len();
         if fits {
-            self.push(seq, &[], s.computed, 1);
+            let start = self.seqs[&seq].computed;
+            self.push(seq, &[], start, 1, Extra::Lookahead(lookahead));
         }
         fits
+    }
+
+    pub(crate) fn speculate(&mut self, seq: u64, drafts: Vec<u32>) -> Prefill {
+        let tokens = 1 + drafts.len();
+        let (needed, available) = (self.blocks_to_write(seq, tokens), self.queue.len());
+        if tokens > self.budget() {
+            return Prefill::NoBudget;
+        }
+        if needed > available {
+            return Prefill::NoRoom { needed, available };
+        }
+        let start = self.seqs[&seq].computed;
+        self.push(seq, &[], start, tokens, Extra::Drafts(drafts));
+        Prefill::Planned {
+            cached_tokens: 0,
+            tokens,
+            samples: true,
+        }
+    }
+
+    pub(crate) fn trim(&mut self, seq: u64, num_tokens: usize) -> Option<usize> {
+        let s = &self.seqs[&seq];
+        if s.planned || num_tokens < s.computed {
+            return None;
+        }
+        let keep = num_tokens.div_ceil(self.block_size).max(s.registered);
+        let mut shorter = s.clone();
+        shorter.table.truncate(keep);
+        let gone = s.table.len() - shorter.table.len();
+        self.shorten(seq, &shorter);
+        Some(gone)
     }
 
     pub(crate) fn prefill(
@@ -272,14 +413,18 @@ impl Model {
         } else {
             start + tokens
         };
-        let needed = revived + end.div_ceil(size).saturating_sub(blocks) + reserve.unwrap_or(0);
+        let copy = adopted.is_empty() && self.must_copy(seq, start).is_some();
+        let needed = revived
+            + end.div_ceil(size).saturating_sub(blocks)
+            + usize::from(copy)
+            + reserve.unwrap_or(0);
         if needed > self.queue.len() {
             return Prefill::NoRoom {
                 needed,
                 available: self.queue.len(),
             };
         }
-        self.push(seq, &adopted, start, tokens);
+        self.push(seq, &adopted, start, tokens, Extra::Announces);
         Prefill::Planned {
             cached_tokens: start - s.computed,
             tokens,
@@ -289,6 +434,11 @@ impl Model {
 
     fn undo(&mut self, entry: Entry) {
         let dropped = self.seqs[&entry.seq].dropped;
+        self.contents
+            .retain(|_, holder| !entry.announced.contains(holder));
+        if let (Some(copy), Some(plan)) = (entry.copy, &mut self.plan) {
+            plan.copies.retain(|&(_, to)| to != copy);
+        }
         self.shorten(
             entry.seq,
             &Seq {
@@ -299,31 +449,58 @@ impl Model {
         self.bury(entry.seq);
     }
 
-    pub(crate) fn cancel(&mut self, seq: u64) -> bool {
+    /// The others that had to go with it, because they were to share what it computes.
+    pub(crate) fn cancel(&mut self, seq: u64) -> Option<Vec<u64>> {
         let plan = self.plan.as_mut().expect("open");
-        let Some(at) = plan.entries.iter().position(|entry| entry.seq == seq) else {
-            return false;
-        };
-        let entry = plan.entries.remove(at);
-        plan.budget += entry.len;
-        self.undo(entry);
-        true
+        let first = plan.entries.iter().position(|entry| entry.seq == seq);
+        let (mut out, mut gone) = (Vec::new(), Vec::new());
+        for (at, entry) in plan.entries.iter().enumerate() {
+            if Some(at) == first || entry.adopted.iter().any(|block| gone.contains(block)) {
+                gone.extend(entry.announced.clone());
+                out.push(at);
+            }
+        }
+        let removed: Vec<Entry> = out
+            .iter()
+            .rev()
+            .map(|&at| plan.entries.remove(at))
+            .collect();
+        plan.budget += removed.iter().map(|entry| entry.len).sum::<usize>();
+        let ids = removed
+            .iter()
+            .rev()
+            .map(|entry| entry.seq)
+            .skip(1)
+            .collect();
+        removed.into_iter().for_each(|entry| self.undo(entry));
+        first.map(|_| ids)
     }
 
     pub(crate) fn roll_back(&mut self) {
-        let plan = self.plan.take().expect("open");
-        plan.entries
-            .into_iter()
-            .rev()
-            .for_each(|entry| self.undo(entry));
+        // Every undo sees the fence; it is lifted at the end.
+        while let Some(entry) = self.plan.as_mut().expect("open").entries.pop() {
+            self.undo(entry);
+        }
+        let fenced = self.plan.take().expect("open").fenced;
+        self.settle(fenced);
     }
 
-    pub(crate) fn commit(&mut self, mut sampled: impl Iterator<Item = u32>) -> Vec<Redirect> {
-        let plan = self.plan.take().expect("open");
+    /// `accepted` holds the tokens of each sampling entry, in plan order.
+    pub(crate) fn commit(&mut self, accepted: &[Vec<u32>]) -> Vec<Redirect> {
+        let mut accepted = accepted.iter();
+        let plan = self.plan.clone().expect("open");
         let mut redirects = Vec::new();
-        for Entry { seq, len, .. } in &plan.entries {
+        for Entry {
+            seq, len, drafts, ..
+        } in &plan.entries
+        {
             let mut s = self.seqs[seq].clone();
             s.computed += len;
+            if s.computed == s.tokens.len() + drafts.len() {
+                let tokens = accepted.next().expect("one per sampling entry");
+                s.tokens.extend(tokens);
+                s.computed -= drafts.len() + 1 - tokens.len();
+            }
             s.planned = false;
             let full = if self.caching {
                 s.computed / self.block_size
@@ -358,12 +535,11 @@ impl Model {
                 }
                 s.registered = index + 1;
             }
-            if s.computed == s.tokens.len() {
-                s.tokens.extend(sampled.next());
-            }
             self.seqs.insert(*seq, s);
         }
         plan.entries.iter().for_each(|entry| self.bury(entry.seq));
+        self.plan = None;
+        self.settle(plan.fenced);
         redirects
     }
 
