@@ -127,10 +127,11 @@ class Engine:
         completions = [
             self._completion(index, request_id, prompt, params, seed) for index in range(params.n)
         ]
-        self._scheduler.add(completions[0].request)
         state = RequestState(completions, params, prompt=prompt.text, tokenizer=self._tokenizer)
+        # In this order an interrupt leaves nothing that `abort` does not find.
         self._states[request_id] = state
         self._running[request_id] = (state, completions[0])
+        self._scheduler.add(completions[0].request)
 
     def _completion(
         self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, seed: int
@@ -251,7 +252,7 @@ class Engine:
     def _end(self, request_ids: list[str]) -> None:
         self._scheduler.finish(request_ids)
         for request_id in request_ids:
-            del self._running[request_id]
+            self._running.pop(request_id, None)
 
     def _prompt_entries(self, step: ScheduledStep) -> Iterable[tuple[int, Entry, int]]:
         """(first row, entry, rows) of the prompt positions whose log-probabilities are due."""
@@ -285,8 +286,7 @@ class Engine:
         """End requests early; ids that are not in flight are passed over."""
         states = [self._states.pop(one) for one in request_ids if one in self._states]
         for state in states:
-            running = [one.request.request_id for one in state.unfinished]
-            self._end([request_id for request_id in running if request_id in self._running])
+            self._end([one.request.request_id for one in state.completions])
             for one in state.unfinished:
                 one.finish("abort")
             state.note_time()

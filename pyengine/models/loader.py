@@ -74,11 +74,18 @@ def _load(source: ModelSource, device: torch.device, dtype: str | torch.dtype) -
     resolved_dtype = resolve_dtype(dtype, config, device)
     placement = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=resolved_dtype, use_safetensors=True, **placement
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=resolved_dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **placement,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelLoadError(f"the model in {folder} could not be loaded: {error}") from error
+    model, info = loading
+    _refuse_missing(info, folder)
     if getattr(model, "_is_stateful", False):
         raise ModelLoadError(
             f"{type(model).__name__} ({folder}) keeps a recurrent state, which a paged KV cache "
@@ -98,6 +105,17 @@ def _load(source: ModelSource, device: torch.device, dtype: str | torch.dtype) -
         device=device,
         dtype=resolved_dtype,
     )
+
+
+def _refuse_missing(info: Any, folder: Path) -> None:
+    """Raise where the files lack tensors, which transformers would fill with random numbers."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelLoadError(
+            f"the weights in {folder} lack {missing[0]}{more}, which config.json asks for: "
+            "the two are not of the same model, or a file is missing"
+        )
 
 
 def _refuse_unpageable(config: Any, folder: Path) -> None:

@@ -85,7 +85,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._jobs)
+        return bool(self._running or self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `ValueError` for an id that is in use."""
@@ -116,7 +116,8 @@ class Scheduler:
             arrival = (parent.arrival[0], place)
             job = Job(request, sequence, arrival, 1, prompt + 1, parent.num_computed)
             self._jobs[request.request_id] = job
-            self._start(job)
+            insort(self._running, job, key=_by_arrival)
+            job.is_running = True
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to do.
@@ -125,7 +126,7 @@ class Scheduler:
 
         Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
         """
-        if not self._jobs:
+        if not self.has_work:
             return None
         step = ScheduledStep(self._manager.begin_step(self._limits.max_num_batched_tokens))
         try:
@@ -183,8 +184,9 @@ class Scheduler:
             )
             if not isinstance(answer, Prefilled):
                 return
+            insort(self._running, job, key=_by_arrival)
             self._waiting.popleft()
-            self._start(job)
+            job.is_running = True
             seats -= job.num_seats
             entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
             reserve += self._blocks_to_come(job, entry.end)
@@ -212,14 +214,10 @@ class Scheduler:
         self._num_preemptions += 1
         self._put_back(job)
 
-    def _start(self, job: Job) -> None:
-        job.is_running = True
-        insort(self._running, job, key=_by_arrival)
-
     def _put_back(self, job: Job) -> None:
-        job.is_running = False
-        self._running.remove(job)
+        job.is_running = False  # never True of one that waits: `finish` relies on it
         insort(self._waiting, job, key=_by_arrival)
+        self._running.remove(job)
 
     def _raise_stalled(self) -> None:
         job = self._waiting[0]
@@ -252,11 +250,17 @@ class Scheduler:
         """Forget requests, finished or aborted; their ready blocks stay in the cache.
 
         May be called while a step is open: what it computes for them is kept in the cache too.
-        Raises `KeyError` for an unknown id, before any is forgotten.
+        Ids that are not known are passed over. An interrupt (Ctrl-C) may have come between any two
+        lines of this file: a job is taken from wherever it stands.
         """
-        jobs = [self._jobs[request_id] for request_id in request_ids]
-        for job in jobs:
-            del self._jobs[job.request.request_id]
-            job.sequence.free()
-            (self._running if job.is_running else self._waiting).remove(job)
+        for request_id in request_ids:
+            job = self._jobs.pop(request_id, None)
+            if job is None:
+                continue
+            if job.sequence.is_live:
+                job.sequence.free()
+            if job in self._running:
+                self._running.remove(job)
+            if not job.is_running:
+                self._waiting = deque(one for one in self._waiting if one is not job)
             job.is_running = False
