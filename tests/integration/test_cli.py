@@ -77,6 +77,8 @@ def test_ctrl_c_in_the_middle_of_an_answer() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
+        # A test run in the background inherits an ignored SIGINT, which Python would keep.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     assert process.stdout is not None and process.stderr is not None
     try:
@@ -85,6 +87,7 @@ def test_ctrl_c_in_the_middle_of_an_answer() -> None:
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 130
     assert b"interrupted" in errors and b"Traceback" not in errors
     assert len(figures(errors.decode())) == 1

@@ -22,7 +22,7 @@ impl BlockManager {
             *roots.entry(seq.root).or_default() += 1;
         }
         self.tree.check(&roots)?;
-        self.check_plan()
+        self.check_plans()
     }
 
     /// Table entries per block.
@@ -51,10 +51,12 @@ impl BlockManager {
             }
             let mut node = seq.chain.tip;
             for index in (0..seq.chain.blocks).rev() {
-                let tokens = &seq.tokens[index * block_size..][..block_size];
-                if self.tree.block(node) != Some(seq.table[index])
-                    || self.blocks[seq.table[index].at()].node != node
-                    || self.tree.tokens(node) != tokens
+                let tokens = seq.tokens.get(index * block_size..(index + 1) * block_size);
+                let block = seq.table.get(index).copied();
+                if block.is_none()
+                    || self.tree.block(node) != block
+                    || block.is_some_and(|block| self.blocks[block.at()].node != node)
+                    || Some(self.tree.tokens(node)) != tokens
                     || seq.hashes.get(index) != Some(&self.tree.hash(node))
                 {
                     return Err(format!("sequence {id}: block {index} is not its content's"));
@@ -67,7 +69,7 @@ impl BlockManager {
             if node != seq.root {
                 return Err(format!("sequence {id} does not hang from its namespace"));
             }
-            if seq.dropped && !seq.planned {
+            if seq.dropped && seq.planned == 0 {
                 return Err(format!("sequence {id} was dropped and lives on"));
             }
         }
@@ -75,7 +77,11 @@ impl BlockManager {
     }
 
     fn check_blocks(&self, held: &[u32]) -> Result<(), String> {
-        let fenced = self.open.as_ref().map_or(&[][..], |plan| &plan.fenced);
+        let fenced: Vec<BlockId> = self
+            .open
+            .iter()
+            .flat_map(|plan| plan.fenced.clone())
+            .collect();
         let (_, most) = self.shared.lease_refs();
         let (mut active, mut idle, mut by_leases) = (0, 0, 0);
         for (index, block) in self.blocks.iter().enumerate() {
@@ -133,33 +139,43 @@ impl BlockManager {
         Err("free queue: a free block behind an idle one".into())
     }
 
-    fn check_plan(&self) -> Result<(), String> {
-        let planned = self.sequences.iter().filter(|seq| seq.planned).count();
-        let Some(plan) = &self.open else {
-            return match planned {
-                0 => Ok(()),
-                n => Err(format!("{n} sequences planned, no plan open")),
-            };
-        };
-        let slots: HashSet<u32> = plan.entries.iter().map(|entry| entry.slot).collect();
-        let tokens: usize = plan.entries.iter().map(|entry| entry.len).sum();
-        let samples: usize = plan.entries.iter().map(|entry| entry.rows()).sum();
-        if slots.len() != plan.entries.len() || slots.len() != planned {
-            return Err(format!(
-                "the plan has {} entries, {planned} sequences say so",
-                plan.entries.len()
-            ));
+    fn check_plans(&self) -> Result<(), String> {
+        let mut held: HashMap<u32, (u8, usize, u64)> = HashMap::new();
+        for plan in &self.open {
+            let slots: HashSet<u32> = plan.entries.iter().map(|entry| entry.slot).collect();
+            if slots.len() != plan.entries.len() {
+                return Err(format!("{:?} holds a sequence twice", plan.key));
+            }
+            let tokens: usize = plan.entries.iter().map(|entry| entry.len).sum();
+            let samples: usize = plan.entries.iter().map(|entry| entry.rows()).sum();
+            if (tokens, samples) != (plan.num_tokens, plan.num_samples) {
+                return Err(format!(
+                    "the plan has {} tokens and {} samples, counted {tokens} and {samples}",
+                    plan.num_tokens, plan.num_samples
+                ));
+            }
+            for entry in &plan.entries {
+                let seq = self.sequences.at(entry.slot);
+                if seq.table.len() * self.config.block_size < entry.start + entry.len {
+                    return Err(format!("sequence {} is planned without blocks", seq.id));
+                }
+                let counts = held.entry(entry.slot).or_default();
+                counts.0 += 1;
+                counts.1 += usize::from(entry.samples);
+                counts.2 = plan.key.serial;
+            }
         }
-        if (tokens, samples) != (plan.num_tokens, plan.num_samples) {
-            return Err(format!(
-                "the plan has {} tokens and {} samples, counted {tokens} and {samples}",
-                plan.num_tokens, plan.num_samples
-            ));
-        }
-        for entry in &plan.entries {
-            let seq = self.sequences.at(entry.slot);
-            if seq.table.len() * self.config.block_size < entry.start + entry.len {
-                return Err(format!("sequence {} is planned without blocks", seq.id));
+        let none = (0, 0, 0);
+        for (slot, seq) in self.sequences.iter_slots() {
+            let counted = held.get(&slot).copied().unwrap_or(none);
+            if counted != (seq.planned, seq.pending, seq.last_plan) {
+                return Err(format!(
+                    "sequence {} is in {} plans with {} pending tokens, counted {counted:?}",
+                    seq.id, seq.planned, seq.pending
+                ));
+            }
+            if seq.planned == 0 && seq.ahead != seq.computed {
+                return Err(format!("sequence {} is ahead without a plan", seq.id));
             }
         }
         Ok(())

@@ -65,10 +65,17 @@ pub enum Error {
         /// The sequence's id.
         sequence: u64,
     },
-    /// `begin_step` while another plan is open.
+    /// `begin_step` while two plans are open.
     PlanOpen {
         /// The open plan.
         plan: u64,
+    },
+    /// Plans are committed oldest first, and planned into, cancelled from and rolled back newest first.
+    PlanOrder {
+        /// The plan out of turn.
+        plan: u64,
+        /// The one whose turn it is.
+        first: u64,
     },
     /// The plan was committed or rolled back.
     PlanClosed {
@@ -173,7 +180,11 @@ impl fmt::Display for Error {
             }
             PlanOpen { plan } => write!(
                 f,
-                "step {plan} is still open; commit it or roll it back first"
+                "two steps are open; commit step {plan} or roll the later one back first"
+            ),
+            PlanOrder { plan, first } => write!(
+                f,
+                "step {plan} is out of turn, step {first} comes first: steps are committed oldest first, and planned into and rolled back newest first"
             ),
             PlanClosed { plan } => write!(f, "step {plan} was committed or rolled back already"),
             TrimBelowComputed {

@@ -43,7 +43,8 @@ impl IntArray<'_> {
 /// The arrays of one step. T: tokens, B: sequences, S: sampling rows.
 #[derive(Clone, Copy, Debug)]
 pub struct StepArrays<'a> {
-    /// `[>= T]`: the tokens to compute.
+    /// `[>= T]`: the tokens to compute. A pending one is written as `-1 - row`, the row of the logits of
+    /// the step before that gives it.
     pub input_ids: IntArray<'a>,
     /// `[>= T]`: their positions in their sequences.
     pub positions: IntArray<'a>,
@@ -156,8 +157,12 @@ impl BlockManager {
         for (row, entry) in plan.entries.iter().enumerate() {
             let seq = self.sequences.at(entry.slot);
             let (start, end) = (entry.start, entry.start + entry.len);
-            let tokens = self.entry_tokens(entry);
-            arrays.input_ids.write(at, tokens.map(i64::from));
+            let tokens = self.entry_tokens(entry).map(i64::from);
+            // A pending token: -1 - (its row among the logits of the step before).
+            let is_pending = end > seq.tokens.len() + entry.drafts.len();
+            let pending = entry.pending_row.filter(|_| is_pending);
+            let pending = pending.map(|row| -1 - row as i64);
+            arrays.input_ids.write(at, tokens.chain(pending));
             arrays.positions.write(at, start as i64..end as i64);
             let slots = (start..end).map(|position| {
                 if position < entry.write_from {

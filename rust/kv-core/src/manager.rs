@@ -1,5 +1,6 @@
 //! The block manager: blocks, sequences, leases, and the calls that are not part of a step.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::Error;
@@ -93,7 +94,8 @@ pub struct BlockManager {
     pub(crate) active: usize,
     pub(crate) tree: ContentTree,
     pub(crate) sequences: SequenceTable,
-    pub(crate) open: Option<Plan>,
+    /// Oldest first; at most two.
+    pub(crate) open: VecDeque<Plan>,
     pub(crate) plans: u64,
     pub(crate) stats: Stats,
     events: Vec<Event>,
@@ -135,7 +137,7 @@ impl BlockManager {
             active: 0,
             tree: ContentTree::new(num_blocks, block_size, hasher).map_err(oom)?,
             sequences: SequenceTable::new(id),
-            open: None,
+            open: VecDeque::new(),
             plans: 0,
             stats: Stats::default(),
             events: Vec::new(),
@@ -215,7 +217,7 @@ impl BlockManager {
     /// Whether a content's KV is there: no open step is to compute it.
     pub(crate) fn is_ready(&self, node: NodeIdx) -> bool {
         let step = self.tree.step_of(node);
-        self.open.as_ref().is_none_or(|plan| plan.step() != step)
+        self.open.iter().all(|plan| plan.step() != step)
     }
 
     fn grant(&mut self, blocks: Vec<BlockId>, end: NodeIdx) -> Lease {
@@ -233,7 +235,7 @@ impl BlockManager {
         if lease.manager() != self.shared.manager {
             return Err(Error::Foreign("lease"));
         }
-        if seq.planned {
+        if seq.planned > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
         if !seq.table.is_empty() {
@@ -266,7 +268,7 @@ impl BlockManager {
             blocks: lease.blocks().len(),
             private: false,
         };
-        seq.computed = lease.num_tokens().min(seq.tokens.len() - 1);
+        seq.stand(lease.num_tokens().min(seq.tokens.len() - 1));
         seq.cached = seq.computed;
         for &block in lease.blocks() {
             self.hold_for_sequence(block);
@@ -296,7 +298,7 @@ impl BlockManager {
     pub fn fork(&mut self, key: SeqKey, num_tokens: usize) -> Result<SeqHandle, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        if seq.planned {
+        if seq.planned > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
         if num_tokens == 0 || num_tokens > seq.tokens.len() {
@@ -325,7 +327,8 @@ impl BlockManager {
         }
         let fork = self.sequences.at_mut(key.slot);
         (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
-        (fork.computed, fork.cached) = (computed, cached);
+        fork.stand(computed);
+        fork.cached = cached;
         Ok(SeqHandle::new(&self.shared, key, id))
     }
 
@@ -333,7 +336,7 @@ impl BlockManager {
     pub fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
         self.read_mail();
         let seq = self.sequences.get_mut(key)?;
-        if seq.planned {
+        if seq.planned > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
         seq.tokens.extend_from_slice(tokens);
@@ -345,7 +348,7 @@ impl BlockManager {
     pub fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        if seq.planned {
+        if seq.planned > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
         if num_tokens < seq.computed {
@@ -366,12 +369,13 @@ impl BlockManager {
     pub fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        if seq.planned {
+        if seq.planned > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
         self.release_table(key.slot, 0);
         let seq = self.sequences.at_mut(key.slot);
-        (seq.computed, seq.cached) = (0, 0);
+        seq.stand(0);
+        seq.cached = 0;
         seq.chain = Chain::at_root(seq.root);
         Ok(())
     }
@@ -387,7 +391,7 @@ impl BlockManager {
     pub(crate) fn drop_sequence(&mut self, slot: u32) {
         let seq = self.sequences.at_mut(slot);
         seq.dropped = true;
-        if seq.planned {
+        if seq.planned > 0 {
             return;
         }
         self.release_table(slot, 0);
@@ -471,6 +475,8 @@ impl BlockManager {
             tokens: &seq.tokens,
             table: &seq.table,
             num_computed_tokens: seq.computed,
+            num_planned_tokens: seq.ahead,
+            num_pending_tokens: seq.pending,
             num_cached_tokens: seq.cached,
             num_registered_blocks: seq.chain.blocks,
         })
@@ -545,7 +551,7 @@ impl BlockManager {
                         self.drop_sequence(key.slot);
                     }
                 }
-                Letter::Plan(key) => self.roll_back_open(key),
+                Letter::Plan(key) => self.roll_back_from(key),
             }
         }
     }
@@ -649,6 +655,10 @@ pub struct SequenceView<'a> {
     pub table: &'a [BlockId],
     /// Tokens whose KV is computed and committed.
     pub num_computed_tokens: usize,
+    /// The same once the open plans are committed.
+    pub num_planned_tokens: usize,
+    /// Tokens after the known ones that open plans sample.
+    pub num_pending_tokens: usize,
     /// Tokens adopted from the cache since it was last without blocks.
     pub num_cached_tokens: usize,
     /// Leading blocks whose contents are registered.

@@ -40,8 +40,18 @@ pub(crate) struct Sequence {
     pub(crate) hashes: Vec<u128>,
     /// False: always computes its prompt (its blocks are registered all the same).
     pub(crate) read_cache: bool,
-    /// An open plan holds it.
-    pub(crate) planned: bool,
+    /// Where the open plans that hold it will have brought it; `computed` if none does.
+    pub(crate) ahead: usize,
+    /// Tokens that open plans sample for it: their positions are known, their values are not.
+    pub(crate) pending: usize,
+    /// The row of the newest plan that samples the last of these.
+    pub(crate) sample_row: usize,
+    /// An open plan computes drafts for it: where it ends is not known.
+    pub(crate) speculating: bool,
+    /// Open plans that hold it.
+    pub(crate) planned: u8,
+    /// The newest of them.
+    pub(crate) last_plan: u64,
     /// Its handle is gone or it was freed; it lives on in an open plan.
     pub(crate) dropped: bool,
     /// Changes when an entry of the table changes other than by growth.
@@ -49,8 +59,14 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    pub(crate) fn uncomputed(&self) -> usize {
-        self.tokens.len() - self.computed
+    /// Tokens, pending ones included, that no open plan computes yet.
+    pub(crate) fn left(&self) -> usize {
+        (self.tokens.len() + self.pending).saturating_sub(self.ahead)
+    }
+
+    /// Where it stands without any plan.
+    pub(crate) fn stand(&mut self, computed: usize) {
+        (self.computed, self.ahead) = (computed, computed);
     }
 
     /// Keeps the hash of block `index`, which the walk has just learnt.
@@ -102,7 +118,12 @@ impl SequenceTable {
             chain: Chain::at_root(root),
             hashes: Vec::new(),
             read_cache,
-            planned: false,
+            ahead: 0,
+            pending: 0,
+            sample_row: 0,
+            speculating: false,
+            planned: 0,
+            last_plan: 0,
             dropped: false,
             table_version: 0,
         });
@@ -168,6 +189,11 @@ impl SequenceTable {
         place.generation += 1;
         self.vacant.push(slot);
         place.tenant.take().expect("a live slot")
+    }
+
+    pub(crate) fn iter_slots(&self) -> impl Iterator<Item = (u32, &Sequence)> {
+        let slots = self.slots.iter().enumerate();
+        slots.filter_map(|(slot, place)| Some((slot as u32, place.tenant.as_ref()?)))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {

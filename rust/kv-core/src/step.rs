@@ -52,8 +52,7 @@ pub struct Redirect {
 /// What a sequence was before the plan touched it.
 struct Before {
     table_len: usize,
-    computed: usize,
-    cached: usize,
+    ahead: usize,
     chain: Chain,
     /// The partial block that the entry copied to write on: its index, and what it was.
     copied: Option<(usize, BlockId)>,
@@ -66,13 +65,17 @@ pub(crate) struct Entry {
     /// Positions to compute.
     pub(crate) len: usize,
     pub(crate) samples: bool,
+    /// The row of the plan before that samples the token it computes, if that is still pending.
+    pub(crate) pending_row: Option<usize>,
     /// Speculated tokens after the last known one: computed, never registered unless accepted.
     pub(crate) drafts: Box<[u32]>,
     /// Positions before this one are there already, or written by another entry of the step.
     pub(crate) write_from: usize,
     /// Tokens adopted from the cache by this entry.
     adopted: usize,
-    /// Blocks adopted that an open step computes.
+    /// Blocks adopted.
+    matched: usize,
+    /// Of these, blocks that an open step computes.
     in_flight: usize,
     /// Contents that this entry will compute and that others may share already: how many blocks of
     /// the table from `announce_from` on.
@@ -124,7 +127,7 @@ impl Extent {
     }
 }
 
-/// The open step. The contents that it computes carry its number; they are ready once it is closed.
+/// An open step. The contents that it computes carry its number; they are ready once it is closed.
 pub(crate) struct Plan {
     pub(crate) key: PlanKey,
     pub(crate) entries: Vec<Entry>,
@@ -174,11 +177,14 @@ fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
 
 impl BlockManager {
     /// Opens a step that may compute `token_budget` tokens.
+    ///
+    /// Two may be open: the second is planned while the first one runs, before its tokens are known
+    /// (see [`BlockManager::decode`]). They are committed in order.
     pub fn begin_step(&mut self, token_budget: usize) -> Result<PlanHandle, Error> {
         self.read_mail();
-        if let Some(plan) = &self.open {
+        if let (Some(oldest), 2..) = (self.open.front(), self.open.len()) {
             return Err(Error::PlanOpen {
-                plan: plan.key.serial,
+                plan: oldest.key.serial,
             });
         }
         self.plans += 1;
@@ -186,7 +192,7 @@ impl BlockManager {
             manager: self.shared.manager,
             serial: self.plans,
         };
-        self.open = Some(Plan {
+        self.open.push_back(Plan {
             key,
             entries: Vec::new(),
             budget_left: token_budget,
@@ -202,14 +208,36 @@ impl BlockManager {
         if key.manager != self.shared.manager {
             return Err(Error::Foreign("plan"));
         }
-        match &self.open {
-            Some(plan) if plan.key == key => Ok(plan),
-            _ => Err(Error::PlanClosed { plan: key.serial }),
+        let found = self.open.iter().find(|plan| plan.key == key);
+        found.ok_or(Error::PlanClosed { plan: key.serial })
+    }
+
+    /// The plan, which must be the newest: the one that is planned into.
+    fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.open_plan(key)?;
+        match self.open.back() {
+            Some(newest) if newest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: newest.key.serial,
+            }),
+            _ => Ok(plan),
+        }
+    }
+
+    /// The plan, which must be the oldest: the one that is committed.
+    fn oldest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.open_plan(key)?;
+        match self.open.front() {
+            Some(oldest) if oldest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: oldest.key.serial,
+            }),
+            _ => Ok(plan),
         }
     }
 
     fn plan_mut(&mut self) -> &mut Plan {
-        self.open.as_mut().expect("checked by open_plan")
+        self.open.back_mut().expect("checked by newest_plan")
     }
 
     /// The figures of an open plan.
@@ -238,6 +266,9 @@ impl BlockManager {
     /// must have exactly one token left to compute. On misuse none is planned. With `lookahead` a
     /// sequence gets blocks for so many slots past its known tokens too; [`BlockManager::trim`] gives
     /// back those that are not used.
+    ///
+    /// A sequence that the step before samples may be decoded while that step is open: its token is
+    /// pending, and [`BlockManager::fill`] writes where it will come from instead of its value.
     pub fn decode(
         &mut self,
         plan: PlanKey,
@@ -245,11 +276,11 @@ impl BlockManager {
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
         self.read_mail();
-        self.open_plan(plan)?;
+        self.newest_plan(plan)?;
         for (position, &key) in sequences.iter().enumerate() {
             if let Err(error) = self.mark_for_decode(key) {
                 for key in &sequences[..position] {
-                    self.sequences.at_mut(key.slot).planned = false;
+                    self.unmark(key.slot);
                 }
                 return Err(error);
             }
@@ -257,7 +288,7 @@ impl BlockManager {
         let mut misfits = Vec::new();
         for (position, key) in sequences.iter().enumerate() {
             if !self.plan_decode(key.slot, lookahead) {
-                self.sequences.at_mut(key.slot).planned = false;
+                self.unmark(key.slot);
                 misfits.push(position);
             }
         }
@@ -266,9 +297,10 @@ impl BlockManager {
 
     #[inline]
     fn mark_for_decode(&mut self, key: SeqKey) -> Result<(), Error> {
+        let serial = self.plan_mut().key.serial;
         let seq = self.sequences.get_mut(key)?;
-        let (sequence, uncomputed) = (seq.id, seq.uncomputed());
-        if seq.planned {
+        let (sequence, uncomputed) = (seq.id, seq.left());
+        if seq.last_plan == serial || seq.speculating {
             return Err(Error::InPlan { sequence });
         }
         if uncomputed != 1 {
@@ -277,8 +309,17 @@ impl BlockManager {
                 uncomputed,
             });
         }
-        seq.planned = true;
+        seq.planned += 1;
+        seq.last_plan = serial;
         Ok(())
+    }
+
+    /// The newest plan does not hold the sequence any more.
+    fn unmark(&mut self, slot: u32) {
+        let before = self.open.iter().rev().nth(1).map(|plan| plan.key.serial);
+        let seq = self.sequences.at_mut(slot);
+        seq.planned -= 1;
+        seq.last_plan = before.filter(|_| seq.planned > 0).unwrap_or(0);
     }
 
     /// The table index of the block that writing at `position` must not change: other sequences hold
@@ -307,9 +348,9 @@ impl BlockManager {
     #[inline]
     fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
         let seq = self.sequences.at(slot);
-        let blocks = (seq.computed + len).div_ceil(self.config.block_size);
+        let blocks = (seq.ahead + len).div_ceil(self.config.block_size);
         blocks.saturating_sub(seq.table.len())
-            + usize::from(self.must_copy(slot, seq.computed).is_some())
+            + usize::from(self.must_copy(slot, seq.ahead).is_some())
     }
 
     /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
@@ -323,8 +364,14 @@ impl BlockManager {
         drafts: &[u32],
     ) -> Result<Prefill, Error> {
         self.read_mail();
-        let budget = self.open_plan(plan)?.budget_left;
+        let budget = self.newest_plan(plan)?.budget_left;
         self.mark_for_decode(key)?;
+        let seq = self.sequences.at(key.slot);
+        if seq.pending > 0 {
+            let sequence = seq.id;
+            self.unmark(key.slot);
+            return Err(Error::InPlan { sequence });
+        }
         let len = 1 + drafts.len();
         let (needed, available) = (self.blocks_to_write(key.slot, len), self.queue.len());
         let answer = if len > budget {
@@ -339,7 +386,7 @@ impl BlockManager {
                 samples: true,
             });
         };
-        self.sequences.at_mut(key.slot).planned = false;
+        self.unmark(key.slot);
         Ok(answer)
     }
 
@@ -359,13 +406,13 @@ impl BlockManager {
         reserve: Option<usize>,
     ) -> Result<Prefill, Error> {
         self.read_mail();
-        let budget = self.open_plan(plan)?.budget_left;
+        let budget = self.newest_plan(plan)?.budget_left;
         let seq = self.sequences.get(key)?;
         let sequence = seq.id;
-        if seq.planned {
+        if seq.last_plan == plan.serial || seq.pending > 0 || seq.speculating {
             return Err(Error::InPlan { sequence });
         }
-        if seq.uncomputed() == 0 {
+        if seq.left() == 0 {
             return Err(Error::NothingToCompute { sequence });
         }
         let block_size = self.config.block_size;
@@ -374,7 +421,7 @@ impl BlockManager {
         let matched = self.matched.len();
         let table_len = seq.table.len() + matched;
         let start = match matched {
-            0 => seq.computed,
+            0 => seq.ahead,
             _ => (table_len * block_size).min(seq.tokens.len() - 1),
         };
         let rest = seq.tokens.len() - start;
@@ -397,8 +444,11 @@ impl BlockManager {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        let cached_tokens = start - seq.computed;
+        let cached_tokens = start - seq.ahead;
         let samples = start + len == seq.tokens.len();
+        let seq = self.sequences.at_mut(key.slot);
+        seq.planned += 1;
+        seq.last_plan = plan.serial;
         self.push_entry(key.slot, len, Extent::prefill(matched));
         Ok(Prefill::Planned {
             cached_tokens,
@@ -414,7 +464,7 @@ impl BlockManager {
         let block_size = self.config.block_size;
         let seq = self.sequences.at_mut(slot);
         let on_boundary =
-            seq.chain.blocks == seq.table.len() && seq.computed == seq.table.len() * block_size;
+            seq.chain.blocks == seq.table.len() && seq.ahead == seq.table.len() * block_size;
         let may_match = self.config.prefix_caching && seq.read_cache && !seq.chain.private;
         if !on_boundary || !may_match {
             return 0;
@@ -460,16 +510,14 @@ impl BlockManager {
         let seq = self.sequences.at_mut(slot);
         let before = Before {
             table_len: seq.table.len(),
-            computed: seq.computed,
-            cached: seq.cached,
+            ahead: seq.ahead,
             chain: seq.chain,
             copied: None,
         };
-        seq.planned = true;
         if matched > 0 {
             self.adopt(slot);
         }
-        let start = self.sequences.at(slot).computed;
+        let start = self.sequences.at(slot).ahead;
         let copied = self.must_copy(slot, start);
         let before = Before {
             copied: copied.map(|index| (index, self.copy_block(slot, index))),
@@ -477,7 +525,8 @@ impl BlockManager {
         };
         let seq = self.sequences.at(slot);
         let end = start + len;
-        let samples = end == seq.tokens.len() + drafts.len();
+        let samples = end == seq.tokens.len() + seq.pending + drafts.len();
+        let pending_row = (seq.pending > 0).then_some(seq.sample_row);
         let write_from = seq.chain.blocks * block_size;
         let announce_from = seq.chain.blocks;
         let blocks = (end + lookahead).div_ceil(block_size);
@@ -486,7 +535,7 @@ impl BlockManager {
             let block = self.allocate();
             self.sequences.at_mut(slot).table.push(block);
         }
-        let adopted = start - before.computed;
+        let adopted = start - before.ahead;
         let in_flight = self.matched[..matched]
             .iter()
             .filter(|(node, _)| !self.is_ready(*node))
@@ -500,17 +549,28 @@ impl BlockManager {
             start,
             len,
             samples,
+            pending_row,
             drafts,
             write_from,
             adopted,
+            matched,
             in_flight,
             announced,
             announce_from,
             prefill,
             before,
         };
+        let row = plan.num_samples;
         plan.num_samples += entry.rows();
+        let speculates = !entry.drafts.is_empty();
         plan.entries.push(entry);
+        let seq = self.sequences.at_mut(slot);
+        seq.ahead = end;
+        seq.speculating = speculates;
+        if samples {
+            seq.pending += 1;
+            seq.sample_row = row;
+        }
     }
 
     /// Copy on write: the sequence gets a copy of its block `index`. Returns the source, which the plan
@@ -576,9 +636,7 @@ impl BlockManager {
         let seq = self.sequences.at_mut(slot);
         seq.table.extend(matched.iter().map(|&(_, block)| block));
         let covered = seq.table.len() * self.config.block_size;
-        let start = covered.min(seq.tokens.len() - 1);
-        seq.cached += start - seq.computed;
-        seq.computed = start;
+        seq.ahead = covered.min(seq.tokens.len() - 1);
         seq.chain = Chain {
             tip: matched.last().map_or(seq.chain.tip, |&(node, _)| node),
             blocks: seq.table.len(),
@@ -593,7 +651,7 @@ impl BlockManager {
     /// their ids, in plan order.
     pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
         self.read_mail();
-        let plan = self.open_plan(plan)?;
+        let plan = self.newest_plan(plan)?;
         let sequence = self.sequences.get(key)?.id;
         let at = plan.entries.iter().position(|entry| entry.slot == key.slot);
         let at = at.ok_or(Error::NotPlanned { sequence })?;
@@ -610,7 +668,22 @@ impl BlockManager {
         }
         ids.pop();
         ids.reverse();
+        self.number_rows();
         Ok(ids)
+    }
+
+    /// Rows move up when an entry goes.
+    fn number_rows(&mut self) {
+        let Some(plan) = self.open.back() else {
+            return;
+        };
+        let mut row = 0;
+        for entry in &plan.entries {
+            if entry.samples {
+                self.sequences.at_mut(entry.slot).sample_row = row;
+            }
+            row += entry.rows();
+        }
     }
 
     /// The entry at `first` and all later ones that adopted, directly or not, what it computes.
@@ -620,7 +693,7 @@ impl BlockManager {
         if entries[first].announced == 0 || !in_flight {
             return vec![first];
         }
-        let entries = &self.open.as_ref().expect("open").entries;
+        let entries = &self.open.back().expect("open").entries;
         let table = |entry: &Entry| &self.sequences.at(entry.slot).table;
         let mut out = vec![first];
         let mut gone: HashSet<BlockId> = HashSet::new();
@@ -639,7 +712,7 @@ impl BlockManager {
     }
 
     fn undo(&mut self, entry: Entry) {
-        let Entry { slot, before, .. } = entry;
+        let (slot, before) = (entry.slot, &entry.before);
         for index in (entry.announce_from..entry.announce_from + entry.announced).rev() {
             let block = self.sequences.at(slot).table[index];
             self.forget(block);
@@ -651,15 +724,22 @@ impl BlockManager {
             let copy = std::mem::replace(&mut seq.table[index], source);
             seq.table_version += 1;
             self.let_go_for_sequence(copy);
-            if let Some(plan) = &mut self.open {
+            if let Some(plan) = self.open.back_mut() {
                 plan.copies.retain(|&(_, to)| to != copy);
             }
         }
+        self.unmark(slot);
         let seq = self.sequences.at_mut(slot);
-        seq.computed = before.computed;
-        seq.cached = before.cached;
-        seq.chain = before.chain;
-        seq.planned = false;
+        seq.ahead = before.ahead;
+        seq.pending -= usize::from(entry.samples);
+        seq.speculating = false;
+        // Otherwise the chain is what it was, or what a commit of the plan before has made of it.
+        if entry.matched > 0 || entry.announced > 0 {
+            seq.chain = before.chain;
+        }
+        if let (true, Some(row)) = (seq.pending > 0, entry.pending_row) {
+            seq.sample_row = row;
+        }
         if seq.dropped {
             self.drop_sequence(slot);
         }
@@ -668,20 +748,30 @@ impl BlockManager {
     /// Undoes the plan. Sequences are what they were before it; dropped ones end now.
     pub fn rollback(&mut self, plan: PlanKey) -> Result<(), Error> {
         self.read_mail();
-        self.open_plan(plan)?;
-        self.roll_back_open(plan);
+        self.newest_plan(plan)?;
+        self.roll_back_newest();
         Ok(())
     }
 
-    pub(crate) fn roll_back_open(&mut self, key: PlanKey) {
+    /// Rolls back the plan, if it is open, after those that were planned on top of it.
+    pub(crate) fn roll_back_from(&mut self, key: PlanKey) {
         if self.open_plan(key).is_err() {
             return;
         }
-        let plan = self.open.take().expect("checked above");
-        self.shared.close_plan(key);
-        for entry in plan.entries.into_iter().rev() {
+        while self
+            .open
+            .back()
+            .is_some_and(|plan| plan.key.serial >= key.serial)
+        {
+            self.roll_back_newest();
+        }
+    }
+
+    fn roll_back_newest(&mut self) {
+        while let Some(entry) = self.plan_mut().entries.pop() {
             self.undo(entry);
         }
+        let plan = self.open.pop_back().expect("checked by newest_plan");
         self.lift_fence(plan.fenced);
         self.stats.rolled_back_steps += 1;
     }
@@ -692,7 +782,7 @@ impl BlockManager {
     /// first, and reports the latter. Appends the sampled tokens to their sequences. In a plan with
     /// drafts use [`BlockManager::commit_accepted`].
     pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Redirect>, Error> {
-        let entries = &self.open_plan(plan)?.entries;
+        let entries = &self.oldest_plan(plan)?.entries;
         let expected = entries.iter().filter(|entry| entry.samples).count();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
@@ -721,7 +811,7 @@ impl BlockManager {
             copies,
             fenced,
             ..
-        } = self.open.take().expect("checked above");
+        } = self.open.pop_front().expect("checked above");
         self.shared.close_plan(key);
         let mut redirects = Vec::new();
         let (mut tokens, mut counts) = (tokens, counts.iter());
@@ -740,16 +830,18 @@ impl BlockManager {
                 tokens = rest;
                 let seq = self.sequences.at_mut(entry.slot);
                 seq.tokens.extend_from_slice(accepted);
+                seq.pending -= 1;
                 end -= entry.drafts.len() + 1 - count;
                 self.stats.draft_tokens += entry.drafts.len() as u64;
                 self.stats.accepted_draft_tokens += count as u64 - 1;
             }
             self.commit_entry(entry, end, key.serial as u32, &mut redirects);
-            self.sequences.at_mut(entry.slot).planned = false;
+            self.close_entry(entry);
         }
         // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
         for entry in &entries {
-            if self.sequences.at(entry.slot).dropped {
+            let seq = self.sequences.at(entry.slot);
+            if seq.dropped && seq.planned == 0 {
                 self.drop_sequence(entry.slot);
             }
         }
@@ -759,8 +851,22 @@ impl BlockManager {
         Ok(redirects)
     }
 
+    /// A committed plan does not hold the sequence any more.
+    fn close_entry(&mut self, entry: &Entry) {
+        let seq = self.sequences.at_mut(entry.slot);
+        seq.planned -= 1;
+        seq.cached += entry.adopted;
+        if !entry.drafts.is_empty() {
+            seq.speculating = false;
+            seq.ahead = seq.computed;
+        }
+        if seq.planned == 0 {
+            seq.last_plan = 0;
+        }
+    }
+
     fn check_accepted(&self, plan: PlanKey, tokens: &[u32], counts: &[usize]) -> Result<(), Error> {
-        let entries = &self.open_plan(plan)?.entries;
+        let entries = &self.oldest_plan(plan)?.entries;
         let sampling = entries.iter().filter(|entry| entry.samples);
         let (expected, given) = (sampling.clone().count(), counts.len());
         if expected != given {
@@ -813,8 +919,7 @@ impl BlockManager {
         if entry.prefill {
             stats.prompt_tokens += (entry.adopted + entry.len) as u64;
             stats.cached_tokens += entry.adopted as u64;
-            let hits = entry.adopted.div_ceil(self.config.block_size);
-            stats.hit_blocks += hits as u64;
+            stats.hit_blocks += entry.matched as u64;
         }
         let seq = self.sequences.at_mut(entry.slot);
         seq.computed = end;
@@ -828,7 +933,7 @@ impl BlockManager {
         }
     }
 
-    /// Late merge of one block that became full. False if it stays private.
+    /// Late merge of one block that became full. False if it has no name, for good or for now.
     fn register(
         &mut self,
         slot: u32,
@@ -837,7 +942,7 @@ impl BlockManager {
         redirects: &mut Vec<Redirect>,
     ) -> bool {
         let block_size = self.config.block_size;
-        let seq = self.sequences.at_mut(slot);
+        let seq = self.sequences.at(slot);
         let mine = seq.table[index];
         let tip = seq.chain.tip;
         let tokens = &seq.tokens[index * block_size..][..block_size];
@@ -847,12 +952,16 @@ impl BlockManager {
                 self.own(node, slot, index);
                 node
             }
+            // The step after this one is to compute it: it may yet be rolled back. Asked again later.
+            Step::Found(node) if self.tree.block(node).is_some() && !self.is_ready(node) => {
+                return false;
+            }
             Step::Found(node) => {
                 self.merge(slot, index, node, step, redirects);
                 node
             }
             Step::Collision(_) => {
-                seq.chain.private = true;
+                self.sequences.at_mut(slot).chain.private = true;
                 self.stats.collisions += 1;
                 return false;
             }
@@ -878,6 +987,8 @@ impl BlockManager {
                 self.tree.set_block(node, mine, step);
                 self.own(node, slot, index);
             }
+            // A fork shares the block and came first.
+            Some(first) if first == mine => {}
             // An idle block (a dangling mapping): the new one takes the content over.
             Some(old) if self.queue.contains(old) => {
                 self.leave_queue(old);
@@ -893,6 +1004,11 @@ impl BlockManager {
                 let seq = self.sequences.at_mut(slot);
                 seq.table[index] = first;
                 seq.table_version += 1;
+                // A step that is planned already may still read the duplicate.
+                if let Some(plan) = self.open.back_mut() {
+                    self.shared.hold(mine);
+                    plan.fenced.push(mine);
+                }
                 self.let_go_for_sequence(mine);
                 self.stats.merged_blocks += 1;
                 redirects.push(Redirect {

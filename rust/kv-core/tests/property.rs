@@ -6,11 +6,11 @@
 mod model;
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use kv_core::{
-    BlockManager, BlockState, Config, Error, Event, IntArray, Lease, PlanHandle, Prefill,
-    SeqHandle, Stats, StepArrays, TableRows,
+    BlockManager, BlockState, Config, Error, Event, IntArray, Lease, PlanHandle, PlanKey, Prefill,
+    SeqHandle, StepArrays, TableRows,
 };
 use model::{Model, Seq};
 use proptest::prelude::*;
@@ -64,7 +64,8 @@ enum Op {
     Commit(u8),
     WrongCommit,
     Rollback,
-    DropPlan,
+    DropPlan(bool),
+    Launch,
     EvictIdle,
 }
 
@@ -94,7 +95,8 @@ fn op() -> impl Strategy<Value = Op> {
         9 => any::<u8>().prop_map(Op::Commit),
         1 => Just(Op::WrongCommit),
         1 => Just(Op::Rollback),
-        1 => Just(Op::DropPlan),
+        1 => any::<bool>().prop_map(Op::DropPlan),
+        3 => Just(Op::Launch),
         1 => Just(Op::EvictIdle),
     ]
 }
@@ -123,17 +125,40 @@ struct World {
     exact: bool,
     handles: Vec<SeqHandle>,
     leases: Vec<(usize, Lease)>,
-    plan: Option<PlanHandle>,
+    /// The open steps, oldest first.
+    steps: VecDeque<Step>,
     next_lease: usize,
-    /// The open plan's sequences, in plan order.
-    planned: Vec<u64>,
-    /// What those speculate.
-    drafts: HashMap<u64, Vec<u32>>,
+    /// What the last committed step sampled, by row.
+    sampled: Vec<u32>,
+    /// Tokens that were handed to the device before they were known.
+    num_pending: u64,
     /// The set of contents as the events tell it.
     told: HashSet<u128>,
     kv: Vec<Option<Kv>>,
     arrays: Arrays,
     rows: TableRows,
+}
+
+/// An open step: whose rows are in it, and its inputs once they were handed to the device.
+struct Step {
+    handle: PlanHandle,
+    rows: Vec<u64>,
+    drafts: HashMap<u64, Vec<u32>>,
+    launched: Option<Inputs>,
+}
+
+/// The inputs of a step as a device would have them.
+struct Inputs {
+    copies: Vec<(usize, usize)>,
+    rows: Vec<Row>,
+}
+
+struct Row {
+    first: usize,
+    ids: Vec<i64>,
+    slots: Vec<i64>,
+    table: Vec<usize>,
+    samples: usize,
 }
 
 struct Arrays {
@@ -166,10 +191,10 @@ impl World {
             exact: hash_bits == 128,
             handles: Vec::new(),
             leases: Vec::new(),
-            plan: None,
+            steps: VecDeque::new(),
             next_lease: 0,
-            planned: Vec::new(),
-            drafts: HashMap::new(),
+            sampled: Vec::new(),
+            num_pending: 0,
             told: HashSet::new(),
             kv: vec![None; num_blocks * block_size],
             arrays: Arrays {
@@ -229,7 +254,7 @@ impl World {
                 if let Some(i) = Self::pick(&self.handles, i) {
                     let (key, id) = (self.handles[i].key(), self.handles[i].id());
                     let answer = self.manager.reset(key);
-                    prop_assert_eq!(answer.is_ok(), !self.model.seqs[&id].planned);
+                    prop_assert_eq!(answer.is_ok(), !self.busy(id));
                     if answer.is_ok() {
                         self.model.reset(id);
                     }
@@ -266,6 +291,7 @@ impl World {
             Op::Fork(i, len) => self.fork(i, len)?,
             Op::Append(i, tokens) => {
                 if let Some(i) = Self::pick(&self.handles, i) {
+                    let busy = self.busy(self.handles[i].id());
                     let seq = self
                         .model
                         .seqs
@@ -275,7 +301,7 @@ impl World {
                         .map(|at| u32::from(tokens + at) % 3)
                         .collect();
                     let answer = self.manager.append(self.handles[i].key(), &tokens);
-                    prop_assert_eq!(answer.is_ok(), !seq.planned);
+                    prop_assert_eq!(answer.is_ok(), !busy);
                     if answer.is_ok() {
                         seq.tokens.extend(tokens);
                     }
@@ -290,8 +316,7 @@ impl World {
                     if self.exact {
                         prop_assert_eq!(answer, self.model.trim(id, to));
                     } else {
-                        let planned = self.model.seqs[&id].planned;
-                        prop_assert_eq!(answer.is_some(), !planned && to >= computed);
+                        prop_assert_eq!(answer.is_some(), !self.busy(id) && to >= computed);
                     }
                 }
             }
@@ -322,8 +347,8 @@ impl World {
             _ => known - 1,
         };
         let answer = self.manager.fork(key, len);
-        let planned = self.model.seqs[&id].planned;
-        prop_assert_eq!(answer.is_ok(), !planned && (1..=known).contains(&len));
+        let free = !self.busy(id);
+        prop_assert_eq!(answer.is_ok(), free && (1..=known).contains(&len));
         let Ok(fork) = answer else { return Ok(()) };
         if self.exact {
             prop_assert!(self.model.fork(id, fork.id(), len));
@@ -341,151 +366,226 @@ impl World {
         self.next_lease += 1;
     }
 
+    /// Whether an open step holds the sequence.
+    fn busy(&self, id: u64) -> bool {
+        self.steps.iter().any(|step| step.rows.contains(&id))
+    }
+
+    fn in_newest(&self, id: u64) -> bool {
+        let newest = self.steps.back();
+        newest.is_some_and(|step| step.rows.contains(&id))
+    }
+
+    fn speculates(&self, id: u64) -> bool {
+        self.steps.iter().any(|step| step.drafts.contains_key(&id))
+    }
+
     fn apply_step(&mut self, op: &Op) -> Result<(), TestCaseError> {
-        let Some(plan) = self.plan.as_ref().map(PlanHandle::key) else {
-            if let Op::Begin(budget) = *op {
-                self.plan = Some(self.manager.begin_step(budget).expect("none open"));
-                self.model.begin(budget);
-            }
-            return Ok(());
+        let plan = match (op, self.steps.back()) {
+            (Op::Begin(budget), _) => return self.begin(*budget),
+            (_, None) => return Ok(()),
+            (_, Some(step)) => step.handle.key(),
         };
+        let planning = self
+            .steps
+            .back()
+            .is_some_and(|step| step.launched.is_none());
         match *op {
-            Op::Begin(_) => refused!(self.manager.begin_step(1), Err(Error::PlanOpen { .. })),
             Op::Prefill {
                 seq,
                 max_tokens,
                 reserve,
-            } => {
+            } if planning => {
                 if let Some(i) = Self::pick(&self.handles, seq) {
-                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
-                    let known = self.manager.view(key).expect("live");
-                    if known.num_computed_tokens == known.tokens.len() {
-                        refused!(
-                            self.manager.prefill(plan, key, max_tokens, reserve),
-                            Err(Error::NothingToCompute { .. } | Error::InPlan { .. })
-                        );
-                        return Ok(());
-                    }
-                    let answer = self.manager.prefill(plan, key, max_tokens, reserve);
-                    let planned = matches!(answer, Ok(Prefill::Planned { .. }));
-                    self.planned.extend(planned.then_some(id));
-                    if self.model.seqs[&id].planned {
-                        prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
-                    } else if self.exact {
-                        prop_assert_eq!(answer, Ok(self.model.prefill(id, max_tokens, reserve)));
-                    } else if planned {
-                        self.model.seqs.get_mut(&id).expect("live").planned = true;
-                    }
+                    self.prefill(plan, i, max_tokens, reserve)?;
                 }
             }
-            Op::Decode(mask, lookahead) => self.decode(mask, lookahead)?,
-            Op::Speculate(i, drafts) => self.speculate(i, drafts)?,
-            Op::Cancel(i) => {
-                // Mostly one that is in the plan: the first ones have others that share with them.
-                let planned = Self::pick(&self.planned, i / 4).map(|at| self.planned[at]);
-                let known = |id| self.handles.iter().position(|handle| handle.id() == id);
-                let chosen = planned.filter(|_| i % 4 != 0).and_then(known);
-                if let Some(i) = chosen.or(Self::pick(&self.handles, i)) {
-                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
-                    let answer = self.manager.cancel(plan, key).ok();
-                    if self.exact {
-                        prop_assert_eq!(&answer, &self.model.cancel(id));
-                    } else {
-                        prop_assert_eq!(answer.is_some(), self.model.seqs[&id].planned);
-                    }
-                    for id in answer
-                        .into_iter()
-                        .flat_map(|others| [vec![id], others].concat())
-                    {
-                        self.planned.retain(|&planned| planned != id);
-                        self.drafts.remove(&id);
-                        if let Some(seq) = self.model.seqs.get_mut(&id) {
-                            seq.planned = false;
-                        }
-                    }
+            Op::Decode(mask, lookahead) if planning => self.decode(plan, mask, lookahead)?,
+            Op::Speculate(i, drafts) if planning => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    self.speculate(plan, i, drafts)?;
                 }
             }
+            Op::Cancel(i) if planning => self.cancel(plan, i)?,
+            Op::Launch if planning => self.launch(self.steps.len() - 1)?,
             Op::Commit(seed) => self.commit(seed)?,
-            Op::WrongCommit => {
-                let wrong = vec![0; self.manager.plan_view(plan).expect("open").num_samples + 1];
-                refused!(
-                    self.manager.commit(plan, &wrong),
-                    Err(Error::SampleCount { .. })
-                );
-            }
+            Op::WrongCommit => self.wrong_commit()?,
             Op::Rollback => {
-                self.manager.rollback(plan).expect("open");
+                if let (Some(oldest), 2) = (self.steps.front(), self.steps.len()) {
+                    let oldest = oldest.handle.key();
+                    refused!(self.manager.rollback(oldest), Err(Error::PlanOrder { .. }));
+                    refused!(self.manager.commit(plan, &[]), Err(Error::PlanOrder { .. }));
+                    refused!(
+                        self.manager.decode(oldest, &[], 0),
+                        Err(Error::PlanOrder { .. })
+                    );
+                }
+                self.manager.rollback(plan).expect("the newest");
                 refused!(self.manager.rollback(plan), Err(Error::PlanClosed { .. }));
-                self.after_plan();
+                self.rolled_back();
             }
-            Op::DropPlan => self.after_plan(),
-            _ => unreachable!("handled by apply"),
+            Op::DropPlan(oldest) => {
+                // The steps planned on top of a lost one go with it.
+                let lost = if oldest { 0 } else { self.steps.len() - 1 };
+                let kept: Vec<Step> = self.steps.drain(lost..).collect();
+                for mut step in kept.into_iter().rev() {
+                    step.rows.clear();
+                    self.steps.push_back(step);
+                    self.rolled_back();
+                }
+            }
+            _ => {}
         }
         Ok(())
     }
 
-    /// The plan was rolled back, by a call or by losing its handle.
-    fn after_plan(&mut self) {
-        self.plan = None;
-        self.planned.clear();
-        self.drafts.clear();
-        if self.exact {
-            self.model.roll_back();
-        } else {
-            self.unplan();
+    fn begin(&mut self, budget: usize) -> Result<(), TestCaseError> {
+        if self.steps.len() == 2 {
+            refused!(self.manager.begin_step(1), Err(Error::PlanOpen { .. }));
+            return Ok(());
         }
+        if self
+            .steps
+            .back()
+            .is_some_and(|step| step.launched.is_none())
+        {
+            self.launch(0)?;
+        }
+        let handle = self.manager.begin_step(budget).expect("less than two open");
+        self.steps.push_back(Step {
+            handle,
+            rows: Vec::new(),
+            drafts: HashMap::new(),
+            launched: None,
+        });
+        self.model.begin(budget);
+        Ok(())
     }
 
-    fn unplan(&mut self) {
-        self.model.plan = None;
-        self.model.seqs.retain(|_, seq| !seq.dropped);
-        self.model
-            .seqs
-            .values_mut()
-            .for_each(|seq| seq.planned = false);
+    fn prefill(
+        &mut self,
+        plan: PlanKey,
+        i: usize,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    ) -> Result<(), TestCaseError> {
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let known = self.manager.view(key).expect("live");
+        let pending = known.num_pending_tokens > 0 || self.speculates(id);
+        let left = known.tokens.len().saturating_sub(known.num_planned_tokens);
+        let answer = self.manager.prefill(plan, key, max_tokens, reserve);
+        if self.in_newest(id) || pending {
+            prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
+            return Ok(());
+        }
+        if left == 0 {
+            prop_assert_eq!(answer, Err(Error::NothingToCompute { sequence: id }));
+            return Ok(());
+        }
+        if self.exact {
+            prop_assert_eq!(&answer, &Ok(self.model.prefill(id, max_tokens, reserve)));
+        }
+        if matches!(answer, Ok(Prefill::Planned { .. })) {
+            self.steps.back_mut().expect("open").rows.push(id);
+        }
+        Ok(())
     }
 
-    fn speculate(&mut self, i: usize, drafts: usize) -> Result<(), TestCaseError> {
-        let Some(i) = Self::pick(&self.handles, i) else {
+    fn cancel(&mut self, plan: PlanKey, i: usize) -> Result<(), TestCaseError> {
+        // Mostly one that is in the plan: the first ones have others that share with them.
+        let rows = &self.steps.back().expect("open").rows;
+        let planned = Self::pick(rows, i / 4).map(|at| rows[at]);
+        let known = |id| self.handles.iter().position(|handle| handle.id() == id);
+        let chosen = planned.filter(|_| i % 4 != 0).and_then(known);
+        let Some(i) = chosen.or(Self::pick(&self.handles, i)) else {
             return Ok(());
         };
-        let plan = self.plan.as_ref().expect("open").key();
         let (key, id) = (self.handles[i].key(), self.handles[i].id());
-        let view = self.manager.view(key).expect("live");
-        let ready = view.tokens.len() == view.num_computed_tokens + 1;
-        let drafts: Vec<u32> = (0..drafts as u32).map(|at| (at + id as u32) % 3).collect();
-        let answer = self.manager.speculate(plan, key, &drafts);
-        prop_assert_eq!(answer.is_ok(), ready && !self.model.seqs[&id].planned);
-        let Ok(answer) = answer else { return Ok(()) };
-        let planned = matches!(answer, Prefill::Planned { .. });
+        let answer = self.manager.cancel(plan, key).ok();
+        prop_assert_eq!(answer.is_some(), self.in_newest(id));
         if self.exact {
-            prop_assert_eq!(answer, self.model.speculate(id, drafts.clone()));
-        } else {
-            self.model.seqs.get_mut(&id).expect("live").planned = planned;
+            prop_assert_eq!(&answer, &self.model.cancel(id));
         }
-        if planned {
-            self.planned.push(id);
-            self.drafts.insert(id, drafts);
+        let step = self.steps.back_mut().expect("open");
+        for id in answer.iter().flat_map(|others| others.iter().chain([&id])) {
+            step.rows.retain(|planned| planned != id);
+            step.drafts.remove(id);
         }
         Ok(())
     }
 
-    fn decode(&mut self, mask: u8, lookahead: usize) -> Result<(), TestCaseError> {
-        let plan = self.plan.as_ref().expect("open").key();
+    fn wrong_commit(&mut self) -> Result<(), TestCaseError> {
+        let oldest = self.steps.front().expect("open").handle.key();
+        let samples = self.manager.plan_view(oldest).expect("open").num_samples;
+        let wrong = vec![0; samples + 1];
+        refused!(
+            self.manager.commit(oldest, &wrong),
+            Err(Error::SampleCount { .. })
+        );
+        Ok(())
+    }
+
+    /// The newest step was rolled back, by a call or by losing its handle.
+    fn rolled_back(&mut self) {
+        drop(self.steps.pop_back());
+        if self.exact {
+            self.model.roll_back();
+        }
+    }
+
+    /// Without the model's help: which sequences the open steps hold.
+    fn count_plans(&mut self) {
+        let steps = &self.steps;
+        for (id, seq) in &mut self.model.seqs {
+            let holding = steps.iter().filter(|step| step.rows.contains(id));
+            seq.planned = holding.count() as u8;
+        }
+        self.model
+            .seqs
+            .retain(|_, seq| !seq.dropped || seq.planned > 0);
+    }
+
+    fn speculate(&mut self, plan: PlanKey, i: usize, drafts: usize) -> Result<(), TestCaseError> {
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let view = self.manager.view(key).expect("live");
+        let ready = view.tokens.len() == view.num_planned_tokens + 1
+            && view.num_pending_tokens == 0
+            && !self.in_newest(id)
+            && !self.speculates(id);
+        let drafts: Vec<u32> = (0..drafts as u32).map(|at| (at + id as u32) % 3).collect();
+        let answer = self.manager.speculate(plan, key, &drafts);
+        prop_assert_eq!(answer.is_ok(), ready);
+        let Ok(answer) = answer else { return Ok(()) };
+        if self.exact {
+            prop_assert_eq!(answer, self.model.speculate(id, drafts.clone()));
+        }
+        if matches!(answer, Prefill::Planned { .. }) {
+            let step = self.steps.back_mut().expect("open");
+            step.rows.push(id);
+            if !drafts.is_empty() {
+                step.drafts.insert(id, drafts);
+            }
+        }
+        Ok(())
+    }
+
+    fn decode(&mut self, plan: PlanKey, mask: u8, lookahead: usize) -> Result<(), TestCaseError> {
         let ready = |handle: &&SeqHandle| {
             let view = self.manager.view(handle.key()).expect("live");
-            !self.model.seqs[&handle.id()].planned
-                && view.tokens.len() == view.num_computed_tokens + 1
+            let known = view.tokens.len() + view.num_pending_tokens;
+            !self.in_newest(handle.id())
+                && !self.speculates(handle.id())
+                && known == view.num_planned_tokens + 1
         };
         // Some that cannot decode, to see that misuse changes nothing.
         let all = self.handles.iter().enumerate();
         let chosen: Vec<&SeqHandle> = match mask {
             0..8 => all
-                .filter(|(i, _)| mask >> (i % 3) & 1 == 1)
+                .filter(|(i, _)| (mask >> (i % 3)) & 1 == 1)
                 .map(|(_, handle)| handle)
                 .collect(),
             _ => all
-                .filter(|(i, _)| mask >> (i % 8) & 1 == 1)
+                .filter(|(i, _)| (mask >> (i % 8)) & 1 == 1)
                 .map(|(_, handle)| handle)
                 .filter(ready)
                 .collect(),
@@ -496,103 +596,23 @@ impl World {
         let answer = self.manager.decode(plan, &keys, lookahead);
         prop_assert_eq!(answer.is_ok(), valid, "{:?}", answer);
         let Ok(misfits) = answer else { return Ok(()) };
-        let fits = |i: &usize| !misfits.contains(i);
-        self.planned
-            .extend((0..ids.len()).filter(fits).map(|i| ids[i]));
         if self.exact {
             let fit: Vec<bool> = ids
                 .iter()
                 .map(|&id| self.model.decode(id, lookahead))
                 .collect();
             let expected: Vec<usize> = (0..fit.len()).filter(|&i| !fit[i]).collect();
-            prop_assert_eq!(misfits, expected);
-        } else {
-            for (i, id) in ids.iter().enumerate() {
-                self.model.seqs.get_mut(id).expect("live").planned = !misfits.contains(&i);
-            }
+            prop_assert_eq!(&misfits, &expected);
         }
+        let fits = (0..ids.len())
+            .filter(|i| !misfits.contains(i))
+            .map(|i| ids[i]);
+        self.steps.back_mut().expect("open").rows.extend(fits);
         Ok(())
     }
 
-    /// Runs the step on the simulated KV cache, then commits it.
-    fn commit(&mut self, seed: u8) -> Result<(), TestCaseError> {
-        let plan = self.plan.take().expect("open");
-        self.run_step(&plan)?;
-        let accepted = self.accepted(seed);
-        let tokens = accepted.concat();
-        let counts: Vec<usize> = accepted.iter().map(Vec::len).collect();
-        self.refuse_wrong_commits(&plan, &tokens, &counts)?;
-        let redirects = if counts.iter().all(|&count| count == 1) {
-            self.manager.commit(plan.key(), &tokens)
-        } else {
-            self.manager.commit_accepted(plan.key(), &tokens, &counts)
-        };
-        let redirects = redirects.expect("open");
-        refused!(
-            self.manager.commit(plan.key(), &[]),
-            Err(Error::PlanClosed { .. })
-        );
-        if self.exact {
-            prop_assert_eq!(redirects, self.model.commit(&accepted));
-        } else {
-            let mut accepted = accepted.into_iter();
-            for (row, id) in self.planned.iter().enumerate() {
-                if self.samples(row) {
-                    let seq = self.model.seqs.get_mut(id).expect("planned");
-                    seq.tokens.extend(accepted.next().expect("one each"));
-                }
-            }
-            self.unplan();
-        }
-        self.planned.clear();
-        self.drafts.clear();
-        Ok(())
-    }
-
-    /// Whether the step reaches the last token of the row's sequence, its drafts included.
-    fn samples(&self, row: usize) -> bool {
-        let id = &self.planned[row];
-        let drafts = self.drafts.get(id).map_or(0, Vec::len);
-        self.arrays.lens[row].get() as usize == self.model.seqs[id].tokens.len() + drafts
-    }
-
-    /// For each sampling sequence some of its drafts, and one token more.
-    fn accepted(&self, seed: u8) -> Vec<Vec<u32>> {
-        let sampling = (0..self.planned.len()).filter(|&row| self.samples(row));
-        let accept = |row: usize| {
-            let drafts = self.drafts.get(&self.planned[row]).cloned();
-            let mut tokens = drafts.unwrap_or_default();
-            tokens.truncate((usize::from(seed) + row) % (tokens.len() + 1));
-            tokens.push((u32::from(seed) + row as u32) % 3);
-            tokens
-        };
-        sampling.map(accept).collect()
-    }
-
-    fn refuse_wrong_commits(
-        &mut self,
-        plan: &PlanHandle,
-        tokens: &[u32],
-        counts: &[usize],
-    ) -> Result<(), TestCaseError> {
-        let more = [tokens, &[0; 9]].concat();
-        for at in 0..counts.len() {
-            let mut wrong = counts.to_vec();
-            wrong[at] += 9; // more than any number of drafts
-            refused!(
-                self.manager.commit_accepted(plan.key(), &more, &wrong),
-                Err(Error::Accepted { .. })
-            );
-        }
-        let counts = [counts, &[1]].concat();
-        refused!(
-            self.manager.commit_accepted(plan.key(), &more, &counts),
-            Err(Error::SampleCount { .. })
-        );
-        Ok(())
-    }
-
-    fn run_step(&mut self, plan: &PlanHandle) -> Result<(), TestCaseError> {
+    /// Hands a step's inputs to the device: from now on it is what it is.
+    fn launch(&mut self, at: usize) -> Result<(), TestCaseError> {
         let a = &self.arrays;
         let arrays = StepArrays {
             input_ids: IntArray::I64(&a.ids),
@@ -604,38 +624,155 @@ impl World {
             table_width: WIDTH,
             logits_indices: IntArray::I64(&a.logits),
         };
+        let step = &self.steps[at];
+        let plan = step.handle.key();
         self.manager
-            .fill(plan.key(), &arrays, &mut self.rows)
+            .fill(plan, &arrays, &mut self.rows)
             .expect("the arrays are large enough");
         let size = self.model.block_size;
-        let copies = self.manager.copies(plan.key()).expect("open");
-        for &(from, to) in copies {
-            let (from, to) = (from.get() as usize * size, to.get() as usize * size);
-            for offset in 0..size {
-                self.kv[to + offset] = self.kv[from + offset].clone();
-            }
-        }
+        let copies = self.manager.copies(plan).expect("open");
         if self.exact {
             let copies: Vec<_> = copies
                 .iter()
                 .map(|(from, to)| (from.get(), to.get()))
                 .collect();
-            prop_assert_eq!(&copies, &self.model.plan.as_ref().expect("open").copies);
+            prop_assert_eq!(&copies, &self.model.plans[at].copies);
         }
-        for (row, id) in self.planned.iter().enumerate() {
-            let seq = &self.model.seqs[id];
-            let all = self.all_tokens(*id);
-            let (start, end) = (
-                a.starts[row].get() as usize,
-                a.starts[row + 1].get() as usize,
-            );
-            let first = a.lens[row].get() as usize - (end - start);
-            for (at, position) in (start..end).zip(first..) {
-                prop_assert_eq!(a.positions[at].get() as usize, position);
-                prop_assert_eq!(a.ids[at].get() as u32, all[position]);
-                let block = a.tables[row * WIDTH + position / size].get() as usize;
-                let slot = block * size + position % size;
-                match a.slots[at].get() {
+        let copies = copies.iter();
+        let copies = copies
+            .map(|(from, to)| (from.get() as usize, to.get() as usize))
+            .collect();
+        let view = self.manager.plan_view(plan).expect("open");
+        let row = |row: usize| {
+            let span = a.starts[row].get() as usize..a.starts[row + 1].get() as usize;
+            let len = a.lens[row].get() as usize;
+            let logits = a.logits[..view.num_samples].iter();
+            let table = a.tables[row * WIDTH..][..len.div_ceil(size)].iter();
+            Row {
+                first: a.positions[span.start].get() as usize,
+                ids: a.ids[span.clone()].iter().map(Cell::get).collect(),
+                slots: a.slots[span.clone()].iter().map(Cell::get).collect(),
+                table: table.map(|block| block.get() as usize).collect(),
+                samples: logits
+                    .filter(|at| span.contains(&(at.get() as usize)))
+                    .count(),
+            }
+        };
+        let rows = (0..view.num_sequences).map(row).collect();
+        self.steps[at].launched = Some(Inputs { copies, rows });
+        Ok(())
+    }
+
+    /// Runs the oldest step on the simulated KV cache, then commits it.
+    fn commit(&mut self, seed: u8) -> Result<(), TestCaseError> {
+        for at in 0..self.steps.len() {
+            // The second step may be on its way already, with tokens that are still pending.
+            if self.steps[at].launched.is_none() && (at == 0 || seed % 2 == 0) {
+                self.launch(at)?;
+            }
+        }
+        self.run_step()?;
+        let step = self.steps.front().expect("open");
+        let inputs = step.launched.as_ref().expect("launched");
+        let accept = |(row, id): (&Row, &u64)| {
+            let drafts = step.drafts.get(id).cloned();
+            let mut tokens = drafts.unwrap_or_default();
+            let sum = usize::from(seed) + *id as usize;
+            prop_assert_eq!(row.samples, tokens.len() + 1);
+            tokens.truncate(sum % (tokens.len() + 1));
+            tokens.push(sum as u32 % 3);
+            Ok(tokens)
+        };
+        let sampling = inputs
+            .rows
+            .iter()
+            .zip(&step.rows)
+            .filter(|(row, _)| row.samples > 0);
+        let samples: Vec<(u64, usize)> = sampling
+            .clone()
+            .map(|(row, id)| (*id, row.samples))
+            .collect();
+        let accepted: Vec<Vec<u32>> = sampling.map(accept).collect::<Result<_, _>>()?;
+        let plan = step.handle.key();
+        let tokens = accepted.concat();
+        let counts: Vec<usize> = accepted.iter().map(Vec::len).collect();
+        self.refuse_wrong_commits(plan, &tokens, &counts)?;
+        let redirects = if counts.iter().all(|&count| count == 1) {
+            self.manager.commit(plan, &tokens)
+        } else {
+            self.manager.commit_accepted(plan, &tokens, &counts)
+        };
+        let redirects = redirects.expect("the oldest");
+        refused!(
+            self.manager.commit(plan, &[]),
+            Err(Error::PlanClosed { .. })
+        );
+        self.sampled.clear();
+        for ((id, rows), tokens) in samples.iter().zip(&accepted) {
+            self.sampled.resize(self.sampled.len() + rows, tokens[0]);
+            if !self.exact {
+                self.model
+                    .seqs
+                    .get_mut(id)
+                    .expect("planned")
+                    .tokens
+                    .extend(tokens);
+            }
+        }
+        drop(self.steps.pop_front());
+        if self.exact {
+            prop_assert_eq!(redirects, self.model.commit(&accepted));
+        }
+        Ok(())
+    }
+
+    fn refuse_wrong_commits(
+        &mut self,
+        plan: PlanKey,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<(), TestCaseError> {
+        let more = [tokens, &[0; 9]].concat();
+        for at in 0..counts.len() {
+            let mut wrong = counts.to_vec();
+            wrong[at] += 9; // more than any number of drafts
+            let answer = self.manager.commit_accepted(plan, &more, &wrong);
+            refused!(answer, Err(Error::Accepted { .. }));
+        }
+        let counts = [counts, &[1]].concat();
+        let answer = self.manager.commit_accepted(plan, &more, &counts);
+        refused!(answer, Err(Error::SampleCount { .. }));
+        Ok(())
+    }
+
+    fn run_step(&mut self) -> Result<(), TestCaseError> {
+        let size = self.model.block_size;
+        let step = self.steps.front().expect("open");
+        let inputs = step.launched.as_ref().expect("launched");
+        for &(from, to) in &inputs.copies {
+            for offset in 0..size {
+                self.kv[to * size + offset] = self.kv[from * size + offset].clone();
+            }
+        }
+        for (row, id) in inputs.rows.iter().zip(&step.rows) {
+            let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
+            for (at, position) in (row.first..row.first + row.ids.len()).enumerate() {
+                let token = match row.ids[at] {
+                    pending @ ..0 => {
+                        self.num_pending += 1;
+                        self.sampled[(-1 - pending) as usize]
+                    }
+                    token => token as u32,
+                };
+                prop_assert_eq!(
+                    token,
+                    all[position],
+                    "sequence {} position {}",
+                    id,
+                    position
+                );
+                let slot = row.table[position / size] * size + position % size;
+                match row.slots[at] {
                     -1 => prop_assert!(self.kv[slot].is_some(), "slot {} was never written", slot),
                     given => {
                         prop_assert_eq!(given as usize, slot);
@@ -645,22 +782,22 @@ impl World {
             }
         }
         // As on a GPU: everything is written before anything is read.
-        for (row, id) in self.planned.iter().enumerate() {
-            let seq = &self.model.seqs[id];
-            let all = self.all_tokens(*id);
-            for position in 0..a.lens[row].get() as usize {
-                let block = a.tables[row * WIDTH + position / size].get() as usize;
+        for (row, id) in inputs.rows.iter().zip(&step.rows) {
+            let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
+            for position in 0..row.first + row.ids.len() {
+                let slot = row.table[position / size] * size + position % size;
                 let expected = Some((seq.namespace, all[..=position].to_vec()));
-                prop_assert_eq!(
-                    &self.kv[block * size + position % size],
-                    &expected,
-                    "sequence {} position {}",
-                    id,
-                    position
-                );
+                let read = &self.kv[slot];
+                prop_assert_eq!(read, &expected, "sequence {} position {}", id, position);
             }
         }
         Ok(())
+    }
+
+    /// The tokens of a sequence, and its drafts in the step.
+    fn all_tokens(&self, step: &Step, id: u64) -> Vec<u32> {
+        let drafts = step.drafts.get(&id).map_or(&[][..], Vec::as_slice);
+        [&self.model.seqs[&id].tokens, drafts].concat()
     }
 
     /// A replayed event log gives exactly the contents that the manager holds, each stored once and
@@ -684,13 +821,10 @@ impl World {
         Ok(())
     }
 
-    /// The tokens of a sequence, and its drafts in the open plan.
-    fn all_tokens(&self, id: u64) -> Vec<u32> {
-        let drafts = self.drafts.get(&id).map_or(&[][..], Vec::as_slice);
-        [&self.model.seqs[&id].tokens, drafts].concat()
-    }
-
     fn compare(&mut self) -> Result<(), TestCaseError> {
+        if !self.exact {
+            self.count_plans();
+        }
         self.replay_events()?;
         self.manager.check().map_err(TestCaseError::fail)?;
         let ledger = self.manager.ledger();
@@ -723,14 +857,9 @@ impl World {
                 (seq.computed, seq.registered)
             );
         }
-        if let Some(plan) = &self.plan {
-            prop_assert_eq!(
-                self.manager
-                    .plan_view(plan.key())
-                    .expect("open")
-                    .budget_left,
-                self.model.budget()
-            );
+        if let Some(step) = self.steps.back() {
+            let view = self.manager.plan_view(step.handle.key()).expect("open");
+            prop_assert_eq!(view.budget_left, self.model.budget());
         }
         for handle in &self.handles {
             let alone = self.model.seqs[&handle.id()]
@@ -744,8 +873,8 @@ impl World {
     }
 
     /// Lets go of everything: the pool must be whole again and no content may have been lost track of.
-    fn end(mut self) -> Result<Stats, TestCaseError> {
-        self.plan = None;
+    fn end(mut self) -> Result<Vec<(&'static str, u64)>, TestCaseError> {
+        self.steps.clear();
         self.handles.clear();
         self.leases.clear();
         self.manager.check().map_err(TestCaseError::fail)?;
@@ -758,7 +887,8 @@ impl World {
             0,
             "contents outlive their blocks"
         );
-        Ok(self.manager.stats())
+        let pending = [("pending_tokens", self.num_pending)];
+        Ok(self.manager.stats().each().chain(pending).collect())
     }
 }
 
@@ -784,7 +914,7 @@ fn run(share: usize, hash_bits: u32) -> BTreeMap<&'static str, u64> {
             world.compare()?;
             applied.set(applied.get() + 1);
         }
-        for (name, count) in world.end()?.each() {
+        for (name, count) in world.end()? {
             *totals.borrow_mut().entry(name).or_default() += count;
         }
         Ok(())

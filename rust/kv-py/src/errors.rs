@@ -73,6 +73,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::NotDecoding { .. }
         | Error::NothingToCompute { .. }
         | Error::PlanOpen { .. }
+        | Error::PlanOrder { .. }
         | Error::PlanClosed { .. }
         | Error::TrimBelowComputed { .. }
         | Error::Accepted { .. }

@@ -254,8 +254,23 @@ def test_leases_that_cannot_be_attached(scene: Scene, other: Other) -> None:
     refused(manager, lambda: scene.waiting.attach(lease), HandleError, "lease was released")
 
 
-def test_a_second_step(scene: Scene) -> None:
-    refused(scene.manager, lambda: scene.manager.begin_step(5), PlanError, "step 6 is still open")
+def test_a_third_step(scene: Scene) -> None:
+    later = scene.manager.begin_step(5)
+    refused(scene.manager, lambda: scene.manager.begin_step(5), PlanError, "step 6", "two steps")
+    later.rollback()
+
+
+def test_steps_out_of_turn(scene: Scene) -> None:
+    later = scene.manager.begin_step(5)
+    later.decode([scene.running])
+    manager, earlier = scene.manager, scene.plan
+    refused(manager, lambda: later.commit([1]), PlanError, "step 7", "step 6")
+    refused(manager, earlier.rollback, PlanError, "step 6", "step 7")
+    refused(manager, lambda: earlier.prefill(scene.waiting, 9), PlanError, "step 6", "step 7")
+    refused(manager, lambda: earlier.cancel(scene.planned), PlanError, "step 6", "step 7")
+    earlier.commit([1])
+    later.commit([1])
+    manager.check()
 
 
 PLAN_CALLS: dict[str, Callable[[Scene, StepPlan], Any]] = {

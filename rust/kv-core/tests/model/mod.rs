@@ -14,8 +14,14 @@ pub(crate) struct Seq {
     pub(crate) tokens: Vec<u32>,
     pub(crate) table: Vec<u32>,
     pub(crate) computed: usize,
+    /// Where the open plans will have brought it.
+    pub(crate) ahead: usize,
+    /// Tokens that open plans sample for it.
+    pub(crate) pending: usize,
+    pub(crate) speculating: bool,
     pub(crate) read_cache: bool,
-    pub(crate) planned: bool,
+    /// Open plans that hold it.
+    pub(crate) planned: u8,
     pub(crate) dropped: bool,
     /// Leading blocks whose contents are registered.
     pub(crate) registered: usize,
@@ -31,9 +37,14 @@ enum Extra {
 #[derive(Clone, Debug)]
 struct Entry {
     seq: u64,
+    start: usize,
     len: usize,
+    samples: bool,
     drafts: Vec<u32>,
-    before: Seq,
+    /// What the sequence was before: length of its table, how far ahead, blocks registered.
+    before: (usize, usize, usize),
+    /// The partial block in place of which it writes on a copy: index, block.
+    source: Option<(usize, u32)>,
     /// Blocks adopted, and blocks whose contents this entry computes for all.
     adopted: Vec<u32>,
     announced: Vec<u32>,
@@ -60,7 +71,8 @@ pub(crate) struct Model {
     contents: HashMap<Content, u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
     pub(crate) leases: BTreeMap<usize, Vec<u32>>,
-    pub(crate) plan: Option<Plan>,
+    /// Oldest first.
+    pub(crate) plans: Vec<Plan>,
     num_blocks: usize,
 }
 
@@ -76,7 +88,7 @@ impl Model {
             contents: HashMap::new(),
             seqs: BTreeMap::new(),
             leases: BTreeMap::new(),
-            plan: None,
+            plans: Vec::new(),
         }
     }
 
@@ -89,7 +101,7 @@ impl Model {
 
     pub(crate) fn refs(&self, block: u32) -> u32 {
         let leases = self.leases.values();
-        let fenced = self.plan.iter().flat_map(|plan| &plan.fenced);
+        let fenced = self.plans.iter().flat_map(|plan| &plan.fenced);
         self.seq_refs(block)
             + leases.filter(|blocks| blocks.contains(&block)).count() as u32
             + fenced.filter(|&&fenced| fenced == block).count() as u32
@@ -147,7 +159,7 @@ impl Model {
 
     /// How many of these blocks, from the first on, no open step is to compute.
     fn ready(&self, blocks: &[u32]) -> usize {
-        let entries = self.plan.iter().flat_map(|plan| &plan.entries);
+        let entries = self.plans.iter().flat_map(|plan| &plan.entries);
         let computing: Vec<u32> = entries.flat_map(|entry| entry.announced.clone()).collect();
         blocks
             .iter()
@@ -178,7 +190,7 @@ impl Model {
     pub(crate) fn attach(&mut self, seq: u64, lease: usize) -> bool {
         let blocks = self.leases[&lease].clone();
         let s = &self.seqs[&seq];
-        if s.planned || !s.table.is_empty() {
+        if s.planned > 0 || !s.table.is_empty() {
             return false;
         }
         let found = self.matched(s.namespace, &s.tokens, 0);
@@ -188,6 +200,7 @@ impl Model {
         let (size, s) = (self.block_size, self.seqs.get_mut(&seq).expect("live"));
         s.registered = blocks.len();
         s.computed = (blocks.len() * size).min(s.tokens.len() - 1);
+        s.ahead = s.computed;
         s.table = blocks;
         true
     }
@@ -203,7 +216,7 @@ impl Model {
 
     pub(crate) fn fork(&mut self, seq: u64, fork: u64, num_tokens: usize) -> bool {
         let s = &self.seqs[&seq];
-        if s.planned || num_tokens == 0 || num_tokens > s.tokens.len() {
+        if s.planned > 0 || num_tokens == 0 || num_tokens > s.tokens.len() {
             return false;
         }
         let computed = s.computed.min(num_tokens);
@@ -211,6 +224,7 @@ impl Model {
             tokens: s.tokens[..num_tokens].to_vec(),
             table: s.table[..computed.div_ceil(self.block_size)].to_vec(),
             computed,
+            ahead: computed,
             registered: s.registered.min(computed / self.block_size),
             ..s.clone()
         };
@@ -236,7 +250,7 @@ impl Model {
         let copy = self.allocate();
         let table = &mut self.seqs.get_mut(&seq).expect("live").table;
         let source = std::mem::replace(&mut table[index], copy);
-        let plan = self.plan.as_mut().expect("open");
+        let plan = self.newest();
         plan.copies.push((source, copy));
         plan.fenced.push(source);
         copy
@@ -249,6 +263,7 @@ impl Model {
             &Seq {
                 table: Vec::new(),
                 computed: 0,
+                ahead: 0,
                 registered: 0,
                 ..s
             },
@@ -262,14 +277,14 @@ impl Model {
 
     /// Ends a dropped sequence unless a plan holds it.
     fn bury(&mut self, seq: u64) {
-        if self.seqs[&seq].dropped && !self.seqs[&seq].planned {
+        if self.seqs[&seq].dropped && self.seqs[&seq].planned == 0 {
             let table = self.seqs.remove(&seq).expect("live").table;
             self.settle(table.into_iter().rev());
         }
     }
 
     pub(crate) fn begin(&mut self, budget: usize) {
-        self.plan = Some(Plan {
+        self.plans.push(Plan {
             budget,
             entries: Vec::new(),
             copies: Vec::new(),
@@ -284,15 +299,20 @@ impl Model {
             Extra::Drafts(drafts) => (0, drafts),
             Extra::Announces => (0, Vec::new()),
         };
-        let before = self.seqs[&seq].clone();
+        let s = &self.seqs[&seq];
+        let before = (s.table.len(), s.ahead, s.registered);
         adopted.iter().for_each(|&block| self.unqueue(block));
         let needed = (start + len + lookahead).div_ceil(self.block_size);
-        let copy = self.must_copy(seq, start).filter(|_| adopted.is_empty());
-        let copy = copy.map(|index| self.copy(seq, index));
+        let copied = self.must_copy(seq, start).filter(|_| adopted.is_empty());
+        let source = copied.map(|index| (index, self.seqs[&seq].table[index]));
+        let copy = copied.map(|index| self.copy(seq, index));
         let s = self.seqs.get_mut(&seq).expect("live");
         s.table.extend(adopted);
         s.registered += adopted.len();
-        (s.computed, s.planned) = (start, true);
+        let samples = start + len == s.tokens.len() + s.pending + drafts.len();
+        (s.ahead, s.speculating) = (start + len, !drafts.is_empty());
+        s.pending += usize::from(samples);
+        s.planned += 1;
         while self.seqs[&seq].table.len() < needed {
             let block = self.allocate();
             self.seqs.get_mut(&seq).expect("live").table.push(block);
@@ -310,23 +330,30 @@ impl Model {
             announced.push(s.table[s.registered]);
             s.registered += 1;
         }
-        let plan = self.plan.as_mut().expect("open");
+        let plan = self.newest();
         plan.budget -= len;
         plan.entries.push(Entry {
             seq,
+            start,
             len,
+            samples,
             drafts,
             before,
+            source,
             adopted: adopted.to_vec(),
             announced,
             copy,
         });
     }
 
+    fn newest(&mut self) -> &mut Plan {
+        self.plans.last_mut().expect("open")
+    }
+
     fn blocks_to_write(&self, seq: u64, len: usize) -> usize {
         let s = &self.seqs[&seq];
-        let blocks = (s.computed + len).div_ceil(self.block_size);
-        let copy = self.must_copy(seq, s.computed).is_some();
+        let blocks = (s.ahead + len).div_ceil(self.block_size);
+        let copy = self.must_copy(seq, s.ahead).is_some();
         blocks.saturating_sub(s.table.len()) + usize::from(copy)
     }
 
@@ -334,7 +361,7 @@ impl Model {
         let needed = self.blocks_to_write(seq, 1 + lookahead);
         let fits = self.budget() > 0 && needed <= self.queue.len();
         if fits {
-            let start = self.seqs[&seq].computed;
+            let start = self.seqs[&seq].ahead;
             self.push(seq, &[], start, 1, Extra::Lookahead(lookahead));
         }
         fits
@@ -349,7 +376,7 @@ impl Model {
         if needed > available {
             return Prefill::NoRoom { needed, available };
         }
-        let start = self.seqs[&seq].computed;
+        let start = self.seqs[&seq].ahead;
         self.push(seq, &[], start, tokens, Extra::Drafts(drafts));
         Prefill::Planned {
             cached_tokens: 0,
@@ -360,7 +387,7 @@ impl Model {
 
     pub(crate) fn trim(&mut self, seq: u64, num_tokens: usize) -> Option<usize> {
         let s = &self.seqs[&seq];
-        if s.planned || num_tokens < s.computed {
+        if s.planned > 0 || num_tokens < s.computed {
             return None;
         }
         let keep = num_tokens.div_ceil(self.block_size).max(s.registered);
@@ -381,7 +408,7 @@ impl Model {
         let may_match = self.caching
             && s.read_cache
             && s.registered == s.table.len()
-            && s.computed == s.table.len() * size;
+            && s.ahead == s.table.len() * size;
         let adopted = if may_match {
             self.matched(s.namespace, &s.tokens, s.table.len())
         } else {
@@ -389,11 +416,11 @@ impl Model {
         };
         let blocks = s.table.len() + adopted.len();
         let start = if adopted.is_empty() {
-            s.computed
+            s.ahead
         } else {
             (blocks * size).min(s.tokens.len() - 1)
         };
-        let most = max_tokens.min(self.plan.as_ref().expect("open").budget);
+        let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
         let end = match fits / size * size {
             _ if fits >= all => all,
@@ -426,32 +453,37 @@ impl Model {
         }
         self.push(seq, &adopted, start, tokens, Extra::Announces);
         Prefill::Planned {
-            cached_tokens: start - s.computed,
+            cached_tokens: start - s.ahead,
             tokens,
             samples: start + tokens == s.tokens.len(),
         }
     }
 
     fn undo(&mut self, entry: Entry) {
-        let dropped = self.seqs[&entry.seq].dropped;
         self.contents
             .retain(|_, holder| !entry.announced.contains(holder));
-        if let (Some(copy), Some(plan)) = (entry.copy, &mut self.plan) {
-            plan.copies.retain(|&(_, to)| to != copy);
+        if let Some(copy) = entry.copy {
+            self.newest().copies.retain(|&(_, to)| to != copy);
         }
-        self.shorten(
-            entry.seq,
-            &Seq {
-                dropped,
-                ..entry.before
-            },
-        );
+        let (table_len, ahead, registered) = entry.before;
+        let mut s = self.seqs[&entry.seq].clone();
+        s.table.truncate(table_len);
+        if let Some((index, source)) = entry.source {
+            s.table[index] = source;
+        }
+        if !entry.adopted.is_empty() || !entry.announced.is_empty() {
+            s.registered = registered;
+        }
+        (s.ahead, s.speculating) = (ahead, false);
+        s.pending -= usize::from(entry.samples);
+        s.planned -= 1;
+        self.shorten(entry.seq, &s);
         self.bury(entry.seq);
     }
 
     /// The others that had to go with it, because they were to share what it computes.
     pub(crate) fn cancel(&mut self, seq: u64) -> Option<Vec<u64>> {
-        let plan = self.plan.as_mut().expect("open");
+        let plan = self.newest();
         let first = plan.entries.iter().position(|entry| entry.seq == seq);
         let (mut out, mut gone) = (Vec::new(), Vec::new());
         for (at, entry) in plan.entries.iter().enumerate() {
@@ -478,30 +510,32 @@ impl Model {
 
     pub(crate) fn roll_back(&mut self) {
         // Every undo sees the fence; it is lifted at the end.
-        while let Some(entry) = self.plan.as_mut().expect("open").entries.pop() {
+        while let Some(entry) = self.newest().entries.pop() {
             self.undo(entry);
         }
-        let fenced = self.plan.take().expect("open").fenced;
+        let fenced = self.plans.pop().expect("open").fenced;
         self.settle(fenced);
     }
 
     /// `accepted` holds the tokens of each sampling entry, in plan order.
     pub(crate) fn commit(&mut self, accepted: &[Vec<u32>]) -> Vec<Redirect> {
         let mut accepted = accepted.iter();
-        let plan = self.plan.clone().expect("open");
+        let plan = self.plans[0].clone();
         let mut redirects = Vec::new();
-        for Entry {
-            seq, len, drafts, ..
-        } in &plan.entries
-        {
+        for entry in &plan.entries {
+            let seq = &entry.seq;
             let mut s = self.seqs[seq].clone();
-            s.computed += len;
-            if s.computed == s.tokens.len() + drafts.len() {
+            s.computed = entry.start + entry.len;
+            if entry.samples {
                 let tokens = accepted.next().expect("one per sampling entry");
                 s.tokens.extend(tokens);
-                s.computed -= drafts.len() + 1 - tokens.len();
+                s.computed -= entry.drafts.len() + 1 - tokens.len();
+                s.pending -= 1;
             }
-            s.planned = false;
+            if !entry.drafts.is_empty() {
+                (s.ahead, s.speculating) = (s.computed, false);
+            }
+            s.planned -= 1;
             let full = if self.caching {
                 s.computed / self.block_size
             } else {
@@ -513,7 +547,14 @@ impl Model {
                     s.tokens[..(index + 1) * self.block_size].to_vec(),
                 );
                 let mine = s.table[index];
-                match self.contents.get(&content).copied() {
+                let found = self.contents.get(&content).copied();
+                let later = self.plans.iter().skip(1).flat_map(|plan| &plan.entries);
+                let computing = |block: u32| later.clone().any(|e| e.announced.contains(&block));
+                if found.is_some_and(computing) {
+                    break; // the step after this one is to compute it, if it comes to that
+                }
+                match found {
+                    Some(first) if first == mine => {}
                     Some(first) if self.refs(first) > 0 => {
                         s.table[index] = first;
                         redirects.push(Redirect {
@@ -523,6 +564,9 @@ impl Model {
                             new_block: first.into(),
                         });
                         self.seqs.insert(*seq, s.clone());
+                        if let Some(newer) = self.plans.get_mut(1) {
+                            newer.fenced.push(mine);
+                        }
                         self.settle([mine]);
                     }
                     known => {
@@ -538,13 +582,13 @@ impl Model {
             self.seqs.insert(*seq, s);
         }
         plan.entries.iter().for_each(|entry| self.bury(entry.seq));
-        self.plan = None;
+        self.plans.remove(0);
         self.settle(plan.fenced);
         redirects
     }
 
     pub(crate) fn budget(&self) -> usize {
-        self.plan.as_ref().map_or(0, |plan| plan.budget)
+        self.plans.last().map_or(0, |plan| plan.budget)
     }
 
     pub(crate) fn evict_idle(&mut self) -> usize {
