@@ -4,6 +4,7 @@ Commands take the factory from typer's context object, so a test hands in a fake
 nothing here imports torch before a command really opens a model.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def open_llm(options: EngineOptions) -> Engine:
     from pyengine.engine import LLM
 
     budget = options.kv_cache_gib
-    return LLM(
+    llm = LLM(
         options.model,
         device=options.device,
         dtype=options.dtype,
@@ -100,6 +101,9 @@ def open_llm(options: EngineOptions) -> Engine:
         in_flight_sharing=options.in_flight_sharing,
         seed=options.seed,
     )
+    gc.freeze()  # what was imported and loaded stays: later collections pass it over
+    gc.enable()
+    return llm
 
 
 def factory_of(context: typer.Context) -> EngineFactory:
