@@ -4,6 +4,7 @@ Commands take the factory from typer's context object, so a test hands in a fake
 nothing here imports torch before a command really opens a model.
 """
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def open_llm(options: EngineOptions) -> Engine:
         seed=options.seed,
     )
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
+    atexit.register(gc.unfreeze)  # at the end it goes as usual
     gc.enable()
     return llm
 

@@ -118,6 +118,9 @@ def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
         prompts += read_prompts(file)
     if not prompts:
         raise InvalidRequestError("nothing to generate: give a PROMPT or --file")
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            raise InvalidRequestError(f"prompt {number} is empty: write what is to be answered")
     return prompts
 
 

@@ -113,7 +113,7 @@ def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) 
 def _parse_json(line: str) -> AnyPrompt:
     value = json.loads(line)
     if isinstance(value, str):
-        return TextPrompt(value)
+        return TextPrompt(_checked_text(value))
     if not isinstance(value, dict):
         raise ValueError(f"expected a string or an object, found {_short(value)}")
     unknown = sorted(value.keys() - {*KINDS, "id"})
@@ -140,6 +140,8 @@ def _parse_json(line: str) -> AnyPrompt:
 def _checked_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"prompt must be a string, found {_short(value)}")
+    if not value.strip():
+        raise ValueError("prompt is empty: write what is to be answered")
     return value
 
 

@@ -140,3 +140,12 @@ def test_template_choice_concerns_texts_only(
 def test_chat_without_a_template_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no chat template; use --raw"):
         to_engine(FakeEngine(chat_template=None), [TextPrompt("x")], Template.CHAT)
+
+
+def test_empty_prompts_are_refused_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"fine"\n""\n{"prompt": " "}\n')
+    with pytest.raises(
+        InvalidRequestError, match=r"line 2: prompt is empty[\s\S]*line 3: prompt is"
+    ):
+        read_prompts(file)
