@@ -8,7 +8,7 @@ use std::cell::Cell;
 use crate::error::Error;
 use crate::ids::PlanKey;
 use crate::manager::BlockManager;
-use crate::step::{Entry, Plan};
+use crate::plan::{Entry, Plan};
 
 /// An array of the caller, 32 or 64 bits wide.
 #[derive(Clone, Copy, Debug)]
@@ -138,7 +138,7 @@ impl BlockManager {
         arrays: &StepArrays<'_>,
         written: &mut TableRows,
     ) -> Result<(), Error> {
-        let plan = self.plan_of(plan)?;
+        let plan = self.open_plan(plan)?;
         let block_size = self.config.block_size;
         let widest = plan
             .entries

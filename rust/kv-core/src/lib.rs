@@ -34,27 +34,34 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod blocks;
 mod check;
+mod commit;
+mod config;
 mod error;
 mod events;
 mod fill;
 mod hash;
 mod ids;
+mod life;
 mod manager;
+mod plan;
+mod planning;
 mod queue;
+mod rollback;
 mod sequence;
 mod shared;
 mod stats;
-mod step;
 mod sync;
 mod tree;
 
+pub use config::Config;
 pub use error::Error;
 pub use events::Event;
 pub use fill::{IntArray, StepArrays, TableRows};
 pub use hash::ContentHasher;
 pub use ids::{BlockId, ContentId, PlanKey, SeqKey};
-pub use manager::{BlockManager, Config, SequenceView};
+pub use manager::{BlockManager, SequenceView};
+pub use plan::{PlanView, Prefill, Redirect};
 pub use shared::{Lease, PlanHandle, SeqHandle};
 pub use stats::{BlockState, Ledger, Stats};
-pub use step::{PlanView, Prefill, Redirect};

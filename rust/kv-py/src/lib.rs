@@ -6,8 +6,12 @@ mod buffers;
 mod cells;
 mod errors;
 mod events;
+mod lease;
+mod locked;
 mod manager;
 mod numbers;
+mod plan;
+mod sequence;
 mod tokens;
 
 use pyo3::prelude::*;
@@ -18,9 +22,9 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     errors::add_to(module)?;
     module.add_class::<manager::BlockManager>()?;
-    module.add_class::<manager::Sequence>()?;
-    module.add_class::<manager::Lease>()?;
-    module.add_class::<manager::StepPlan>()?;
+    module.add_class::<sequence::Sequence>()?;
+    module.add_class::<lease::Lease>()?;
+    module.add_class::<plan::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;

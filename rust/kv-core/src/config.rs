@@ -1,0 +1,62 @@
+//! Settings.
+
+use crate::blocks::Block;
+use crate::error::Error;
+use crate::queue::FreeQueue;
+use crate::tree::ContentTree;
+
+/// Settings of a pool, resolved once.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Physical blocks, `1..=2^31`.
+    pub num_blocks: usize,
+    /// Token positions per block, `1..=65536`.
+    pub block_size: usize,
+    /// Off: nothing is registered, matched or merged.
+    pub prefix_caching: bool,
+    /// On: a sequence shares blocks that one planned before it in the same step computes.
+    pub in_flight_sharing: bool,
+    /// On: changes of the set of contents are kept for [`BlockManager::take_events`].
+    pub events: bool,
+    /// Given: hashes are the same in every process. `None`: random per manager.
+    pub hash_seed: Option<u64>,
+    /// 128; fewer bits force collisions, for tests.
+    pub hash_bits: u32,
+}
+
+impl Config {
+    /// The usual settings for a pool of this shape.
+    pub fn new(num_blocks: usize, block_size: usize) -> Self {
+        Self {
+            num_blocks,
+            block_size,
+            prefix_caching: true,
+            in_flight_sharing: true,
+            events: false,
+            hash_seed: None,
+            hash_bits: 128,
+        }
+    }
+
+    /// Asks for the memory of all tables at once, before any of it is touched.
+    pub(crate) fn probe_memory(&self) -> Result<(), std::collections::TryReserveError> {
+        let per_block = size_of::<Block>()
+            + size_of::<u32>()
+            + FreeQueue::BYTES_PER_BLOCK
+            + ContentTree::bytes_per_block(self.block_size);
+        Vec::<u8>::new().try_reserve_exact(self.num_blocks.saturating_mul(per_block))
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), Error> {
+        if !(1..=65_536).contains(&self.block_size) {
+            return Err(Error::BlockSize(self.block_size));
+        }
+        if !(1..=1 << 31).contains(&self.num_blocks) {
+            return Err(Error::NumBlocks(self.num_blocks));
+        }
+        if self.hash_bits > 128 {
+            return Err(Error::HashBits(self.hash_bits));
+        }
+        Ok(())
+    }
+}

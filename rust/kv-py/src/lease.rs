@@ -1,0 +1,83 @@
+//! `Lease`: dropped by any thread, without the manager's lock and without the GIL.
+
+use std::sync::Mutex;
+
+use pyo3::prelude::*;
+
+/// Keeps a prefix alive without being a sequence. Any thread may let go of it at any time: that takes
+/// neither the manager's lock nor the GIL.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct Lease(Mutex<Option<kv_core::Lease>>);
+
+impl Lease {
+    pub(crate) fn new(lease: kv_core::Lease) -> Self {
+        Self(Mutex::new(Some(lease)))
+    }
+
+    /// The lease, unless it was released.
+    pub(crate) fn with<R>(&self, look: impl FnOnce(Option<&kv_core::Lease>) -> R) -> R {
+        // Held for a few instructions, and nothing is waited for under it: the GIL may be held.
+        let lease = self
+            .0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        look(lease.as_ref())
+    }
+}
+
+#[pymethods]
+impl Lease {
+    /// Tokens covered: blocks x block size; 0 once released.
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.with(|lease| lease.map_or(0, kv_core::Lease::num_tokens))
+    }
+
+    /// Ids of the blocks kept, first to last; empty once released.
+    #[getter]
+    fn blocks(&self) -> Vec<u32> {
+        self.with(|lease| {
+            lease.map_or(Vec::new(), |lease| {
+                lease.blocks().iter().map(|b| b.get()).collect()
+            })
+        })
+    }
+
+    /// Whether it was let go of.
+    #[getter]
+    fn is_released(&self) -> bool {
+        self.with(|lease| lease.is_none())
+    }
+
+    /// Lets go of the blocks; a second call does nothing.
+    fn release(&self) {
+        let lease = self
+            .0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .take();
+        drop(lease);
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    #[pyo3(signature = (exc_type, exc, traceback, /))]
+    fn __exit__(
+        &self,
+        exc_type: &Bound<'_, PyAny>,
+        exc: &Bound<'_, PyAny>,
+        traceback: &Bound<'_, PyAny>,
+    ) {
+        let _ = (exc_type, exc, traceback);
+        self.release();
+    }
+
+    fn __repr__(&self) -> String {
+        match self.is_released() {
+            true => "<Lease, released>".into(),
+            false => format!("<Lease on {} tokens>", self.num_tokens()),
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! `StepPlan`: one step, in a constant number of calls.
+
+use std::sync::Arc;
+
+use kv_core::{PlanHandle, SeqKey};
+use pyo3::prelude::*;
+
+use crate::answers::{Redirect, prefill_answer};
+use crate::buffers::StepBuffers;
+use crate::errors::raise;
+use crate::locked::Locked;
+use crate::numbers::number;
+use crate::sequence::Sequence;
+use crate::tokens::token_ids;
+
+/// One step: decodes and prefills, the inputs, then commit or rollback. Dropping an open one rolls it
+/// back.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct StepPlan {
+    pub(crate) core: Arc<Locked>,
+    pub(crate) handle: PlanHandle,
+}
+
+impl StepPlan {
+    fn view(&self, py: Python<'_>) -> PyResult<kv_core::PlanView> {
+        self.core
+            .lock(py)?
+            .plan_view(self.handle.key())
+            .map_err(raise)
+    }
+}
+
+#[pymethods]
+impl StepPlan {
+    /// Tokens to compute.
+    #[getter]
+    fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.view(py)?.num_tokens)
+    }
+
+    /// Sequences in the plan.
+    #[getter]
+    fn num_sequences(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.view(py)?.num_sequences)
+    }
+
+    /// Rows whose logits give a token: what `commit` takes.
+    #[getter]
+    fn num_samples(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.view(py)?.num_samples)
+    }
+
+    /// Tokens that may still be planned.
+    #[getter]
+    fn budget_left(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.view(py)?.budget_left)
+    }
+
+    /// Neither committed nor rolled back.
+    #[getter]
+    fn is_open(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.core.lock(py)?.plan_view(self.handle.key()).is_ok())
+    }
+
+    /// Plans one token for each sequence, in their order, as far as blocks and budget reach.
+    ///
+    /// Returns the positions in `sequences` of those that did not fit. Each must have exactly one
+    /// token left to compute; on misuse (`PlanError`, `HandleError`) none is planned. With
+    /// `lookahead` each gets blocks for so many slots past its known tokens too.
+    #[pyo3(signature = (sequences, *, lookahead = 0))]
+    fn decode(
+        &self,
+        py: Python<'_>,
+        sequences: Vec<Bound<'_, Sequence>>,
+        lookahead: usize,
+    ) -> PyResult<Vec<usize>> {
+        let keys: Vec<SeqKey> = sequences
+            .iter()
+            .map(|sequence| sequence.get().handle.key())
+            .collect();
+        self.core
+            .lock(py)?
+            .decode(self.handle.key(), &keys, lookahead)
+            .map_err(raise)
+    }
+
+    /// Plans up to `max_tokens` of the sequence's uncomputed tokens: match, adopt, allocate, charge.
+    ///
+    /// `reserve=None`: the blocks of this step's tokens must be there. `reserve=n`: those of all its
+    /// known tokens must be there with `n` to spare (only this step's are taken): admission.
+    #[pyo3(signature = (sequence, max_tokens, *, reserve = None))]
+    fn prefill(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        max_tokens: &Bound<'_, PyAny>,
+        reserve: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        let max_tokens = number("max_tokens", max_tokens)?;
+        let reserve = reserve
+            .map(|reserve| number("reserve", reserve))
+            .transpose()?;
+        let (plan, key) = (self.handle.key(), sequence.handle.key());
+        let answer = self
+            .core
+            .lock(py)?
+            .prefill(plan, key, max_tokens, reserve)
+            .map_err(raise)?;
+        prefill_answer(py, answer)
+    }
+
+    /// Takes a sequence out of the plan again, as if it had not been planned.
+    ///
+    /// Sequences that share what it was to compute go with it; returns their ids, in plan order.
+    fn cancel(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<Vec<u64>> {
+        let (plan, key) = (self.handle.key(), sequence.handle.key());
+        self.core.lock(py)?.cancel(plan, key).map_err(raise)
+    }
+
+    /// Blocks to copy before the step runs, as (source, destination), in order.
+    fn copies(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32)>> {
+        let core = self.core.lock(py)?;
+        let copies = core.copies(self.handle.key()).map_err(raise)?;
+        Ok(copies
+            .iter()
+            .map(|(from, to)| (from.get(), to.get()))
+            .collect())
+    }
+
+    /// Writes the step's inputs into the arrays, sequences in plan order; on an error, nothing.
+    fn fill(&self, py: Python<'_>, buffers: &StepBuffers) -> PyResult<()> {
+        let core = self.core.lock(py)?;
+        let filled = buffers.with(py, |arrays, rows| {
+            core.fill(self.handle.key(), arrays, rows)
+        })?;
+        filled.map_err(raise)
+    }
+
+    /// Plans a sequence that has one token left to compute together with drafts that may follow it.
+    ///
+    /// The step computes all of them and samples a row for each. All or nothing. Raises as `decode`.
+    fn speculate(
+        &self,
+        py: Python<'_>,
+        sequence: &Sequence,
+        drafts: &Bound<'_, PyAny>,
+    ) -> PyResult<Py<PyAny>> {
+        let drafts = token_ids(drafts)?;
+        let (plan, key) = (self.handle.key(), sequence.handle.key());
+        let answer = self.core.lock(py)?.speculate(plan, key, &drafts);
+        prefill_answer(py, answer.map_err(raise)?)
+    }
+
+    /// Takes the step as computed. `sampled`: one token id per sampling sequence, in plan order; or
+    /// all accepted ones, with `counts` saying how many each sequence accepted.
+    ///
+    /// A sequence accepts the drafts that turned out right and one token after them. Registers every
+    /// block that became full or merges it into the one that held its content first; returns the
+    /// merges. Raises `PlanError` and changes nothing if the counts are wrong or a token is no draft.
+    #[pyo3(signature = (sampled, counts = None))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        sampled: &Bound<'_, PyAny>,
+        counts: Option<Vec<usize>>,
+    ) -> PyResult<Vec<Redirect>> {
+        let sampled = token_ids(sampled)?;
+        let plan = self.handle.key();
+        let mut core = self.core.lock(py)?;
+        let redirects = match counts {
+            None => core.commit(plan, &sampled),
+            Some(counts) => core.commit_accepted(plan, &sampled, &counts),
+        };
+        drop(core);
+        let redirects = redirects.map_err(raise)?;
+        Ok(redirects.into_iter().map(Redirect::from).collect())
+    }
+
+    /// Undoes the plan: its sequences are what they were before it.
+    fn rollback(&self, py: Python<'_>) -> PyResult<()> {
+        self.core
+            .lock(py)?
+            .rollback(self.handle.key())
+            .map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<StepPlan {}>", self.handle.key().serial())
+    }
+}

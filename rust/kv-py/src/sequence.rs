@@ -1,0 +1,155 @@
+//! `Sequence`: a handle of the core's sequence.
+
+use std::sync::Arc;
+
+use kv_core::{Error, SeqHandle};
+use pyo3::prelude::*;
+
+use crate::errors::raise;
+use crate::lease::Lease;
+use crate::locked::Locked;
+use crate::numbers::number;
+use crate::tokens::token_ids;
+
+/// Tokens, their block table, and how many of them have their KV computed.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct Sequence {
+    pub(crate) core: Arc<Locked>,
+    pub(crate) handle: SeqHandle,
+}
+
+#[pymethods]
+impl Sequence {
+    /// The sequence's number, unique in its manager and never reused.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.handle.id()
+    }
+
+    /// False once it was freed.
+    #[getter]
+    fn is_live(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.core.lock(py)?.view(self.handle.key()).is_ok())
+    }
+
+    /// Tokens known: prompt and output.
+    #[getter]
+    fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self
+            .core
+            .lock(py)?
+            .view(self.handle.key())
+            .map_err(raise)?
+            .tokens
+            .len())
+    }
+
+    /// Tokens whose KV is computed and committed.
+    #[getter]
+    fn num_computed_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self
+            .core
+            .lock(py)?
+            .view(self.handle.key())
+            .map_err(raise)?
+            .num_computed_tokens)
+    }
+
+    /// Tokens adopted from the cache since the sequence was last without blocks.
+    #[getter]
+    fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self
+            .core
+            .lock(py)?
+            .view(self.handle.key())
+            .map_err(raise)?
+            .num_cached_tokens)
+    }
+
+    /// Ids of its blocks, first to last.
+    #[getter]
+    fn block_table(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let core = self.core.lock(py)?;
+        let view = core.view(self.handle.key()).map_err(raise)?;
+        Ok(view.table.iter().map(|block| block.get()).collect())
+    }
+
+    /// All known token ids.
+    fn tokens(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        Ok(self
+            .core
+            .lock(py)?
+            .view(self.handle.key())
+            .map_err(raise)?
+            .tokens
+            .to_vec())
+    }
+
+    /// Puts a lease's blocks into the empty table of this sequence; the lease stays in force.
+    ///
+    /// Raises `LeaseError` if the lease is no prefix of it, `HandleError`, `PlanError`.
+    fn attach(&self, py: Python<'_>, lease: &Lease) -> PyResult<()> {
+        let mut core = self.core.lock(py)?;
+        lease.with(|lease| match lease {
+            Some(lease) => core.attach(self.handle.key(), lease).map_err(raise),
+            None => Err(raise(Error::ReleasedLease)),
+        })
+    }
+
+    /// A lease on the registered blocks of this sequence.
+    fn lease(&self, py: Python<'_>) -> PyResult<Lease> {
+        Ok(Lease::new(
+            self.core
+                .lock(py)?
+                .lease(self.handle.key())
+                .map_err(raise)?,
+        ))
+    }
+
+    /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
+    ///
+    /// Nothing is copied now: a partial last block is copied when one of several holders writes to it
+    /// (`StepPlan.copies`). Raises `PlanError` if an open plan holds it, `TokenError` for a length
+    /// that it does not have.
+    fn fork(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Sequence> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let handle = self
+            .core
+            .lock(py)?
+            .fork(self.handle.key(), num_tokens)
+            .map_err(raise)?;
+        let core = Arc::clone(&self.core);
+        Ok(Sequence { core, handle })
+    }
+
+    /// Adds known tokens to its end: the next turn of a conversation, a fork's own token.
+    fn append(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let tokens = token_ids(tokens)?;
+        let mut core = self.core.lock(py)?;
+        core.append(self.handle.key(), &tokens).map_err(raise)
+    }
+
+    /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
+    /// was rejected, to the block. Returns how many.
+    ///
+    /// Raises `PlanError` for fewer tokens than are computed, or if an open plan holds it.
+    fn trim(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let mut core = self.core.lock(py)?;
+        core.trim(self.handle.key(), num_tokens).map_err(raise)
+    }
+
+    /// Gives its blocks back and keeps its tokens: preemption by recomputation.
+    fn reset(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.lock(py)?.reset(self.handle.key()).map_err(raise)
+    }
+
+    /// Ends the sequence; in an open plan it lives on until that is closed.
+    fn free(&self, py: Python<'_>) -> PyResult<()> {
+        self.core.lock(py)?.free(self.handle.key()).map_err(raise)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Sequence {}>", self.handle.id())
+    }
+}
