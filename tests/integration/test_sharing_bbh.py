@@ -1,7 +1,8 @@
 """All prompts of BIG-Bench-Hard at once, grouped by task: what the same step would do twice.
 
-Only the scheduler and the block manager run: every step is taken as computed. Without sharing inside
-a step about a quarter of the computed blocks are duplicates; with it none is stored or computed.
+Only the scheduler and the block manager run: every step is taken as computed. Without sharing
+inside a step more than a quarter of the computed blocks are duplicates; with it none is stored or
+computed.
 """
 
 import json
