@@ -240,6 +240,7 @@ class BlockManager:
         prefix_caching: bool = True,
         in_flight_sharing: bool = True,
         events: bool = False,
+        eviction: str = "lru",
         hash_seed: int | None = None,
         hash_bits: int = 128,
     ) -> Self: ...

@@ -41,7 +41,8 @@ class LLM:
     what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens,
     or what `kv_cache_memory` bytes pay for, or by default a share of the free memory
     (`gpu_memory_utilization` on CUDA). With `in_flight_sharing`, equal prefixes of one step are
-    computed once; without it they are merged after the step. `max_model_len` limits prompt and
+    computed once; without it they are merged after the step. `eviction` is "lru" or "2q" (which
+    keeps what comes back from being flushed by what does not). `max_model_len` limits prompt and
     output together; by default the model's positions, or the pool if that is smaller. Without a
     seed of their own, requests draw theirs from `seed`, in the order of submission.
 
@@ -64,6 +65,7 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         in_flight_sharing: bool = True,
+        eviction: str = "lru",
         seed: int = 0,
         attention_backend: str = "auto",
     ) -> None:
@@ -95,6 +97,7 @@ class LLM:
             block_size,
             prefix_caching=enable_prefix_caching,
             in_flight_sharing=in_flight_sharing,
+            eviction=eviction,
         )
         runner = ModelRunner(
             loaded,
@@ -135,6 +138,7 @@ class LLM:
             "max_model_len_reason": facts.limited_by,
             "enable_prefix_caching": enable_prefix_caching,
             "in_flight_sharing": in_flight_sharing,
+            "eviction": eviction,
         }
 
     def generate(

@@ -4,6 +4,7 @@
 use crate::events::Event;
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
+use crate::queue::List;
 use crate::shared::Letter;
 
 /// What the manager knows of a block, apart from its references (atomic, in [`Shared`]).
@@ -13,6 +14,19 @@ pub(crate) struct Block {
     pub(crate) seq_refs: u32,
     /// The content it holds, if that is registered.
     pub(crate) node: NodeIdx,
+    /// The content was adopted, or has come back soon after it was evicted.
+    pub(crate) used_again: bool,
+    /// The list of the queue in which the block waits, if it does.
+    pub(crate) list: List,
+}
+
+impl Block {
+    pub(crate) const NEW: Self = Self {
+        seq_refs: 0,
+        node: NodeIdx::NONE,
+        used_again: false,
+        list: List::Free,
+    };
 }
 
 impl BlockManager {
@@ -46,11 +60,13 @@ impl BlockManager {
     /// A block that nobody holds any more: idle if its content can be matched, else free.
     #[inline]
     pub(crate) fn enter_queue(&mut self, block: BlockId) {
-        if self.blocks[block.at()].node == NodeIdx::NONE {
-            self.queue.push_head(block);
+        let place = &mut self.blocks[block.at()];
+        if place.node == NodeIdx::NONE {
+            place.list = List::Free;
+            self.queue.push_head(List::Free, block);
         } else {
-            self.queue.push_tail(block);
-            self.idle += 1;
+            place.list = self.policy.list(place.used_again);
+            self.queue.push_tail(place.list, block);
         }
     }
 
@@ -58,15 +74,15 @@ impl BlockManager {
     #[inline]
     pub(crate) fn leave_queue(&mut self, block: BlockId) {
         if self.queue.contains(block) {
-            self.queue.unlink(block);
-            self.idle -= usize::from(self.blocks[block.at()].node != NodeIdx::NONE);
+            self.queue.unlink(self.blocks[block.at()].list, block);
         }
     }
 
     /// An idle block loses its content.
     pub(crate) fn evict(&mut self, block: BlockId) {
+        let hash = self.tree.hash(self.blocks[block.at()].node);
+        self.policy.evicted(hash);
         if self.config.events {
-            let hash = self.tree.hash(self.blocks[block.at()].node);
             self.events.push(Event::Removed { hash });
         }
         self.forget(block);
@@ -78,6 +94,14 @@ impl BlockManager {
         let node = std::mem::replace(&mut self.blocks[block.at()].node, NodeIdx::NONE);
         if node != NodeIdx::NONE {
             self.tree.clear_block(node);
+        }
+    }
+
+    /// A content that is stored now: whether it was here lately.
+    pub(crate) fn note_stored(&mut self, node: NodeIdx, block: BlockId) {
+        self.blocks[block.at()].node = node;
+        if self.policy.comes_back(self.tree.hash(node)) {
+            self.blocks[block.at()].used_again = true;
         }
     }
 
@@ -105,11 +129,16 @@ impl BlockManager {
     /// The next block of the queue, without its old content. The caller has counted that there is one.
     #[inline]
     pub(crate) fn allocate(&mut self) -> BlockId {
-        let block = self.queue.pop_head().expect("counted before");
-        if self.blocks[block.at()].node != NodeIdx::NONE {
-            self.idle -= 1;
-            self.evict(block);
-        }
+        let block = match self.queue.pop_head(List::Free) {
+            Some(block) => block,
+            None => {
+                let list = self.policy.victim(&self.queue);
+                let block = self.queue.pop_head(list).expect("counted before");
+                self.evict(block);
+                block
+            }
+        };
+        self.blocks[block.at()].used_again = false;
         self.stats.allocated_blocks += 1;
         self.hold_for_sequence(block);
         block

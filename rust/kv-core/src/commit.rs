@@ -257,7 +257,7 @@ impl BlockManager {
 
     fn own(&mut self, node: NodeIdx, slot: u32, index: usize) {
         let block = self.sequences.at(slot).table[index];
-        self.blocks[block.at()].node = node;
+        self.note_stored(node, block);
         self.stats.registered_blocks += 1;
         self.tell_stored(slot, index);
     }

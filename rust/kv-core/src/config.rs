@@ -2,6 +2,7 @@
 
 use crate::blocks::Block;
 use crate::error::Error;
+use crate::eviction::Eviction;
 use crate::queue::FreeQueue;
 use crate::tree::ContentTree;
 
@@ -18,6 +19,8 @@ pub struct Config {
     pub in_flight_sharing: bool,
     /// On: changes of the set of contents are kept for [`BlockManager::take_events`].
     pub events: bool,
+    /// Which idle blocks go first.
+    pub eviction: Eviction,
     /// Given: hashes are the same in every process. `None`: random per manager.
     pub hash_seed: Option<u64>,
     /// 128; fewer bits force collisions, for tests.
@@ -33,6 +36,7 @@ impl Config {
             prefix_caching: true,
             in_flight_sharing: true,
             events: false,
+            eviction: Eviction::Lru,
             hash_seed: None,
             hash_bits: 128,
         }

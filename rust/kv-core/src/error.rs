@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::eviction::Eviction;
+
 /// Why a call was refused. The call that returns one has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
@@ -9,6 +11,8 @@ pub enum Error {
     BlockSize(usize),
     /// `num_blocks` outside `1..=2^31`.
     NumBlocks(usize),
+    /// No eviction policy of this name.
+    UnknownPolicy(Box<str>),
     /// `hash_bits` outside `0..=128`.
     HashBits(u32),
     /// The tables of a pool this large do not fit into memory.
@@ -136,6 +140,13 @@ impl fmt::Display for Error {
         match self {
             BlockSize(got) => write!(f, "block_size must be 1 to 65536, got {got}"),
             NumBlocks(got) => write!(f, "num_blocks must be 1 to 2147483648, got {got}"),
+            UnknownPolicy(name) => {
+                let known = Eviction::NAMES.map(|(known, _)| known).join(", ");
+                write!(
+                    f,
+                    "eviction={name:?} is not known; the policies are {known}"
+                )
+            }
             HashBits(got) => write!(f, "hash_bits must be 0 to 128, got {got}"),
             OutOfMemory { num_blocks } => write!(
                 f,

@@ -75,6 +75,7 @@ impl BlockManager {
     fn grant(&mut self, blocks: Vec<BlockId>, end: NodeIdx) -> Lease {
         let num_tokens = blocks.len() * self.config.block_size;
         for &block in &blocks {
+            self.blocks[block.at()].used_again = true;
             self.leave_queue(block);
         }
         Lease::over(&self.shared, blocks.into(), end, num_tokens)

@@ -7,10 +7,11 @@ use crate::blocks::Block;
 use crate::config::Config;
 use crate::error::Error;
 use crate::events::Event;
+use crate::eviction::Policy;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::plan::Plan;
-use crate::queue::FreeQueue;
+use crate::queue::{FreeQueue, List};
 use crate::sequence::SequenceTable;
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
@@ -25,8 +26,7 @@ pub struct BlockManager {
     pub(crate) shared: Arc<Shared>,
     pub(crate) blocks: Vec<Block>,
     pub(crate) queue: FreeQueue,
-    /// Blocks of the queue that hold a content.
-    pub(crate) idle: usize,
+    pub(crate) policy: Policy,
     /// Blocks with `seq_refs > 0`.
     pub(crate) active: usize,
     pub(crate) tree: ContentTree,
@@ -56,21 +56,15 @@ impl BlockManager {
         let id = MANAGERS.fetch_add(1, Ordering::Relaxed);
         let mut blocks = Vec::new();
         blocks.try_reserve_exact(num_blocks).map_err(oom)?;
-        blocks.resize(
-            num_blocks,
-            Block {
-                seq_refs: 0,
-                node: NodeIdx::NONE,
-            },
-        );
+        blocks.resize(num_blocks, Block::NEW);
         let mut queue = FreeQueue::over(num_blocks).map_err(oom)?;
-        (0..num_blocks).for_each(|block| queue.push_tail(BlockId::new(block)));
+        (0..num_blocks).for_each(|block| queue.push_tail(List::Free, BlockId::new(block)));
         let hasher = ContentHasher::new(seed, hash_bits);
         Ok(Self {
             shared: Arc::new(Shared::new(id, num_blocks).map_err(oom)?),
             blocks,
             queue,
-            idle: 0,
+            policy: Policy::new(config.eviction, num_blocks),
             active: 0,
             tree: ContentTree::new(num_blocks, block_size, hasher).map_err(oom)?,
             sequences: SequenceTable::new(id),
@@ -104,10 +98,10 @@ impl BlockManager {
     /// Where every block is.
     pub fn ledger(&mut self) -> Ledger {
         self.read_mail();
-        let free = self.queue.len() - self.idle;
+        let free = self.queue.len_of(List::Free);
         Ledger {
             free,
-            idle: self.idle,
+            idle: self.queue.len() - free,
             active: self.active,
             leased: self.config.num_blocks - self.queue.len() - self.active,
         }
@@ -142,7 +136,7 @@ impl BlockManager {
     pub fn state(&mut self, block: u32) -> Result<BlockState, Error> {
         self.read_mail();
         let block = self.known(block)?;
-        let Block { seq_refs, node } = self.blocks[block.at()];
+        let Block { seq_refs, node, .. } = self.blocks[block.at()];
         Ok(match (self.queue.contains(block), node.some(), seq_refs) {
             (true, None, _) => BlockState::Free,
             (true, Some(_), _) => BlockState::Idle,
@@ -179,11 +173,9 @@ impl BlockManager {
     /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
     pub fn evict_idle(&mut self) -> usize {
         self.read_mail();
-        let idle: Vec<BlockId> = self
-            .queue
-            .iter()
-            .filter(|block| self.blocks[block.at()].node != NodeIdx::NONE)
-            .collect();
+        let lists = [List::Probation, List::Protected];
+        let idle = lists.into_iter().flat_map(|list| self.queue.iter(list));
+        let idle: Vec<BlockId> = idle.collect();
         for &block in &idle {
             self.leave_queue(block);
             self.evict(block);

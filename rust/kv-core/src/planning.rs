@@ -126,7 +126,7 @@ impl BlockManager {
         let seq = self.sequences.at(slot);
         let index = position / self.config.block_size;
         let block = seq.table.get(index).filter(|_| index >= seq.chain.blocks)?;
-        let Block { seq_refs, node } = self.blocks[block.at()];
+        let Block { seq_refs, node, .. } = self.blocks[block.at()];
         (seq_refs > 1 || node != NodeIdx::NONE).then_some(index)
     }
 
@@ -409,7 +409,7 @@ impl BlockManager {
                 }
                 Step::Found(_) | Step::Collision(_) => return index - from,
             };
-            self.blocks[mine.at()].node = node;
+            self.note_stored(node, mine);
             self.stand_on(slot, index, node);
         }
         (end / block_size).saturating_sub(from)
@@ -428,6 +428,7 @@ impl BlockManager {
     fn adopt(&mut self, slot: u32) {
         let matched = std::mem::take(&mut self.matched);
         for &(_, block) in &matched {
+            self.blocks[block.at()].used_again = true;
             self.hold_for_sequence(block);
         }
         let seq = self.sequences.at_mut(slot);

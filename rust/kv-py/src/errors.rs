@@ -61,6 +61,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::BlockSize(_)
         | Error::NumBlocks(_)
         | Error::HashBits(_)
+        | Error::UnknownPolicy(_)
         | Error::OutOfMemory { .. }
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),

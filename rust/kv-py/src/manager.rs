@@ -21,7 +21,8 @@ use crate::tokens::token_ids;
 /// `num_blocks` blocks of `block_size` token positions each. `prefix_caching=False` registers, matches
 /// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
 /// the same step computes. With `events` changes of the set of contents are kept for `take_events`.
-/// `hash_seed` makes content hashes equal in every process (random by default);
+/// `eviction` is the order in which idle blocks go: "lru", or "2q", which keeps contents that were used
+/// again from being flushed by those that are used once. `hash_seed` makes content hashes equal in every process (random by default);
 /// `hash_bits` below 128 forces hash collisions, for tests.
 ///
 /// All calls may come from any thread. Raises `ConfigError`.
@@ -35,13 +36,15 @@ pub(crate) struct BlockManager {
 #[pymethods]
 impl BlockManager {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, in_flight_sharing = true, events = false, hash_seed = None, hash_bits = 128))]
+    #[allow(clippy::too_many_arguments)] // one per keyword
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, in_flight_sharing = true, events = false, eviction = "lru", hash_seed = None, hash_bits = 128))]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
         prefix_caching: bool,
         in_flight_sharing: bool,
         events: bool,
+        eviction: &str,
         hash_seed: Option<&Bound<'_, PyAny>>,
         hash_bits: u32,
     ) -> PyResult<Self> {
@@ -56,6 +59,7 @@ impl BlockManager {
             prefix_caching,
             in_flight_sharing,
             events,
+            eviction: eviction.parse().map_err(raise)?,
             hash_seed,
             hash_bits,
         };

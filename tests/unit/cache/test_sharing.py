@@ -264,3 +264,27 @@ def test_events_tell_what_enters_and_leaves() -> None:
     [event] = manager.take_events()
     assert isinstance(event, Cleared)
     assert manager.contents() == []
+
+
+# ---- eviction
+
+
+def test_two_queues_keep_what_comes_back() -> None:
+    """A stream of prompts that never return flushes an LRU; it does not flush what is used again."""
+
+    def hits(policy: str) -> int:
+        manager = BlockManager(8, BLOCK, eviction=policy)
+        for round_ in range(20):
+            computed(manager, tokens(9)).free()  # comes back every time
+            for strange in range(4):
+                computed(manager, tokens(9, start=100 + 50 * (5 * round_ + strange))).free()
+        manager.check()
+        return manager.stats().hit_blocks
+
+    assert hits("lru") == 0
+    assert hits("2q") > 30
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r'"fifo" is not known; the policies are lru, 2q'):
+        BlockManager(8, BLOCK, eviction="fifo")

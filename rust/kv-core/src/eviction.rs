@@ -1,0 +1,98 @@
+//! Which idle block goes first: small policies, chosen by name.
+
+use std::collections::{HashSet, VecDeque};
+use std::str::FromStr;
+
+use crate::error::Error;
+use crate::queue::{FreeQueue, List};
+
+/// How idle blocks are given up when there are no free ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Eviction {
+    /// Least recently used first.
+    #[default]
+    Lru,
+    /// Two queues, after Johnson and Shasha, *2Q: A Low Overhead High Performance Buffer Management
+    /// Replacement Algorithm*, VLDB 1994.
+    ///
+    /// Contents that were used once wait in one list, those that were used again in another; each is
+    /// evicted least recently used first, and the first list keeps at most half of the idle blocks. A
+    /// content that comes back soon after it was evicted counts as used again. One pass of prompts that
+    /// never return cannot flush what does return.
+    TwoQueue,
+}
+
+impl Eviction {
+    /// Every policy by its name.
+    pub const NAMES: [(&'static str, Self); 2] = [("lru", Self::Lru), ("2q", Self::TwoQueue)];
+}
+
+impl FromStr for Eviction {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
+        known
+            .map(|(_, policy)| *policy)
+            .ok_or_else(|| Error::UnknownPolicy(name.into()))
+    }
+}
+
+/// The state of a policy.
+pub(crate) struct Policy {
+    kind: Eviction,
+    /// Evicted lately, the oldest first: as many as the pool has blocks.
+    ghosts: VecDeque<u128>,
+    known_ghosts: HashSet<u128>,
+    num_blocks: usize,
+}
+
+impl Policy {
+    pub(crate) fn new(kind: Eviction, num_blocks: usize) -> Self {
+        Self {
+            kind,
+            ghosts: VecDeque::new(),
+            known_ghosts: HashSet::new(),
+            num_blocks,
+        }
+    }
+
+    /// Where a block waits that has become idle.
+    #[inline]
+    pub(crate) fn list(&self, used_again: bool) -> List {
+        match self.kind {
+            Eviction::TwoQueue if used_again => List::Protected,
+            _ => List::Probation,
+        }
+    }
+
+    /// The list of which the first block goes. There is an idle one.
+    #[inline]
+    pub(crate) fn victim(&self, queue: &FreeQueue) -> List {
+        let (once, again) = (queue.len_of(List::Probation), queue.len_of(List::Protected));
+        if again == 0 || (once > 0 && 2 * once > once + again) {
+            List::Probation
+        } else {
+            List::Protected
+        }
+    }
+
+    /// A content was evicted.
+    pub(crate) fn evicted(&mut self, hash: u128) {
+        if self.kind == Eviction::Lru || !self.known_ghosts.insert(hash) {
+            return;
+        }
+        self.ghosts.push_back(hash);
+        if self.ghosts.len() > self.num_blocks
+            && let Some(oldest) = self.ghosts.pop_front()
+        {
+            self.known_ghosts.remove(&oldest);
+        }
+    }
+
+    /// Whether a content that is stored now was evicted lately.
+    #[inline]
+    pub(crate) fn comes_back(&self, hash: u128) -> bool {
+        self.kind != Eviction::Lru && self.known_ghosts.contains(&hash)
+    }
+}
