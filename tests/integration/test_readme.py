@@ -1,37 +1,22 @@
 """The README's code runs, prints what it says, and names commands that exist."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pyengine.cli.app import app
-
-ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
+from tests.support import docs
+from tests.support.docs import ROOT, printed, run
 
 
 def blocks(language: str) -> list[str]:
-    return [
-        code for name, code in BLOCK.findall((ROOT / "README.md").read_text()) if name == language
-    ]
+    return docs.blocks("README.md", language)
 
 
 def commands() -> list[list[str]]:
-    lines = "".join(blocks("console")).splitlines()
-    return [line.split("#")[0].split() for line in lines if line.strip()]
-
-
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return docs.commands("README.md")
 
 
 def python_blocks() -> list[object]:
@@ -52,7 +37,7 @@ def test_there_is_something_to_run() -> None:
 
 @pytest.mark.parametrize("code", python_blocks())
 def test_python_block_prints_what_it_says(code: str) -> None:
-    expected = PRINTED.findall(code)
+    expected = printed(code)
     assert expected, "a block of the README prints nothing that could be checked"
     assert run(code).splitlines() == expected
 

@@ -78,11 +78,10 @@ impl BlockManager {
     }
 
     fn check_blocks(&self, held: &[u32]) -> Result<(), String> {
-        let fenced: Vec<BlockId> = self
-            .open
-            .iter()
-            .flat_map(|plan| plan.fenced.clone())
-            .collect();
+        let mut fenced: HashMap<BlockId, u32> = HashMap::new();
+        for block in self.open.iter().flat_map(|plan| &plan.fenced) {
+            *fenced.entry(*block).or_default() += 1;
+        }
         let (_, most) = self.shared.lease_refs();
         let (mut active, mut idle, mut by_leases) = (0, 0, 0);
         for (index, block) in self.blocks.iter().enumerate() {
@@ -94,7 +93,7 @@ impl BlockManager {
                     block.seq_refs, held[index]
                 ));
             }
-            let fences = fenced.iter().filter(|&&block| block == id).count() as u32;
+            let fences = fenced.get(&id).copied().unwrap_or(0);
             let Some(leases) = refs.checked_sub(held[index] + fences) else {
                 let counted = held[index] + fences;
                 return Err(format!(

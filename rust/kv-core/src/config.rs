@@ -17,7 +17,7 @@ pub struct Config {
     pub prefix_caching: bool,
     /// On: a sequence shares blocks that one planned before it in the same step computes.
     pub in_flight_sharing: bool,
-    /// On: changes of the set of contents are kept for [`BlockManager::take_events`].
+    /// On: changes of the set of contents are kept for [`take_events`](crate::BlockManager::take_events).
     pub events: bool,
     /// Which idle blocks go first.
     pub eviction: Eviction,

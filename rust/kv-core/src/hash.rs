@@ -103,10 +103,17 @@ mod tests {
         let root = hasher.root(b"");
         let first = hasher.child(root, &[1, 2, 3, 4]);
         assert_eq!(root, 0x99aa_06d3_0147_98d8_6001_c324_468d_497f);
-        assert_eq!(
-            hasher.child(first, &[5, 6, 7, 8]),
-            hasher.child(first, &[5, 6, 7, 8])
-        );
+        // The vectors of the docs, there in little endian.
+        let bytes = |hash: u128| {
+            hash.to_le_bytes()
+                .map(|byte| format!("{byte:02x}"))
+                .concat()
+        };
+        assert_eq!(bytes(first), "b669d390b17abeed76dc029be89b9feb");
+        let second = hasher.child(first, &[5, 6, 7, 8]);
+        assert_eq!(bytes(second), "d658bebed64ccffe2596165ebc529903");
+        let tenant = hasher.child(hasher.root(b"tenant"), &[1, 2, 3, 4]);
+        assert_eq!(bytes(tenant), "a346afbacff39c989c9ceda808a756b2");
         assert_ne!(first, hasher.child(root, &[1, 2, 3, 5]));
     }
 

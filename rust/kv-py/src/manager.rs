@@ -37,7 +37,7 @@ pub(crate) struct BlockManager {
 impl BlockManager {
     #[new]
     #[allow(clippy::too_many_arguments)] // one per keyword
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, in_flight_sharing = true, events = false, eviction = "lru", hash_seed = None, hash_bits = 128))]
+    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, in_flight_sharing = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
@@ -46,10 +46,11 @@ impl BlockManager {
         events: bool,
         eviction: &str,
         hash_seed: Option<&Bound<'_, PyAny>>,
-        hash_bits: u32,
+        hash_bits: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let block_size = number("block_size", block_size)?;
+        let hash_bits = hash_bits.map_or(Ok(128), |bits| number("hash_bits", bits))?;
         let hash_seed = hash_seed
             .map(|seed| number("hash_seed", seed))
             .transpose()?;
@@ -131,7 +132,10 @@ impl BlockManager {
         ))
     }
 
-    /// Opens a step that may compute `token_budget` tokens. Raises `PlanError` while one is open.
+    /// Opens a step that may compute `token_budget` tokens.
+    ///
+    /// Two may be open: the second is planned while the first one runs. They are committed in order.
+    /// Raises `PlanError` for a third.
     fn begin_step(&self, py: Python<'_>, token_budget: &Bound<'_, PyAny>) -> PyResult<StepPlan> {
         let token_budget = number("token_budget", token_budget)?;
         let handle = self

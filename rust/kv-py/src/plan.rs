@@ -67,13 +67,14 @@ impl StepPlan {
     /// Returns the positions in `sequences` of those that did not fit. Each must have exactly one
     /// token left to compute; on misuse (`PlanError`, `HandleError`) none is planned. With
     /// `lookahead` each gets blocks for so many slots past its known tokens too.
-    #[pyo3(signature = (sequences, *, lookahead = 0))]
+    #[pyo3(signature = (sequences, *, lookahead = None))]
     fn decode(
         &self,
         py: Python<'_>,
         sequences: Vec<Bound<'_, Sequence>>,
-        lookahead: usize,
+        lookahead: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<usize>> {
+        let lookahead = lookahead.map_or(Ok(0), |slots| number("lookahead", slots))?;
         let keys: Vec<SeqKey> = sequences
             .iter()
             .map(|sequence| sequence.get().handle.key())
@@ -162,8 +163,12 @@ impl StepPlan {
         &self,
         py: Python<'_>,
         sampled: &Bound<'_, PyAny>,
-        counts: Option<Vec<usize>>,
+        counts: Option<Vec<Bound<'_, PyAny>>>,
     ) -> PyResult<Vec<Redirect>> {
+        let count = |count: Bound<'_, PyAny>| number("counts", &count);
+        let counts: Option<Vec<usize>> = counts
+            .map(|counts| counts.into_iter().map(count).collect())
+            .transpose()?;
         let sampled = token_ids(sampled)?;
         let plan = self.handle.key();
         let mut core = self.core.lock(py)?;

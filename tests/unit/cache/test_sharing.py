@@ -270,7 +270,7 @@ def test_events_tell_what_enters_and_leaves() -> None:
 
 
 def test_two_queues_keep_what_comes_back() -> None:
-    """A stream of prompts that never return flushes an LRU; it does not flush what is used again."""
+    """Prompts that never return flush an LRU; they do not flush what is used again."""
 
     def hits(policy: str) -> int:
         manager = BlockManager(8, BLOCK, eviction=policy)

@@ -1,0 +1,392 @@
+"""What every call of the block manager costs: a table in Markdown on standard output.
+
+`python benches/calls.py --rounds 50`. Medians of single calls, in microseconds, the way from Python
+into Rust and back included. A pool of 16,384 blocks of 16 tokens, of which 256 running sequences of
+512 tokens hold half.
+"""
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from time import perf_counter_ns
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
+
+NUM_BLOCKS, BLOCK = 16_384, 16
+RUNNING, LENGTH, PROMPT = 256, 512, 1024
+BUDGET = 2 * PROMPT
+
+
+class World:
+    """A manager with running sequences; each case has its own."""
+
+    def __init__(self, **settings: bool) -> None:
+        self.manager = BlockManager(NUM_BLOCKS, BLOCK, **settings)
+        self.rng = np.random.default_rng(0)
+        self.running = [self.computed(self.tokens(LENGTH)) for _ in range(RUNNING)]
+
+    def tokens(self, count: int) -> npt.NDArray[np.int64]:
+        """Random ids: no two prompts share a block."""
+        return self.rng.integers(0, 2**32, count)
+
+    def computed(self, tokens: npt.NDArray[np.int64]) -> Sequence:
+        """A sequence whose tokens are all computed, and one sampled."""
+        sequence = self.manager.sequence(tokens)
+        plan = self.manager.begin_step(len(tokens))
+        plan.prefill(sequence, len(tokens))
+        plan.commit([0])
+        return sequence
+
+    def decoding(self) -> StepPlan:
+        """An open plan that decodes every running sequence."""
+        plan = self.manager.begin_step(BUDGET)
+        plan.decode(self.running)
+        return plan
+
+    def prefilling(self, *prompts: npt.NDArray[np.int64]) -> tuple[StepPlan, list[Sequence]]:
+        """An open plan of whole prompts, and their sequences."""
+        plan = self.manager.begin_step(BUDGET)
+        sequences = [self.manager.sequence(prompt) for prompt in prompts]
+        for sequence in sequences:
+            plan.prefill(sequence, PROMPT)
+        return plan, sequences
+
+    @cached_property
+    def prompt(self) -> npt.NDArray[np.int64]:
+        """The prompt of `holder`."""
+        return self.tokens(PROMPT)
+
+    @cached_property
+    def holder(self) -> Sequence:
+        """A sequence whose prompt is computed and stays so."""
+        return self.computed(self.prompt)
+
+    @cached_property
+    def retained(self) -> Lease:
+        """A lease on the same prompt."""
+        return self.holder.lease()
+
+    @cached_property
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """What a runner would bring."""
+        shapes = {"query_start_loc": RUNNING + 1, "seq_lens": RUNNING}
+        flat = ("input_ids", "positions", "slot_mapping", "logits_indices")
+        shapes |= dict.fromkeys(flat, BUDGET)
+        arrays = {name: np.zeros(size, np.int64) for name, size in shapes.items()}
+        return arrays | {"block_tables": np.zeros((RUNNING, 128), np.int64)}
+
+    @cached_property
+    def buffers(self) -> StepBuffers:
+        """The same, as `fill` takes it."""
+        return StepBuffers(**self.arrays)
+
+
+Timed = Callable[[], object]
+Steps = Callable[[World], Iterator[Timed]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to time: prepares, yields the call, cleans up."""
+
+    call: str
+    cost: str
+    of: str
+    steps: Steps
+    repeat: int = 1
+    settings: Mapping[str, bool] = field(default_factory=dict)
+
+    def microseconds(self, rounds: int) -> float:
+        """The median."""
+        world = World(**self.settings)
+        times = []
+        for _ in range(rounds):
+            steps = self.steps(world)
+            timed = next(steps)
+            began = perf_counter_ns()
+            for _ in range(self.repeat):
+                timed()
+            times.append((perf_counter_ns() - began) / self.repeat)
+            next(steps, None)
+        return median(times) / 1000
+
+
+CASES: list[Case] = []
+
+
+def case(call: str, cost: str, of: str, **settings: bool) -> Callable[[Steps], Steps]:
+    """Enters a case into the table; `settings` are the manager's."""
+
+    def add(steps: Steps) -> Steps:
+        CASES.append(Case(call, cost, of, steps, settings=settings))
+        return steps
+
+    return add
+
+
+def look(call: str, cost: str, of: str, timed: Callable[[World], object]) -> None:
+    """A call that changes nothing: timed 100 times in a row."""
+
+    def steps(world: World) -> Iterator[Timed]:
+        timed(world)
+        yield lambda: timed(world)
+
+    CASES.append(Case(call, cost, of, steps, repeat=100))
+
+
+@case("BlockManager()", "blocks", "16,384 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield lambda: BlockManager(NUM_BLOCKS, BLOCK)
+
+
+@case("BlockManager.sequence", "tokens", "1,024 in an int64 array")
+def _(world: World) -> Iterator[Timed]:
+    tokens = world.tokens(PROMPT)
+    yield lambda: world.manager.sequence(tokens)
+
+
+@case("BlockManager.sequence", "tokens", "1,024 in a list")
+def _(world: World) -> Iterator[Timed]:
+    tokens = world.tokens(PROMPT).tolist()
+    yield lambda: world.manager.sequence(tokens)
+
+
+@case("BlockManager.match_prefix", "tokens", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.holder
+    yield lambda: world.manager.match_prefix(world.prompt)
+
+
+@case("BlockManager.match_prefix", "tokens", "1,024, none cached")
+def _(world: World) -> Iterator[Timed]:
+    tokens = world.tokens(PROMPT)
+    yield lambda: world.manager.match_prefix(tokens)
+
+
+@case("BlockManager.begin_step", "1", "")
+def _(world: World) -> Iterator[Timed]:
+    plans: list[StepPlan] = []
+    yield lambda: plans.append(world.manager.begin_step(BUDGET))
+    plans.pop().rollback()
+
+
+@case("StepPlan.decode", "sequences + new blocks", "256 sequences")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.manager.begin_step(BUDGET)
+    yield lambda: plan.decode(world.running)
+    plan.rollback()
+
+
+@case("StepPlan.prefill", "tokens", "1,024, none cached")
+def _(world: World) -> Iterator[Timed]:
+    plan, sequence = world.manager.begin_step(BUDGET), world.manager.sequence(world.tokens(PROMPT))
+    yield lambda: plan.prefill(sequence, PROMPT)
+    plan.rollback()
+
+
+@case("StepPlan.prefill", "tokens", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.holder
+    plan, sequence = world.manager.begin_step(BUDGET), world.manager.sequence(world.prompt)
+    yield lambda: plan.prefill(sequence, PROMPT)
+    plan.rollback()
+
+
+@case("StepPlan.speculate", "drafts + new blocks", "4 drafts")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.manager.begin_step(BUDGET)
+    yield lambda: plan.speculate(world.running[0], [1, 2, 3, 4])
+    plan.rollback()
+
+
+@case("StepPlan.cancel", "entries + their blocks", "1 of 256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.decoding()
+    yield lambda: plan.cancel(world.running[128])
+    plan.rollback()
+
+
+look("StepPlan.copies", "copies", "none", lambda world: step_of(world).copies())
+
+
+@case("StepPlan.fill", "tokens + sequences + changed table entries", "256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.decoding()
+    yield lambda: plan.fill(world.buffers)
+    plan.commit([0] * RUNNING)
+
+
+@case("StepPlan.fill", "tokens + sequences + changed table entries", "1,024 tokens of one prompt")
+def _(world: World) -> Iterator[Timed]:
+    plan, _ = world.prefilling(world.tokens(PROMPT))
+    yield lambda: plan.fill(world.buffers)
+    plan.rollback()
+
+
+@case("StepPlan.commit", "sequences + full blocks", "256 decodes, no block full")
+def _(world: World) -> Iterator[Timed]:
+    plan, tokens = world.decoding(), world.tokens(RUNNING)
+    yield lambda: plan.commit(tokens)
+
+
+@case("StepPlan.commit", "sequences + full blocks", "256 decodes, 256 blocks full")
+def _(world: World) -> Iterator[Timed]:
+    forks = [sequence.fork(LENGTH - 1) for sequence in world.running]
+    for fork, token in zip(forks, world.tokens(RUNNING).tolist(), strict=True):
+        fork.append([token])
+    plan, tokens = world.manager.begin_step(BUDGET), world.tokens(RUNNING)
+    plan.decode(forks)
+    yield lambda: plan.commit(tokens)
+
+
+@case("StepPlan.commit", "sequences + full blocks", "a prompt of 64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    plan, _sequences = world.prefilling(world.tokens(PROMPT))
+    yield lambda: plan.commit([0])
+
+
+@case(
+    "StepPlan.commit",
+    "sequences + full blocks",
+    "two equal prompts, 64 merges",
+    in_flight_sharing=False,
+)
+def _(world: World) -> Iterator[Timed]:
+    prompt = world.tokens(PROMPT)
+    plan, _sequences = world.prefilling(prompt, prompt)
+    yield lambda: plan.commit([0, 0])
+
+
+@case("StepPlan.rollback", "entries + their blocks", "256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    yield world.decoding().rollback
+
+
+@case("Sequence.attach", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    lease, sequence = world.retained, world.manager.sequence(world.prompt)
+    yield lambda: sequence.attach(lease)
+
+
+@case("Sequence.lease", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.holder.lease
+
+
+@case("Sequence.fork", "tokens + blocks", "1,024 tokens")
+def _(world: World) -> Iterator[Timed]:
+    holder = world.holder
+    yield lambda: holder.fork(PROMPT)
+
+
+@case("Sequence.append", "tokens", "1 token")
+def _(world: World) -> Iterator[Timed]:
+    sequence = world.manager.sequence(world.prompt)
+    yield lambda: sequence.append([7])
+
+
+@case("Sequence.trim", "blocks given back", "1 block")
+def _(world: World) -> Iterator[Timed]:
+    sequence = world.running[0]
+    plan = world.manager.begin_step(BUDGET)
+    plan.decode([sequence], lookahead=BLOCK)
+    plan.commit([0])
+    yield lambda: sequence.trim(sequence.num_tokens)
+
+
+@case("Sequence.reset", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.computed(world.tokens(PROMPT)).reset
+
+
+@case("Sequence.free", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.computed(world.tokens(PROMPT)).free
+
+
+look("Sequence.tokens", "tokens", "1,024 tokens", lambda world: world.holder.tokens())
+look("Sequence.block_table", "blocks", "64 blocks", lambda world: world.holder.block_table)
+
+
+@case("Lease.release", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.holder.lease().release
+
+
+look("BlockManager.ledger", "1", "", lambda world: world.manager.ledger())
+look("BlockManager.stats", "1", "", lambda world: world.manager.stats())
+look(
+    "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.holder)
+)
+look("BlockManager.refs", "1", "", lambda world: world.manager.refs(0))
+look("BlockManager.seq_refs", "1", "", lambda world: world.manager.seq_refs(0))
+look("BlockManager.state", "1", "", lambda world: world.manager.state(0))
+
+
+@case("BlockManager.evict_idle", "idle blocks", "64 idle, 8,128 free")
+def _(world: World) -> Iterator[Timed]:
+    world.computed(world.tokens(PROMPT)).free()
+    yield world.manager.evict_idle
+
+
+@case("BlockManager.take_events", "events", "64 stored", events=True)
+def _(world: World) -> Iterator[Timed]:
+    world.manager.take_events()
+    world.computed(world.tokens(PROMPT)).free()
+    yield world.manager.take_events
+
+
+@case("BlockManager.contents", "contents", "8,192 contents")
+def _(world: World) -> Iterator[Timed]:
+    yield world.manager.contents
+
+
+@case("BlockManager.check", "blocks + tokens", "16,384 blocks, 256 sequences")
+def _(world: World) -> Iterator[Timed]:
+    yield world.manager.check
+
+
+@case("StepBuffers()", "1", "seven arrays")
+def _(world: World) -> Iterator[Timed]:
+    arrays = world.arrays
+    yield lambda: StepBuffers(**arrays)
+
+
+def step_of(world: World) -> StepPlan:
+    """An open plan of all running sequences, made once."""
+    plan = world.__dict__.get("plan")
+    if plan is None:
+        plan = world.__dict__["plan"] = world.decoding()
+    return plan
+
+
+def rows(rounds: int) -> Iterator[str]:
+    """The table, line by line."""
+    yield "| call | O(...) | timed with | µs |"
+    yield "|---|---|---|---:|"
+    for each in CASES:
+        took = each.microseconds(rounds)
+        shown = f"{took:.2g}" if took < 100 else f"{took:.0f}"
+        yield f"| `{each.call}` | {each.cost} | {each.of} | {shown} |"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=50, help="calls per median (50)")
+    rounds = parser.parse_args().rounds
+    if not 1 <= rounds <= 400:
+        parser.error(f"--rounds must be 1 to 400 (the pool is full after that), got {rounds}")
+    gc.disable()
+    for row in rows(rounds):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

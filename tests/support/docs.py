@@ -1,0 +1,50 @@
+"""Code and tables in Markdown documents: found, run, compared with what the document says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.MULTILINE)
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """The code blocks of a document (a path from the root) in one language."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [code for name, code in BLOCK.findall(text) if name == language]
+
+
+def commands(document: str) -> list[list[str]]:
+    """The words of each command in its console blocks."""
+    lines = "".join(blocks(document, "console")).splitlines()
+    return [line.split("#")[0].split() for line in lines if line.strip()]
+
+
+def printed(code: str) -> list[str]:
+    """What the comments behind the code's prints say that they print."""
+    return PRINTED.findall(code)
+
+
+def run(code: str) -> str:
+    """What the code prints, run from the root by a Python of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def table(document: str, *header: str) -> list[list[str]]:
+    """The cells below the one table whose header begins with these cells, without backquotes."""
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    cells = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        if line.startswith("|")
+        else []
+        for line in lines
+    ]
+    [start] = [at for at, row in enumerate(cells) if row[: len(header)] == list(header)]
+    end = next((at for at in range(start, len(cells)) if not cells[at]), len(cells))
+    return cells[start + 2 : end]
