@@ -1,10 +1,7 @@
 //! Settings.
 
-use crate::blocks::Block;
 use crate::error::Error;
 use crate::eviction::Eviction;
-use crate::queue::FreeQueue;
-use crate::tree::ContentTree;
 
 /// Settings of a pool, resolved once.
 #[derive(Clone, Debug)]
@@ -40,15 +37,6 @@ impl Config {
             hash_seed: None,
             hash_bits: 128,
         }
-    }
-
-    /// Asks for the memory of all tables at once, before any of it is touched.
-    pub(crate) fn probe_memory(&self) -> Result<(), std::collections::TryReserveError> {
-        let per_block = size_of::<Block>()
-            + size_of::<u32>()
-            + FreeQueue::BYTES_PER_BLOCK
-            + ContentTree::bytes_per_block(self.block_size);
-        Vec::<u8>::new().try_reserve_exact(self.num_blocks.saturating_mul(per_block))
     }
 
     pub(crate) fn validate(&self) -> Result<(), Error> {

@@ -51,7 +51,7 @@ impl BlockManager {
             ..
         } = config;
         let oom = |_| Error::OutOfMemory { num_blocks };
-        config.probe_memory().map_err(oom)?;
+        probe_memory(&config).map_err(oom)?;
         let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
         let id = MANAGERS.fetch_add(1, Ordering::Relaxed);
         let mut blocks = Vec::new();
@@ -212,6 +212,15 @@ impl BlockManager {
             self.events.push(event);
         }
     }
+}
+
+/// Asks for the memory of all tables at once, before any of it is touched.
+fn probe_memory(config: &Config) -> Result<(), std::collections::TryReserveError> {
+    let per_block = size_of::<Block>()
+        + size_of::<u32>()
+        + FreeQueue::BYTES_PER_BLOCK
+        + ContentTree::bytes_per_block(config.block_size);
+    Vec::<u8>::new().try_reserve_exact(config.num_blocks.saturating_mul(per_block))
 }
 
 /// A look at one sequence.
