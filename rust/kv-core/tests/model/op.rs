@@ -1,0 +1,53 @@
+//! What can be done to a manager, in numbers that any source of them can give.
+
+#[derive(Clone, Debug)]
+pub(crate) enum Op {
+    New {
+        namespace: u8,
+        pattern: u8,
+        len: usize,
+        read_cache: bool,
+    },
+    Drop(usize),
+    Free(usize),
+    Reset(usize),
+    Match {
+        namespace: u8,
+        pattern: u8,
+        len: usize,
+    },
+    Lease(usize),
+    Attach(usize, usize),
+    Fork(usize, usize),
+    Append(usize, u8),
+    DropLease(usize),
+    Begin(usize),
+    Prefill {
+        seq: usize,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    },
+    Decode(u8, usize),
+    Speculate(usize, usize),
+    Trim(usize, usize),
+    Cancel(usize),
+    Commit(u8),
+    WrongCommit,
+    Rollback,
+    DropPlan(bool),
+    Launch,
+    EvictIdle,
+}
+
+/// Few patterns with common prefixes, so that contents meet.
+pub(crate) fn tokens(pattern: u8, len: usize) -> Vec<u32> {
+    (0..len as u32)
+        .map(|at| {
+            if at < 2 + u32::from(pattern) {
+                at % 3
+            } else {
+                u32::from(pattern)
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,392 @@
+//! The manager, the model and a simulated KV cache, and each operation on all of them.
+
+mod steps;
+
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use kv_core::{
+    BlockManager, BlockState, Config, Error, Event, Eviction, Lease, PlanHandle, SeqHandle,
+    TableRows,
+};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use super::op::{Op, tokens};
+use super::{Model, Seq};
+
+/// What one position's KV depends on: the namespace and every token up to it.
+type Kv = (u8, Vec<u32>);
+
+pub(crate) struct World {
+    manager: BlockManager,
+    model: Model,
+    /// False where hashes collide on purpose: then the simulated KV cache is the judge, and the model
+    /// only keeps the sequences' tokens.
+    exact: bool,
+    handles: Vec<SeqHandle>,
+    leases: Vec<(usize, Lease)>,
+    /// The open steps, oldest first.
+    steps: VecDeque<Step>,
+    next_lease: usize,
+    /// What the last committed step sampled, by row.
+    sampled: Vec<u32>,
+    /// Tokens that were handed to the device before they were known.
+    num_pending: u64,
+    /// The set of contents as the events tell it.
+    told: HashSet<u128>,
+    kv: Vec<Option<Kv>>,
+    arrays: Arrays,
+    rows: TableRows,
+}
+
+/// An open step: whose rows are in it, and its inputs once they were handed to the device.
+struct Step {
+    handle: PlanHandle,
+    rows: Vec<u64>,
+    drafts: HashMap<u64, Vec<u32>>,
+    launched: Option<Inputs>,
+}
+
+/// The inputs of a step as a device would have them.
+struct Inputs {
+    copies: Vec<(usize, usize)>,
+    rows: Vec<Row>,
+}
+
+struct Row {
+    first: usize,
+    ids: Vec<i64>,
+    slots: Vec<i64>,
+    table: Vec<usize>,
+    samples: usize,
+}
+
+struct Arrays {
+    ids: Vec<Cell<i64>>,
+    positions: Vec<Cell<i32>>,
+    slots: Vec<Cell<i64>>,
+    starts: Vec<Cell<i32>>,
+    lens: Vec<Cell<i32>>,
+    tables: Vec<Cell<i32>>,
+    logits: Vec<Cell<i64>>,
+}
+
+const WIDTH: usize = 80;
+const ROWS: usize = 64;
+
+impl World {
+    /// A manager of these settings, and its judges. The model knows one eviction policy and no
+    /// collisions.
+    pub(crate) fn new(config: Config) -> Self {
+        let config = Config {
+            events: true,
+            hash_seed: Some(1),
+            ..config
+        };
+        let Config {
+            num_blocks,
+            block_size,
+            prefix_caching,
+            in_flight_sharing,
+            ..
+        } = config;
+        let exact = config.hash_bits == 128 && config.eviction == Eviction::Lru;
+        Self {
+            manager: BlockManager::new(config).expect("a valid config"),
+            model: Model::new(num_blocks, block_size, prefix_caching, in_flight_sharing),
+            exact,
+            handles: Vec::new(),
+            leases: Vec::new(),
+            steps: VecDeque::new(),
+            next_lease: 0,
+            sampled: Vec::new(),
+            num_pending: 0,
+            told: HashSet::new(),
+            kv: vec![None; num_blocks * block_size],
+            arrays: Arrays {
+                ids: vec![Cell::new(0); 4096],
+                positions: vec![Cell::new(0); 4096],
+                slots: vec![Cell::new(0); 4096],
+                starts: vec![Cell::new(0); ROWS + 1],
+                lens: vec![Cell::new(0); ROWS],
+                tables: vec![Cell::new(-7); ROWS * WIDTH],
+                logits: vec![Cell::new(0); ROWS],
+            },
+            rows: TableRows::default(),
+        }
+    }
+
+    fn pick<T>(list: &[T], index: usize) -> Option<usize> {
+        (!list.is_empty()).then(|| index % list.len())
+    }
+
+    /// One operation on both; they must give the same answer.
+    pub(crate) fn apply(&mut self, op: &Op) -> Result<(), TestCaseError> {
+        match *op {
+            Op::New {
+                namespace,
+                pattern,
+                len,
+                read_cache,
+            } => {
+                let tokens = tokens(pattern, len);
+                let handle = self
+                    .manager
+                    .sequence(tokens.clone(), &[namespace], read_cache)
+                    .expect("not empty");
+                let seq = Seq {
+                    namespace,
+                    tokens,
+                    read_cache,
+                    ..Seq::default()
+                };
+                self.model.seqs.insert(handle.id(), seq);
+                self.handles.push(handle);
+            }
+            Op::Drop(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    self.model.free(self.handles.swap_remove(i).id());
+                }
+            }
+            Op::Free(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let handle = self.handles.swap_remove(i);
+                    self.manager.free(handle.key()).expect("live");
+                    prop_assert_eq!(self.manager.free(handle.key()), Err(Error::FreedSequence));
+                    self.model.free(handle.id());
+                }
+            }
+            Op::Reset(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let answer = self.manager.reset(key);
+                    prop_assert_eq!(answer.is_ok(), !self.busy(id));
+                    if answer.is_ok() {
+                        self.model.reset(id);
+                    }
+                }
+            }
+            Op::Match {
+                namespace,
+                pattern,
+                len,
+            } => {
+                let tokens = tokens(pattern, len);
+                let lease = self.manager.match_prefix(&tokens, &[namespace]);
+                self.model.match_prefix(self.next_lease, namespace, &tokens);
+                self.keep(lease);
+            }
+            Op::Lease(i) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let lease = self.manager.lease(self.handles[i].key()).expect("live");
+                    self.model.lease(self.next_lease, self.handles[i].id());
+                    self.keep(lease);
+                }
+            }
+            Op::Attach(i, j) => {
+                if let (Some(i), Some(j)) =
+                    (Self::pick(&self.handles, i), Self::pick(&self.leases, j))
+                {
+                    let answer = self
+                        .manager
+                        .attach(self.handles[i].key(), &self.leases[j].1);
+                    let agreed = self.model.attach(self.handles[i].id(), self.leases[j].0);
+                    prop_assert!(!self.exact || answer.is_ok() == agreed, "{answer:?}");
+                }
+            }
+            Op::Fork(i, len) => self.fork(i, len)?,
+            Op::Append(i, tokens) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let busy = self.busy(self.handles[i].id());
+                    let seq = self
+                        .model
+                        .seqs
+                        .get_mut(&self.handles[i].id())
+                        .expect("live");
+                    let tokens: Vec<u32> = (0..tokens % 3)
+                        .map(|at| u32::from(tokens + at) % 3)
+                        .collect();
+                    let answer = self.manager.append(self.handles[i].key(), &tokens);
+                    prop_assert_eq!(answer.is_ok(), !busy);
+                    if answer.is_ok() {
+                        seq.tokens.extend(tokens);
+                    }
+                }
+            }
+            Op::Trim(i, more) => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    let (key, id) = (self.handles[i].key(), self.handles[i].id());
+                    let computed = self.manager.view(key).expect("live").num_computed_tokens;
+                    let to = (computed + more).saturating_sub(2);
+                    let answer = self.manager.trim(key, to).ok();
+                    if self.exact {
+                        prop_assert_eq!(answer, self.model.trim(id, to));
+                    } else {
+                        prop_assert_eq!(answer.is_some(), !self.busy(id) && to >= computed);
+                    }
+                }
+            }
+            Op::DropLease(i) => {
+                if let Some(i) = Self::pick(&self.leases, i) {
+                    self.model.drop_lease(self.leases.swap_remove(i).0);
+                }
+            }
+            Op::EvictIdle => {
+                let gone = self.manager.evict_idle();
+                let expected = self.model.evict_idle();
+                prop_assert!(!self.exact || gone == expected);
+            }
+            _ => self.apply_step(op)?,
+        }
+        Ok(())
+    }
+
+    fn fork(&mut self, i: usize, len: usize) -> Result<(), TestCaseError> {
+        let Some(i) = Self::pick(&self.handles, i) else {
+            return Ok(());
+        };
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let known = self.model.seqs[&id].tokens.len();
+        let len = match len % 4 {
+            0 => len / 4 % (known + 2),
+            1 => known,
+            _ => known - 1,
+        };
+        let answer = self.manager.fork(key, len);
+        let free = !self.busy(id);
+        prop_assert_eq!(answer.is_ok(), free && (1..=known).contains(&len));
+        let Ok(fork) = answer else { return Ok(()) };
+        if self.exact {
+            prop_assert!(self.model.fork(id, fork.id(), len));
+        } else {
+            let seq = self.model.seqs[&id].clone();
+            let tokens = seq.tokens[..len].to_vec();
+            self.model.seqs.insert(fork.id(), Seq { tokens, ..seq });
+        }
+        self.handles.push(fork);
+        Ok(())
+    }
+
+    fn keep(&mut self, lease: Lease) {
+        self.leases.push((self.next_lease, lease));
+        self.next_lease += 1;
+    }
+
+    /// Whether an open step holds the sequence.
+    fn busy(&self, id: u64) -> bool {
+        self.steps.iter().any(|step| step.rows.contains(&id))
+    }
+
+    fn in_newest(&self, id: u64) -> bool {
+        let newest = self.steps.back();
+        newest.is_some_and(|step| step.rows.contains(&id))
+    }
+
+    fn speculates(&self, id: u64) -> bool {
+        self.steps.iter().any(|step| step.drafts.contains_key(&id))
+    }
+
+    /// Without the model's help: which sequences the open steps hold.
+    fn count_plans(&mut self) {
+        let steps = &self.steps;
+        for (id, seq) in &mut self.model.seqs {
+            let holding = steps.iter().filter(|step| step.rows.contains(id));
+            seq.planned = holding.count() as u8;
+        }
+        self.model
+            .seqs
+            .retain(|_, seq| !seq.dropped || seq.planned > 0);
+    }
+
+    /// A replayed event log gives exactly the contents that the manager holds, each stored once and
+    /// removed once, parents before children.
+    fn replay_events(&mut self) -> Result<(), TestCaseError> {
+        for event in self.manager.take_events() {
+            match event {
+                Event::Stored { hash, parent, .. } => {
+                    prop_assert!(self.told.insert(hash), "{:x} was stored twice", hash);
+                    let known = parent.is_none_or(|parent| self.told.contains(&parent));
+                    prop_assert!(known, "{:x} was stored before its parent", hash);
+                }
+                Event::Removed { hash } => {
+                    prop_assert!(self.told.remove(&hash), "{:x} was removed twice", hash);
+                }
+                Event::Cleared => self.told.clear(),
+            }
+        }
+        let held: HashSet<u128> = self.manager.contents().into_iter().collect();
+        prop_assert_eq!(&self.told, &held);
+        Ok(())
+    }
+
+    pub(crate) fn compare(&mut self) -> Result<(), TestCaseError> {
+        if !self.exact {
+            self.count_plans();
+        }
+        self.replay_events()?;
+        self.manager.check().map_err(TestCaseError::fail)?;
+        let ledger = self.manager.ledger();
+        let num_blocks = self.manager.config().num_blocks;
+        prop_assert_eq!(ledger.num_blocks(), num_blocks);
+        if !self.exact {
+            return Ok(());
+        }
+        prop_assert_eq!(ledger, self.model.ledger());
+        for block in 0..num_blocks as u32 {
+            let (refs, seq_refs) = (
+                self.manager.refs(block).expect("known"),
+                self.manager.seq_refs(block).expect("known"),
+            );
+            prop_assert_eq!(
+                (refs, seq_refs),
+                (self.model.refs(block), self.model.seq_refs(block))
+            );
+            let state = self.manager.state(block).expect("known");
+            prop_assert_eq!(matches!(state, BlockState::Active), seq_refs > 0);
+        }
+        for handle in &self.handles {
+            let view = self.manager.view(handle.key()).expect("live");
+            let seq = &self.model.seqs[&handle.id()];
+            let table: Vec<u32> = view.table.iter().map(|block| block.get()).collect();
+            prop_assert_eq!(&table, &seq.table);
+            prop_assert_eq!(view.tokens, &seq.tokens[..]);
+            prop_assert_eq!(
+                (view.num_computed_tokens, view.num_registered_blocks),
+                (seq.computed, seq.registered)
+            );
+        }
+        if let Some(step) = self.steps.back() {
+            let view = self.manager.plan_view(step.handle.key()).expect("open");
+            prop_assert_eq!(view.budget_left, self.model.budget());
+        }
+        for handle in &self.handles {
+            let alone = self.model.seqs[&handle.id()]
+                .table
+                .iter()
+                .filter(|&&block| self.model.refs(block) == 1)
+                .count();
+            prop_assert_eq!(self.manager.preview(handle.key()), Ok(alone));
+        }
+        Ok(())
+    }
+
+    /// Lets go of everything: the pool must be whole again and no content may have been lost track of.
+    pub(crate) fn end(mut self) -> Result<Vec<(&'static str, u64)>, TestCaseError> {
+        self.steps.clear();
+        self.handles.clear();
+        self.leases.clear();
+        self.manager.check().map_err(TestCaseError::fail)?;
+        let ledger = self.manager.ledger();
+        prop_assert_eq!((ledger.active, ledger.leased), (0, 0));
+        self.manager.evict_idle();
+        prop_assert_eq!(self.manager.ledger().free, self.manager.config().num_blocks);
+        prop_assert_eq!(
+            self.manager.num_contents(),
+            0,
+            "contents outlive their blocks"
+        );
+        let pending = [("pending_tokens", self.num_pending)];
+        Ok(self.manager.stats().each().chain(pending).collect())
+    }
+}

@@ -1,0 +1,432 @@
+//! Operations on open steps: what a step may be told, what it hands to the device, its end.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+
+use kv_core::{Error, IntArray, PlanKey, Prefill, SeqHandle, StepArrays};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use super::{Inputs, Op, Row, Step, WIDTH, World};
+
+/// The call must be refused with this error.
+macro_rules! refused {
+    ($call:expr, $error:pat) => {{
+        let answer = $call;
+        prop_assert!(
+            matches!(answer, $error),
+            "{} was not refused",
+            stringify!($call)
+        );
+    }};
+}
+
+impl World {
+    pub(super) fn apply_step(&mut self, op: &Op) -> Result<(), TestCaseError> {
+        let plan = match (op, self.steps.back()) {
+            (Op::Begin(budget), _) => return self.begin(*budget),
+            (_, None) => return Ok(()),
+            (_, Some(step)) => step.handle.key(),
+        };
+        let planning = self
+            .steps
+            .back()
+            .is_some_and(|step| step.launched.is_none());
+        match *op {
+            Op::Prefill {
+                seq,
+                max_tokens,
+                reserve,
+            } if planning => {
+                if let Some(i) = Self::pick(&self.handles, seq) {
+                    self.prefill(plan, i, max_tokens, reserve)?;
+                }
+            }
+            Op::Decode(mask, lookahead) if planning => self.decode(plan, mask, lookahead)?,
+            Op::Speculate(i, drafts) if planning => {
+                if let Some(i) = Self::pick(&self.handles, i) {
+                    self.speculate(plan, i, drafts)?;
+                }
+            }
+            Op::Cancel(i) if planning => self.cancel(plan, i)?,
+            Op::Launch if planning => self.launch(self.steps.len() - 1)?,
+            Op::Commit(seed) => self.commit(seed)?,
+            Op::WrongCommit => self.wrong_commit()?,
+            Op::Rollback => {
+                if let (Some(oldest), 2) = (self.steps.front(), self.steps.len()) {
+                    let oldest = oldest.handle.key();
+                    refused!(self.manager.rollback(oldest), Err(Error::PlanOrder { .. }));
+                    refused!(self.manager.commit(plan, &[]), Err(Error::PlanOrder { .. }));
+                    refused!(
+                        self.manager.decode(oldest, &[], 0),
+                        Err(Error::PlanOrder { .. })
+                    );
+                }
+                self.manager.rollback(plan).expect("the newest");
+                refused!(self.manager.rollback(plan), Err(Error::PlanClosed { .. }));
+                self.rolled_back();
+            }
+            Op::DropPlan(oldest) => {
+                // The steps planned on top of a lost one go with it.
+                let lost = if oldest { 0 } else { self.steps.len() - 1 };
+                let kept: Vec<Step> = self.steps.drain(lost..).collect();
+                for mut step in kept.into_iter().rev() {
+                    step.rows.clear();
+                    self.steps.push_back(step);
+                    self.rolled_back();
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, budget: usize) -> Result<(), TestCaseError> {
+        if self.steps.len() == 2 {
+            refused!(self.manager.begin_step(1), Err(Error::PlanOpen { .. }));
+            return Ok(());
+        }
+        if self
+            .steps
+            .back()
+            .is_some_and(|step| step.launched.is_none())
+        {
+            self.launch(0)?;
+        }
+        let handle = self.manager.begin_step(budget).expect("less than two open");
+        self.steps.push_back(Step {
+            handle,
+            rows: Vec::new(),
+            drafts: HashMap::new(),
+            launched: None,
+        });
+        self.model.begin(budget);
+        Ok(())
+    }
+
+    fn prefill(
+        &mut self,
+        plan: PlanKey,
+        i: usize,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    ) -> Result<(), TestCaseError> {
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let known = self.manager.view(key).expect("live");
+        let pending = known.num_pending_tokens > 0 || self.speculates(id);
+        let left = known.tokens.len().saturating_sub(known.num_planned_tokens);
+        let answer = self.manager.prefill(plan, key, max_tokens, reserve);
+        if self.in_newest(id) || pending {
+            prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
+            return Ok(());
+        }
+        if left == 0 {
+            prop_assert_eq!(answer, Err(Error::NothingToCompute { sequence: id }));
+            return Ok(());
+        }
+        if self.exact {
+            prop_assert_eq!(&answer, &Ok(self.model.prefill(id, max_tokens, reserve)));
+        }
+        if matches!(answer, Ok(Prefill::Planned { .. })) {
+            self.steps.back_mut().expect("open").rows.push(id);
+        }
+        Ok(())
+    }
+
+    fn cancel(&mut self, plan: PlanKey, i: usize) -> Result<(), TestCaseError> {
+        // Mostly one that is in the plan: the first ones have others that share with them.
+        let rows = &self.steps.back().expect("open").rows;
+        let planned = Self::pick(rows, i / 4).map(|at| rows[at]);
+        let known = |id| self.handles.iter().position(|handle| handle.id() == id);
+        let chosen = planned.filter(|_| !i.is_multiple_of(4)).and_then(known);
+        let Some(i) = chosen.or(Self::pick(&self.handles, i)) else {
+            return Ok(());
+        };
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let answer = self.manager.cancel(plan, key).ok();
+        prop_assert_eq!(answer.is_some(), self.in_newest(id));
+        if self.exact {
+            prop_assert_eq!(&answer, &self.model.cancel(id));
+        }
+        let step = self.steps.back_mut().expect("open");
+        for id in answer.iter().flat_map(|others| others.iter().chain([&id])) {
+            step.rows.retain(|planned| planned != id);
+            step.drafts.remove(id);
+        }
+        Ok(())
+    }
+
+    fn wrong_commit(&mut self) -> Result<(), TestCaseError> {
+        let oldest = self.steps.front().expect("open").handle.key();
+        let samples = self.manager.plan_view(oldest).expect("open").num_samples;
+        let wrong = vec![0; samples + 1];
+        refused!(
+            self.manager.commit(oldest, &wrong),
+            Err(Error::SampleCount { .. })
+        );
+        Ok(())
+    }
+
+    /// The newest step was rolled back, by a call or by losing its handle.
+    fn rolled_back(&mut self) {
+        drop(self.steps.pop_back());
+        if self.exact {
+            self.model.roll_back();
+        }
+    }
+
+    fn speculate(&mut self, plan: PlanKey, i: usize, drafts: usize) -> Result<(), TestCaseError> {
+        let (key, id) = (self.handles[i].key(), self.handles[i].id());
+        let view = self.manager.view(key).expect("live");
+        let ready = view.tokens.len() == view.num_planned_tokens + 1
+            && view.num_pending_tokens == 0
+            && !self.in_newest(id)
+            && !self.speculates(id);
+        let drafts: Vec<u32> = (0..drafts as u32).map(|at| (at + id as u32) % 3).collect();
+        let answer = self.manager.speculate(plan, key, &drafts);
+        prop_assert_eq!(answer.is_ok(), ready);
+        let Ok(answer) = answer else { return Ok(()) };
+        if self.exact {
+            prop_assert_eq!(answer, self.model.speculate(id, drafts.clone()));
+        }
+        if matches!(answer, Prefill::Planned { .. }) {
+            let step = self.steps.back_mut().expect("open");
+            step.rows.push(id);
+            if !drafts.is_empty() {
+                step.drafts.insert(id, drafts);
+            }
+        }
+        Ok(())
+    }
+
+    fn decode(&mut self, plan: PlanKey, mask: u8, lookahead: usize) -> Result<(), TestCaseError> {
+        let ready = |handle: &&SeqHandle| {
+            let view = self.manager.view(handle.key()).expect("live");
+            let known = view.tokens.len() + view.num_pending_tokens;
+            !self.in_newest(handle.id())
+                && !self.speculates(handle.id())
+                && known == view.num_planned_tokens + 1
+        };
+        // Some that cannot decode, to see that misuse changes nothing.
+        let all = self.handles.iter().enumerate();
+        let chosen: Vec<&SeqHandle> = match mask {
+            0..8 => all
+                .filter(|(i, _)| (mask >> (i % 3)) & 1 == 1)
+                .map(|(_, handle)| handle)
+                .collect(),
+            _ => all
+                .filter(|(i, _)| (mask >> (i % 8)) & 1 == 1)
+                .map(|(_, handle)| handle)
+                .filter(ready)
+                .collect(),
+        };
+        let valid = chosen.iter().all(ready);
+        let keys: Vec<_> = chosen.iter().map(|handle| handle.key()).collect();
+        let ids: Vec<_> = chosen.iter().map(|handle| handle.id()).collect();
+        let answer = self.manager.decode(plan, &keys, lookahead);
+        prop_assert_eq!(answer.is_ok(), valid, "{:?}", answer);
+        let Ok(misfits) = answer else { return Ok(()) };
+        if self.exact {
+            let fit: Vec<bool> = ids
+                .iter()
+                .map(|&id| self.model.decode(id, lookahead))
+                .collect();
+            let expected: Vec<usize> = (0..fit.len()).filter(|&i| !fit[i]).collect();
+            prop_assert_eq!(&misfits, &expected);
+        }
+        let fits = (0..ids.len())
+            .filter(|i| !misfits.contains(i))
+            .map(|i| ids[i]);
+        self.steps.back_mut().expect("open").rows.extend(fits);
+        Ok(())
+    }
+
+    /// Hands a step's inputs to the device: from now on it is what it is.
+    fn launch(&mut self, at: usize) -> Result<(), TestCaseError> {
+        let a = &self.arrays;
+        let arrays = StepArrays {
+            input_ids: IntArray::I64(&a.ids),
+            positions: IntArray::I32(&a.positions),
+            slot_mapping: IntArray::I64(&a.slots),
+            query_start_loc: IntArray::I32(&a.starts),
+            seq_lens: IntArray::I32(&a.lens),
+            block_tables: IntArray::I32(&a.tables),
+            table_width: WIDTH,
+            logits_indices: IntArray::I64(&a.logits),
+        };
+        let step = &self.steps[at];
+        let plan = step.handle.key();
+        self.manager
+            .fill(plan, &arrays, &mut self.rows)
+            .expect("the arrays are large enough");
+        let size = self.model.block_size;
+        let copies = self.manager.copies(plan).expect("open");
+        if self.exact {
+            let copies: Vec<_> = copies
+                .iter()
+                .map(|(from, to)| (from.get(), to.get()))
+                .collect();
+            prop_assert_eq!(&copies, &self.model.plans[at].copies);
+        }
+        let copies = copies.iter();
+        let copies = copies
+            .map(|(from, to)| (from.get() as usize, to.get() as usize))
+            .collect();
+        let view = self.manager.plan_view(plan).expect("open");
+        let row = |row: usize| {
+            let span = a.starts[row].get() as usize..a.starts[row + 1].get() as usize;
+            let len = a.lens[row].get() as usize;
+            let logits = a.logits[..view.num_samples].iter();
+            let table = a.tables[row * WIDTH..][..len.div_ceil(size)].iter();
+            Row {
+                first: a.positions[span.start].get() as usize,
+                ids: a.ids[span.clone()].iter().map(Cell::get).collect(),
+                slots: a.slots[span.clone()].iter().map(Cell::get).collect(),
+                table: table.map(|block| block.get() as usize).collect(),
+                samples: logits
+                    .filter(|at| span.contains(&(at.get() as usize)))
+                    .count(),
+            }
+        };
+        let rows = (0..view.num_sequences).map(row).collect();
+        self.steps[at].launched = Some(Inputs { copies, rows });
+        Ok(())
+    }
+
+    /// Runs the oldest step on the simulated KV cache, then commits it.
+    fn commit(&mut self, seed: u8) -> Result<(), TestCaseError> {
+        for at in 0..self.steps.len() {
+            // The second step may be on its way already, with tokens that are still pending.
+            if self.steps[at].launched.is_none() && (at == 0 || seed.is_multiple_of(2)) {
+                self.launch(at)?;
+            }
+        }
+        self.run_step()?;
+        let step = self.steps.front().expect("open");
+        let inputs = step.launched.as_ref().expect("launched");
+        let accept = |(row, id): (&Row, &u64)| {
+            let drafts = step.drafts.get(id).cloned();
+            let mut tokens = drafts.unwrap_or_default();
+            let sum = usize::from(seed) + *id as usize;
+            prop_assert_eq!(row.samples, tokens.len() + 1);
+            tokens.truncate(sum % (tokens.len() + 1));
+            tokens.push(sum as u32 % 3);
+            Ok(tokens)
+        };
+        let sampling = inputs
+            .rows
+            .iter()
+            .zip(&step.rows)
+            .filter(|(row, _)| row.samples > 0);
+        let samples: Vec<(u64, usize)> = sampling
+            .clone()
+            .map(|(row, id)| (*id, row.samples))
+            .collect();
+        let accepted: Vec<Vec<u32>> = sampling.map(accept).collect::<Result<_, _>>()?;
+        let plan = step.handle.key();
+        let tokens = accepted.concat();
+        let counts: Vec<usize> = accepted.iter().map(Vec::len).collect();
+        self.refuse_wrong_commits(plan, &tokens, &counts)?;
+        let redirects = if counts.iter().all(|&count| count == 1) {
+            self.manager.commit(plan, &tokens)
+        } else {
+            self.manager.commit_accepted(plan, &tokens, &counts)
+        };
+        let redirects = redirects.expect("the oldest");
+        refused!(
+            self.manager.commit(plan, &[]),
+            Err(Error::PlanClosed { .. })
+        );
+        self.sampled.clear();
+        for ((id, rows), tokens) in samples.iter().zip(&accepted) {
+            self.sampled.resize(self.sampled.len() + rows, tokens[0]);
+            if !self.exact {
+                self.model
+                    .seqs
+                    .get_mut(id)
+                    .expect("planned")
+                    .tokens
+                    .extend(tokens);
+            }
+        }
+        drop(self.steps.pop_front());
+        if self.exact {
+            prop_assert_eq!(redirects, self.model.commit(&accepted));
+        }
+        Ok(())
+    }
+
+    fn refuse_wrong_commits(
+        &mut self,
+        plan: PlanKey,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<(), TestCaseError> {
+        let more = [tokens, &[0; 9]].concat();
+        for at in 0..counts.len() {
+            let mut wrong = counts.to_vec();
+            wrong[at] += 9; // more than any number of drafts
+            let answer = self.manager.commit_accepted(plan, &more, &wrong);
+            refused!(answer, Err(Error::Accepted { .. }));
+        }
+        let counts = [counts, &[1]].concat();
+        let answer = self.manager.commit_accepted(plan, &more, &counts);
+        refused!(answer, Err(Error::SampleCount { .. }));
+        Ok(())
+    }
+
+    fn run_step(&mut self) -> Result<(), TestCaseError> {
+        let size = self.model.block_size;
+        let step = self.steps.front().expect("open");
+        let inputs = step.launched.as_ref().expect("launched");
+        for &(from, to) in &inputs.copies {
+            for offset in 0..size {
+                self.kv[to * size + offset] = self.kv[from * size + offset].clone();
+            }
+        }
+        for (row, id) in inputs.rows.iter().zip(&step.rows) {
+            let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
+            for (at, position) in (row.first..row.first + row.ids.len()).enumerate() {
+                let token = match row.ids[at] {
+                    pending @ ..0 => {
+                        self.num_pending += 1;
+                        self.sampled[(-1 - pending) as usize]
+                    }
+                    token => token as u32,
+                };
+                prop_assert_eq!(
+                    token,
+                    all[position],
+                    "sequence {} position {}",
+                    id,
+                    position
+                );
+                let slot = row.table[position / size] * size + position % size;
+                match row.slots[at] {
+                    -1 => prop_assert!(self.kv[slot].is_some(), "slot {} was never written", slot),
+                    given => {
+                        prop_assert_eq!(given as usize, slot);
+                        self.kv[slot] = Some((seq.namespace, all[..=position].to_vec()));
+                    }
+                }
+            }
+        }
+        // As on a GPU: everything is written before anything is read.
+        for (row, id) in inputs.rows.iter().zip(&step.rows) {
+            let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
+            for position in 0..row.first + row.ids.len() {
+                let slot = row.table[position / size] * size + position % size;
+                let expected = Some((seq.namespace, all[..=position].to_vec()));
+                let read = &self.kv[slot];
+                prop_assert_eq!(read, &expected, "sequence {} position {}", id, position);
+            }
+        }
+        Ok(())
+    }
+
+    /// The tokens of a sequence, and its drafts in the step.
+    fn all_tokens(&self, step: &Step, id: u64) -> Vec<u32> {
+        let drafts = step.drafts.get(&id).map_or(&[][..], Vec::as_slice);
+        [&self.model.seqs[&id].tokens, drafts].concat()
+    }
+}

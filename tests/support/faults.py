@@ -1,0 +1,170 @@
+"""An engine under fault: steps that fail, requests that go, two namespaces. All by one seed."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from pyengine.cache import BlockManager, Redirect
+from pyengine.core.request import Request
+from pyengine.engine import Engine, ModelFacts
+from pyengine.runner import StepLogits
+from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
+from tests.support.engines import EOS, Bench
+from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
+from tests.support.lookahead import LookaheadManager
+
+NO_TOKEN = 10**6
+"""What a failed step leaves where it wrote."""
+NOBODY = -1
+
+
+class InjectedError(RuntimeError):
+    """What the runner raises."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    num_blocks: int
+    block_size: int
+    budget: int
+    seats: int
+    caching: bool
+    sharing: bool
+    hash_bits: int
+    lookahead: int
+    faults: float
+    """Chance that a step fails."""
+    aborts: float
+    """Chance per moment that a request is aborted; a step has three."""
+
+    @classmethod
+    def drawn(cls, random: Random) -> "Setting":
+        budget = min(random.choice([1, 2, 3, 5, 8, 16, 32, 64]) + random.randint(0, 3), 64)
+        return cls(
+            num_blocks=random.randint(8, 64) if random.random() < 0.4 else random.randint(8, 16),
+            block_size=random.randint(1, 8),
+            budget=budget,
+            seats=random.randint(1, min(budget, 8)),
+            caching=random.random() < 0.85,
+            sharing=random.random() < 0.8,
+            hash_bits=random.choice([128, 128, 2]),
+            lookahead=random.choice([0, 0, 1, 3]),
+            faults=random.choice([0, 0.05, 0.25]),
+            aborts=random.choice([0, 0.01, 0.05]),
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that the pool holds."""
+        return self.num_blocks * self.block_size - self.lookahead
+
+
+class WatchedScheduler(Scheduler):
+    """Tells requests' namespaces by their names, and sees to it that a new one finds nothing."""
+
+    def __init__(self, manager: Any, limits: SchedulerLimits) -> None:
+        super().__init__(manager, limits)
+        self.namespaces: dict[str, int] = {}
+        self.planned: list[int] = []
+        """The namespaces of the open step's entries."""
+        self._warm: set[int] = set()
+
+    def add(self, request: Request) -> None:
+        request.namespace = bytes([self.namespaces[request.request_id]])
+        super().add(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        step = super().schedule()
+        entries = [] if step is None else step.entries
+        self.planned = [self.namespaces[e.request.request_id.split("#")[0]] for e in entries]
+        warm = set(self._warm)
+        for entry, namespace in zip(entries, self.planned, strict=True):
+            assert namespace in warm or entry.num_cached == 0, "served from the other namespace"
+            warm.add(namespace)
+        return step
+
+    def commit(self, step: ScheduledStep, sampled: Any) -> list[Redirect]:
+        self._warm.update(self.planned)
+        return super().commit(step, sampled)
+
+
+class FaultyRunner(FakeRunner):
+    """Fails by chance, and then what it was to write is destroyed. Knows whose KV a slot holds."""
+
+    def __init__(self, setting: Setting, scheduler: WatchedScheduler, random: Random) -> None:
+        super().__init__(setting.num_blocks, setting.block_size)
+        self.during: Callable[[str], None] = lambda moment: None
+        """Called between plan and commit."""
+        self.seen: Counter[str] = Counter()
+        self._owners = np.full_like(self.slots, NOBODY)
+        self._chance = setting.faults
+        self._scheduler = scheduler
+        self._random = random
+
+    def execute(self, plan: Any, *, extra_rows: Any = None) -> StepLogits:
+        planned = self._scheduler.planned
+        self.during("before the forward pass")
+        fails = self._random.random() < self._chance
+        if fails and self._random.random() < 0.7:
+            self._destroy(plan)
+            self._fail("half-way")
+        logits = super().execute(plan, extra_rows=extra_rows)
+        self._check_owners(plan, planned)
+        self.during("after the forward pass")
+        if fails:
+            self._fail("after the forward pass")
+        return logits
+
+    def _fail(self, moment: str) -> None:
+        self.seen[f"failed {moment}"] += 1
+        raise InjectedError if self._random.random() < 0.8 else KeyboardInterrupt
+
+    def _blocks(self, owners_or_slots: Any, block: int) -> Any:
+        return owners_or_slots[block * self.block_size : (block + 1) * self.block_size]
+
+    def _destroy(self, plan: Any) -> None:
+        plan.fill(self._buffers)
+        slots = self.arrays["slot_mapping"][: plan.num_tokens]
+        self.slots[slots[slots >= 0]] = NO_TOKEN
+        for _, target in plan.copies():
+            self._blocks(self.slots, target)[:] = NO_TOKEN
+
+    def _check_owners(self, plan: Any, namespaces: list[int]) -> None:
+        a, size = self.arrays, self.block_size
+        for source, target in plan.copies():
+            self._blocks(self._owners, target)[:] = self._blocks(self._owners, source)
+        starts = a["query_start_loc"]
+        for row, namespace in enumerate(namespaces):
+            slots = a["slot_mapping"][starts[row] : starts[row + 1]]
+            self._owners[slots[slots >= 0]] = namespace
+        for row, namespace in enumerate(namespaces):
+            length = int(a["seq_lens"][row])
+            blocks = a["block_tables"][row, : -(-length // size)]
+            read = np.concatenate([self._blocks(self._owners, block) for block in blocks])
+            assert (read[:length] == namespace).all(), "the other namespace's KV is read"
+
+
+def make_faulty_bench(setting: Setting, random: Random) -> Bench:
+    blocks = BlockManager(
+        setting.num_blocks,
+        setting.block_size,
+        prefix_caching=setting.caching,
+        in_flight_sharing=setting.sharing,
+        hash_bits=setting.hash_bits,
+    )
+    limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.seats)
+    scheduler = WatchedScheduler(LookaheadManager(blocks, setting.lookahead), limits)
+    runner = FaultyRunner(setting, scheduler, random)
+    facts = ModelFacts(
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=setting.max_model_len,
+        max_num_seqs=setting.seats,
+        limited_by="the pool",
+    )
+    engine = Engine(blocks, scheduler, runner, facts)  # type: ignore[arg-type]
+    return Bench(blocks, scheduler, runner, engine)
