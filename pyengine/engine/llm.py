@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from pyengine.attention import AttentionNeeds, choose_backend
-from pyengine.cache import BlockManager
+from pyengine.cache import BlockManager, ConfigError
 from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_num_blocks
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
@@ -79,6 +79,10 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
         )
+        try:
+            BlockManager(1, block_size, eviction=eviction)
+        except ConfigError as error:
+            raise ConfigurationError(str(error)) from error
         if max_model_len is not None and max_model_len < 2:
             raise ConfigurationError(
                 f"max_model_len={max_model_len}: a prompt token and an output token are the least"

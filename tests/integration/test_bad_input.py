@@ -110,6 +110,7 @@ def test_weights_that_lack_a_layer(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
+        ({"eviction": "fifo"}, ["fifo", "lru, 2q"]),
         ({"block_size": 0}, ["block_size=0", "at least 1"]),
         ({"block_size": -16}, ["block_size=-16", "at least 1"]),
         ({"num_blocks": 0}, ["num_blocks=0", "at least 1"]),
