@@ -25,7 +25,8 @@ def info(
 ) -> None:
     """Print versions, then open the model and print device, attention backend and why."""
     with guarded():
-        _print_rows("versions", _versions())
+        versions = _versions()
+        _print_rows("versions", versions)
         engine = factory_of(context)(
             EngineOptions(
                 model=model,
@@ -36,7 +37,7 @@ def info(
                 num_blocks=num_blocks,
             )
         )
-        rows = {key: value for key, value in engine.describe().items() if key != "versions"}
+        rows = {key: value for key, value in engine.describe().items() if key not in versions}
         _print_rows("engine", {"model_path": engine.model_path, **rows})
 
 
