@@ -58,30 +58,39 @@ fn run(share: usize, hash_bits: u32, eviction: Eviction) -> BTreeMap<&'static st
         failure_persistence: None,
         ..Runs::default()
     });
+    let window = prop_oneof![Just(None), (1..9_usize).prop_map(Some)];
+    let groups = prop_oneof![
+        2 => Just(vec![None]),
+        1 => prop::collection::vec(window, 1..4),
+    ];
     let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.7));
-    let pool = (2..24_usize, 1..5_usize, switches);
+    let pool = (2..24_usize, 1..5_usize, groups, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());
-    let outcome = runner.run(&strategy, |((num_blocks, block_size, switches), ops)| {
-        let (prefix_caching, in_flight_sharing) = switches;
-        let mut world = World::new(Config {
-            prefix_caching,
-            in_flight_sharing,
-            hash_bits,
-            eviction,
-            ..Config::new(num_blocks, block_size)
-        });
-        for op in &ops {
-            world.apply(op)?;
-            world.compare()?;
-            applied.set(applied.get() + 1);
-        }
-        for (name, count) in world.end()? {
-            *totals.borrow_mut().entry(name).or_default() += count;
-        }
-        Ok(())
-    });
+    let outcome = runner.run(
+        &strategy,
+        |((num_blocks, block_size, groups, switches), ops)| {
+            let (prefix_caching, in_flight_sharing) = switches;
+            let mut world = World::new(Config {
+                groups,
+                prefix_caching,
+                in_flight_sharing,
+                hash_bits,
+                eviction,
+                ..Config::new(num_blocks, block_size)
+            });
+            for op in &ops {
+                world.apply(op)?;
+                world.compare()?;
+                applied.set(applied.get() + 1);
+            }
+            for (name, count) in world.end()? {
+                *totals.borrow_mut().entry(name).or_default() += count;
+            }
+            Ok(())
+        },
+    );
     if let Err(failure) = outcome {
         panic!("{failure}");
     }
