@@ -3,7 +3,7 @@
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::types::{PyInt, PyList};
 
 use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
@@ -15,18 +15,29 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     {
         return Ok(tokens);
     }
+    if let Ok(list) = object.cast_exact::<PyList>() {
+        let items = list.iter().enumerate();
+        return items.map(|(at, item)| token_id(&item, at)).collect();
+    }
     let mut tokens = Vec::with_capacity(object.len().unwrap_or(0));
     let items = object
         .try_iter()
         .map_err(|error| unreadable(object, error))?;
     for (at, item) in items.enumerate() {
         let item = item.map_err(|error| unreadable(object, error))?;
-        // A row of one element would turn into an int as well.
-        let is_int = item.is_instance_of::<PyInt>() || item.len().is_err();
-        let token = item.extract::<u32>().ok().filter(|_| is_int);
-        tokens.push(token.ok_or_else(|| bad_token(&item, at))?);
+        tokens.push(token_id(&item, at)?);
     }
     Ok(tokens)
+}
+
+#[inline]
+fn token_id(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
+    // A row of one element would turn into an int as well.
+    let is_int = item.is_exact_instance_of::<PyInt>()
+        || item.is_instance_of::<PyInt>()
+        || item.len().is_err();
+    let token = item.extract::<u32>().ok().filter(|_| is_int);
+    token.ok_or_else(|| bad_token(item, at))
 }
 
 /// What is no list of ints: nothing that iterates, or a memoryview of a format that Python itself
@@ -83,27 +94,45 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
     )))
 }
 
-fn convert<T>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>>
-where
-    T: Element + Copy + TryInto<u32> + std::fmt::Display,
-{
-    let Some(cells) = cells(py, buffer) else {
-        return buffer
-            .to_vec(py)?
-            .into_iter()
-            .enumerate()
-            .map(checked)
-            .collect();
-    };
-    cells
-        .iter()
-        .map(|cell| cell.get())
-        .enumerate()
-        .map(checked)
-        .collect()
+fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
+    match cells(py, buffer) {
+        Some(cells) => narrow(cells.iter().map(|cell| cell.get())),
+        None => narrow(buffer.to_vec(py)?.into_iter()),
+    }
 }
 
-#[inline]
-fn checked<T: Copy + TryInto<u32> + std::fmt::Display>((at, token): (usize, T)) -> PyResult<u32> {
-    token.try_into().map_err(|_| bad_token(token, at))
+/// Narrows first and looks at what was cut off once, at the end: a loop without branches.
+fn narrow<T: TokenInt>(values: impl ExactSizeIterator<Item = T> + Clone) -> PyResult<Vec<u32>> {
+    let mut cut_off = 0;
+    let low = values.clone().map(|value| {
+        let wide = value.wide();
+        cut_off |= wide >> 32;
+        wide as u32
+    });
+    let tokens = low.collect();
+    if cut_off == 0 {
+        return Ok(tokens);
+    }
+    let bad = |(_, value): &(usize, T)| value.wide() >> 32 != 0;
+    let (at, value) = values.enumerate().find(bad).expect("something was cut off");
+    Err(bad_token(value, at))
 }
+
+/// An element of a buffer of token ids.
+trait TokenInt: Element + Copy + std::fmt::Display {
+    /// As 64 bits; a negative one has its high bits set.
+    fn wide(self) -> u64;
+}
+
+macro_rules! token_ints {
+    ($($int:ty),*) => {
+        $(impl TokenInt for $int {
+            #[inline]
+            fn wide(self) -> u64 {
+                self as u64 // extends the sign of a signed one
+            }
+        })*
+    };
+}
+
+token_ints!(i64, i32, u32, u64, u16, i16, u8, i8);
