@@ -15,11 +15,15 @@ export PYO3_PYTHON := $(abspath $(BIN)/python)
 ENGINE := $(VENV)/.installed-engine
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
+PEERS  := .venv-peers
+
+# Options of `make bench`: BENCH='--quick --only decode'.
+BENCH ?=
 
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello test check wheel soak loom fuzz clean distclean rust-tools
+.PHONY: help hello test check wheel soak loom fuzz bench clean distclean rust-tools
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -60,13 +64,17 @@ fuzz: ## SECONDS=600 of operations that a fuzzer chooses, against the model; nee
 	cargo fuzz run operations --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
 	  target/fuzz/corpus rust/fuzz/corpus/operations -- -max_total_time=$(SECONDS) -max_len=1024
 
+bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; installs those (6.5 GB)
+	$(BIN)/python benches/peers/env.py
+	$(PEERS)/bin/python -m benches.peers $(BENCH)
+
 clean: ## remove what was built; .venv stays
 	rm -rf target dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f pyengine/_kv*.so $(BUILT)
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,118 @@
+"""What we want to show, and whether a run shows it: ratios of figures taken in turns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from benches.peers.sampling import Spread, ratios
+
+OURS, LIST = "pyengine", "pyengine, list"
+VLLM, SGLANG, NANO = "vLLM sha256", "SGLang Rust core", "nano-vllm"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """At least so many times faster than a peer; block 16, 65,536 blocks, steady state."""
+
+    text: str
+    work: str
+    ours: str
+    peer: str
+    least: float
+    part: str = "us"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One line of the table."""
+
+    text: str
+    against: str
+    goal: str
+    measured: str
+    met: bool | None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return {True: "met", False: "NOT MET", None: "not measured"}[self.met]
+
+
+SPEED = (
+    Goal("cold prefill 8,192, array", "cold-8192", OURS, VLLM, 60),
+    Goal("cold prefill 8,192, array", "cold-8192", OURS, SGLANG, 2.5),
+    Goal("hot prefill 8,192, array", "hot-8192", OURS, VLLM, 200),
+    Goal("hot prefill 8,192, array", "hot-8192", OURS, SGLANG, 2.5),
+    Goal("cold prefill 8,192, list", "cold-8192", LIST, VLLM, 20),
+    Goal("cold prefill 8,192, list", "cold-8192", LIST, NANO, 10),
+    Goal("hot prefill 8,192, list", "hot-8192", LIST, VLLM, 20),
+    Goal("hot prefill 8,192, list", "hot-8192", LIST, NANO, 3_000),
+    Goal("decode step, 256 sequences", "decode-256", OURS, VLLM, 150, "step"),
+    Goal("decode step, 256 sequences", "decode-256", OURS, NANO, 25, "step"),
+    Goal("inputs of that step", "fill-256", OURS, NANO, 50),
+)
+GROWTH = (
+    ("scale-hot", "hot prefill 8,192, one prompt again", 2.0),
+    ("scale-hot-any", "hot prefill 8,192, any prompt of the pool", 2.0),
+    ("scale-cold", "cold prefill 8,192", 4.0),
+)
+GROWS_FROM, GROWS_TO = 10_000, 10_000_000
+MOST_MB = 2_000
+
+
+def rounds(works: dict[str, Any], work: str, manager: str, part: str) -> list[float] | None:
+    """The rounds of one figure, if it was measured."""
+    found = works.get(work, {}).get(manager, {}).get(part)
+    return None if found is None else found["rounds"]
+
+
+def speed(goal: Goal, works: dict[str, Any]) -> Outcome:
+    """A ratio to a peer."""
+    ours = rounds(works, goal.work, goal.ours, goal.part)
+    peer = rounds(works, goal.work, goal.peer, goal.part)
+    wanted = f">= {goal.least:,g}x"
+    if ours is None or peer is None:
+        return Outcome(goal.text, goal.peer, wanted, "", None)
+    spread = ratios(peer, ours)
+    return Outcome(goal.text, goal.peer, wanted, times(spread), spread.median >= goal.least)
+
+
+def growth(work: str, name: str, most: float, works: dict[str, Any]) -> Outcome:
+    """The dearest pool against the cheapest, of those between 10^4 and 10^7 blocks."""
+    text = f"{name}; 10^4 to 10^7 blocks"
+    wanted = f"<= {most:g}x"
+    figures = {
+        int(column.partition(" @ ")[2]): parts["us"]["rounds"]
+        for column, parts in works.get(work, {}).items()
+        if column.startswith(f"{OURS} @ ")
+    }
+    figures = {size: each for size, each in figures.items() if size >= GROWS_FROM}
+    if GROWS_TO not in figures or GROWS_FROM not in figures:
+        return Outcome(text, "itself", wanted, "", None)
+    by_cost = sorted(figures.values(), key=lambda each: Spread.of(each).median)
+    spread = ratios(by_cost[-1], by_cost[0])
+    return Outcome(text, "itself", wanted, times(spread), spread.median <= most)
+
+
+def memory(measured: dict[str, float]) -> Outcome:
+    """A pool of 10^7 blocks in use."""
+    text, wanted = "memory of 10^7 blocks", f"<= {MOST_MB:,} MB"
+    if measured.get("num_blocks") != GROWS_TO:
+        return Outcome(text, "itself", wanted, "", None)
+    size = measured["process_mb"]
+    return Outcome(text, "itself", wanted, f"{size:,.0f} MB", size <= MOST_MB)
+
+
+def times(spread: Spread) -> str:
+    """A ratio and its quartiles."""
+    numbers = (spread.median, spread.q1, spread.q3)
+    middle, low, high = (f"{n:,.0f}" if n >= 20 else f"{n:.2g}" for n in numbers)
+    return f"{middle}x ({low} to {high})"
+
+
+def outcomes(works: dict[str, Any], measured: dict[str, float]) -> list[Outcome]:
+    """Every goal."""
+    return [
+        *(speed(goal, works) for goal in SPEED),
+        *(growth(*each, works) for each in GROWTH),
+        memory(measured),
+    ]
