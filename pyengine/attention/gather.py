@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.layout import Group, Span, StepLayout
+from pyengine.attention.layout import Batch, Span, StepLayout
 from pyengine.attention.metadata import StepInputs
 from pyengine.cache.kv_pool import KVPool
 
-_GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Gathered keys and values of one decode group: about a core's L2 cache, or a launch's worth."""
+_BATCH_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Gathered keys and values of one decode batch: about a core's L2 cache, or a launch's worth."""
 
 Visible: TypeAlias = torch.Tensor | Literal["all", "causal"]
 """Which keys a query row sees: a mask (True: seen), every key, or the keys up to its own."""
@@ -43,15 +43,13 @@ class GatherPlan:
 
     def __init__(self, pool: KVPool, inputs: StepInputs) -> None:
         self._pool = pool
-        self._layout = StepLayout(
-            inputs.host_query_start_loc,
-            inputs.host_seq_lens,
-            inputs.host_block_tables,
-            pool.block_size,
-        )
+        self._layouts = [
+            StepLayout(inputs.host_query_start_loc, inputs.host_seq_lens, tables, pool.block_size)
+            for tables in inputs.host_block_tables
+        ]
         slots = inputs.slot_mapping
         self._slots = torch.where(slots < 0, pool.trash_slot, slots)
-        self._pieces: dict[int | None, list[_SpanPiece | _GroupPiece]] = {}
+        self._pieces: dict[tuple[int, int | None], list[_SpanPiece | _BatchPiece]] = {}
 
     def forward(
         self,
@@ -62,26 +60,28 @@ class GatherPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        self._pool.write(layer, key, value, self._slots)
+        group = self._pool.groups.places[layer].group
+        self._pool.write(layer, key, value, self._slots[group])
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        for piece in self._pieces_for(options.sliding_window):
+        for piece in self._pieces_for(group, options.sliding_window):
             piece.attend(query, keys, values, options, out)
         return out
 
-    def _pieces_for(self, window: int | None) -> "list[_SpanPiece | _GroupPiece]":
-        pieces = self._pieces.get(window)
+    def _pieces_for(self, group: int, window: int | None) -> "list[_SpanPiece | _BatchPiece]":
+        """The pieces of a layer of this group with this window, made when first asked for."""
+        pieces = self._pieces.get((group, window))
         if pieces is None:
-            device = self._pool.device
-            max_blocks = _GROUP_BYTES[device.type] // max(
+            device, layout = self._pool.device, self._layouts[group]
+            max_blocks = _BATCH_BYTES[device.type] // max(
                 spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
             )
-            pieces = [_SpanPiece(span, window, device) for span in self._layout.spans(window)]
+            pieces = [_SpanPiece(span, window, device) for span in layout.spans(window)]
             pieces += [
-                _GroupPiece(group, self._pool.block_size, device)
-                for group in self._layout.groups(window, max_blocks)
+                _BatchPiece(rows, self._pool.block_size, device)
+                for rows in layout.batches(window, max_blocks)
             ]
-            self._pieces[window] = pieces
+            self._pieces[group, window] = pieces
         return pieces
 
 
@@ -121,18 +121,18 @@ class _SpanPiece:
         out[self._rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class _GroupPiece:
+class _BatchPiece:
     """One row each of several sequences; the query heads of a KV head are its rows."""
 
-    def __init__(self, group: Group, block_size: int, device: torch.device) -> None:
-        self._rows = torch.from_numpy(group.rows).to(device)
-        self._blocks = _block_index(group.blocks, device)
+    def __init__(self, batch: Batch, block_size: int, device: torch.device) -> None:
+        self._rows = torch.from_numpy(batch.rows).to(device)
+        self._blocks = _block_index(batch.blocks, device)
         self._visible: Visible = "all"
-        self._num_keys = int(group.highs[0])
-        if not group.is_uniform:
-            self._num_keys = group.blocks.shape[1] * block_size
+        self._num_keys = int(batch.highs[0])
+        if not batch.is_uniform:
+            self._num_keys = batch.blocks.shape[1] * block_size
             lows, highs = (
-                torch.from_numpy(bound).to(device)[:, None] for bound in (group.lows, group.highs)
+                torch.from_numpy(bound).to(device)[:, None] for bound in (batch.lows, batch.highs)
             )
             key = torch.arange(self._num_keys, device=device)
             self._visible = ((key >= lows) & (key < highs))[:, None, None]

@@ -3,7 +3,7 @@
 Rows are taken apart into *pieces* that one call of the attention kernel serves:
 
 - a sequence with several new tokens gives `Span`s of at most `MAX_SPAN_ROWS` rows;
-- sequences with one new token are collected into `Group`s of similar length.
+- sequences with one new token are collected into `Batch`es of similar length.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Batch:
     """Rows of sequences with one new token each, padded to the same number of blocks.
 
     `rows` `[R]` are their places in the step; `blocks` `[R, W]` the blocks they see (padding
@@ -85,10 +85,10 @@ class StepLayout:
                     blocks=self.block_tables[row, first_block : -(-last // self.block_size)],
                 )
 
-    def groups(self, window: int | None, max_blocks: int) -> Iterator[Group]:
-        """Sequences with one new token, shortest first, at most `max_blocks` blocks a group.
+    def batches(self, window: int | None, max_blocks: int) -> Iterator[Batch]:
+        """Sequences with one new token, shortest first, at most `max_blocks` blocks a batch.
 
-        A row that alone exceeds `max_blocks` is a group of its own. Groups are kept small
+        A row that alone exceeds `max_blocks` is a batch of its own. Batches are kept small
         because a padded gather is fast only while it stays in the processor's cache.
         """
         decoding = np.flatnonzero(np.diff(self.query_start_loc) == 1)
@@ -104,7 +104,7 @@ class StepLayout:
             columns = np.where(columns < widths[chosen, None], columns, 0)
             columns += first_blocks[chosen, None]
             base = first_blocks[chosen] * self.block_size
-            yield Group(
+            yield Batch(
                 rows=self.query_start_loc[decoding[chosen]].astype(np.int64),
                 blocks=self.block_tables[decoding[chosen, None], columns],
                 lows=first_keys[chosen] - base,

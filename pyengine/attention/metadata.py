@@ -1,5 +1,6 @@
 """What a step looks like to the model and to the attention backends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,15 +14,18 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The T tokens of B sequences of one step, flattened in plan order.
+    """The T tokens of B sequences of one step, flattened in plan order; G layer groups.
 
     Tensors, on the device of the model:
 
     - `input_ids`, `positions`: int64 `[T]`.
-    - `slot_mapping`: int64 `[T]`, where each token's keys and values go; -1: nowhere.
+    - `slot_mapping`: int64 `[G, T]`, where the layers of a group put each token's keys and
+      values; -1: nowhere.
     - `query_start_loc`: int32 `[B + 1]`, where each sequence's tokens begin; the last is T.
     - `seq_lens`: int32 `[B]`, tokens of each sequence after this step.
-    - `block_tables`: int32 `[B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
+    - `block_tables`: int32 `[G, B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
+      Where a group slides, blocks behind the window of the sequence's first new token read as
+      the trash block.
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
 
     The `host_` arrays are views of the same numbers in host memory, so that planning never
@@ -44,9 +48,11 @@ class StepInputs:
 class PagedContext:
     """What the model is given as `paged=`: the plan of this step's attention.
 
-    `attended` counts the layers that attended so far; the runner compares it with the layers
-    of the pool, since a layer that keeps its state elsewhere would be wrong in silence.
+    `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
+    counts the layers that attended so far; the runner compares it with the layers of the pool,
+    since a layer that keeps its state elsewhere would be wrong in silence.
     """
 
     plan: AttentionPlan
+    kept: Sequence[int | None]
     attended: int = field(default=0)

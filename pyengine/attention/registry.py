@@ -119,6 +119,7 @@ def paged_attention(
             "which paged attention cannot honour: this model is not supported"
         )
     context.attended += 1
+    _check_window(module, kwargs.get("sliding_window"), context.kept[module.layer_idx])
     scaling = kwargs.get("scaling")
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -128,3 +129,15 @@ def paged_attention(
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return context.plan.forward(module.layer_idx, q, k, v, options)[None], None
+
+
+def _check_window(module: Any, asked: int | None, kept: int | None) -> None:
+    """Raise for a layer that sees further back than its group keeps its blocks."""
+    if kept is None or (asked is not None and asked <= kept):
+        return
+    sight = "every position" if asked is None else f"the last {asked} positions"
+    raise ConfigurationError(
+        f"layer {module.layer_idx} ({type(module).__name__}) attends to {sight}, but of its keys "
+        f"and values only the last {kept} are kept, as the model's configuration says that its "
+        "attention slides: the two contradict each other, this model is not supported"
+    )

@@ -1,13 +1,14 @@
 """The KV tensors: what a block costs, how many blocks fit, and the pool itself.
 
-One key and one value tensor per layer::
+One key and one value tensor per layer of a layer group (`layer_groups`)::
 
     [num_blocks + 1, block_size, kv_heads, head_dim]
      |           |
      |           the trash block: rows that must not be kept are written there
      the blocks that the manager hands out, by id
 
-A *slot* is a position in this layout seen flat: `block * block_size + offset`.
+A *slot* is a position in this layout seen flat: `block * block_size + offset`. Layers of different
+groups share tensors, never blocks: each reads and writes by the block table of its group.
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyengine.cache.layer_groups import LayerGroups
 from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError
 
@@ -70,7 +72,7 @@ def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
 
 
 def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
-    """Bytes of one block over all layers, keys and values."""
+    """Bytes of one block over these layers, keys and values."""
     return sum(spec.bytes_per_block(block_size) for spec in specs)
 
 
@@ -79,7 +81,8 @@ class PoolSettings:
     """What the caller asks of the pool; `None` leaves the choice to `resolve_num_blocks`.
 
     `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
-    free once the model is loaded, and applies to CUDA devices.
+    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
+    sequence of `max_model_len` tokens takes at most; `None`: one table, nothing given back.
     """
 
     block_size: int
@@ -88,6 +91,7 @@ class PoolSettings:
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 256
     max_model_len: int = 8192
+    blocks_per_seq: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_cache_memory"):
@@ -120,6 +124,7 @@ def resolve_num_blocks(
 ) -> PoolSize:
     """Decide how many blocks the pool gets, before anything is allocated.
 
+    `specs` are those of the pool's tensors: of all layers, or of one group where there are groups.
     Without `num_blocks` and `kv_cache_memory` the pool takes, on the CPU, a quarter of the
     available memory, at most 4 GiB; on CUDA `gpu_memory_utilization` of what is free; and
     never more than `max_num_seqs` sequences of `max_model_len` tokens could use.
@@ -167,7 +172,8 @@ def _default_blocks(
     else:
         budget = min(int(available * _CPU_DEFAULT_SHARE), _CPU_DEFAULT_LIMIT)
         reason = f"a quarter of {_size(available)} available, at most {_size(_CPU_DEFAULT_LIMIT)}"
-    useful = settings.max_num_seqs * -(-settings.max_model_len // settings.block_size)
+    one_table = -(-settings.max_model_len // settings.block_size)
+    useful = settings.max_num_seqs * (settings.blocks_per_seq or one_table)
     affordable = max(1, budget // per_block - 1)
     if useful <= affordable:
         sequences = f"{settings.max_num_seqs} sequences of {settings.max_model_len} tokens"
@@ -197,8 +203,12 @@ class KVPool:
     """The KV tensors of every layer.
 
     `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, head_dim_k]`, `values[layer]` the
-    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. They start as zeros:
-    a masked position counts for nothing only while it holds a finite number.
+    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. Layers that share a
+    tensor (`groups`; by default none do) find it under both their numbers. Tensors start as
+    zeros: a masked position counts for nothing only while it holds a finite number.
+
+    Raises `ConfigurationError` if the memory cannot be had, or if layers that are to share a
+    tensor differ in their specs.
     """
 
     def __init__(
@@ -207,24 +217,32 @@ class KVPool:
         num_blocks: int,
         block_size: int,
         device: "torch.device",
+        groups: LayerGroups | None = None,
     ) -> None:
         self.specs = tuple(specs)
+        self.groups = groups or LayerGroups.single(len(self.specs))
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self._tensor_specs = self.groups.tensor_shapes(self.specs)
         rows = (num_blocks + 1, block_size)
         try:
-            self.keys = [
-                _zeros((*rows, s.num_kv_heads, s.head_dim_k), s.dtype, device) for s in self.specs
+            keys = [
+                _zeros((*rows, s.num_kv_heads, s.head_dim_k), s.dtype, device)
+                for s in self._tensor_specs
             ]
-            self.values = [
-                _zeros((*rows, s.num_kv_heads, s.head_dim_v), s.dtype, device) for s in self.specs
+            values = [
+                _zeros((*rows, s.num_kv_heads, s.head_dim_v), s.dtype, device)
+                for s in self._tensor_specs
             ]
         except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
             raise ConfigurationError(
                 f"the KV pool of {num_blocks} + 1 blocks ({_size(self.num_bytes)}) could not be "
                 f"allocated on {device}: {error}; give fewer num_blocks"
             ) from error
+        self._tensors = (*keys, *values)
+        self.keys = [keys[place.index] for place in self.groups.places]
+        self.values = [values[place.index] for place in self.groups.places]
 
     @property
     def num_layers(self) -> int:
@@ -234,7 +252,7 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors together, the trash block included."""
-        return (self.num_blocks + 1) * bytes_per_block(self.specs, self.block_size)
+        return (self.num_blocks + 1) * bytes_per_block(self._tensor_specs, self.block_size)
 
     @property
     def trash_slot(self) -> int:
@@ -242,13 +260,16 @@ class KVPool:
         return self.num_blocks * self.block_size
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks in every layer: (source, destination), all read before any write."""
+        """Copy whole blocks, (source, destination): all are read before any is written.
+
+        A block is copied in every tensor, that is, for all layers of the group that it is of.
+        """
         import torch
 
         if not copies:
             return
         sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).T
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             tensor.index_copy_(0, targets, tensor[sources])
 
     def write(

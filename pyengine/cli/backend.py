@@ -36,6 +36,7 @@ class EngineOptions:
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
     in_flight_sharing: bool = True
+    layer_groups: bool = True
     seed: int = 0
 
 
@@ -100,6 +101,7 @@ def open_llm(options: EngineOptions) -> Engine:
         max_model_len=options.max_model_len,
         enable_prefix_caching=options.enable_prefix_caching,
         in_flight_sharing=options.in_flight_sharing,
+        layer_groups=options.layer_groups,
         seed=options.seed,
     )
     gc.freeze()  # what was imported and loaded stays: later collections pass it over

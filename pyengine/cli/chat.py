@@ -39,6 +39,7 @@ def chat(
     max_model_len: opt.MaxModelLen = None,
     prefix_caching: opt.PrefixCaching = True,
     in_flight_sharing: opt.InFlightSharing = True,
+    layer_groups: opt.LayerGroups = True,
 ) -> None:
     """Talk to the model. Earlier turns are cache hits: each turn says how many tokens were."""
     with guarded():
@@ -64,6 +65,7 @@ def chat(
                 max_model_len=max_model_len,
                 enable_prefix_caching=prefix_caching,
                 in_flight_sharing=in_flight_sharing,
+                layer_groups=layer_groups,
                 seed=seed,
             )
         )

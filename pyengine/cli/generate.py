@@ -68,6 +68,7 @@ def generate(
     max_model_len: opt.MaxModelLen = None,
     prefix_caching: opt.PrefixCaching = True,
     in_flight_sharing: opt.InFlightSharing = True,
+    layer_groups: opt.LayerGroups = True,
 ) -> None:
     """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
     with guarded():
@@ -101,6 +102,7 @@ def generate(
                 max_model_len=max_model_len,
                 enable_prefix_caching=prefix_caching,
                 in_flight_sharing=in_flight_sharing,
+                layer_groups=layer_groups,
                 seed=seed,
             )
         )

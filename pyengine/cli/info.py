@@ -22,6 +22,7 @@ def info(
     attention_backend: opt.AttentionBackend = "auto",
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = None,
+    layer_groups: opt.LayerGroups = True,
 ) -> None:
     """Print versions, then open the model and print device, attention backend and why."""
     with guarded():
@@ -35,6 +36,7 @@ def info(
                 attention_backend=attention_backend,
                 block_size=block_size,
                 num_blocks=num_blocks,
+                layer_groups=layer_groups,
             )
         )
         rows = {key: value for key, value in engine.describe().items() if key not in versions}

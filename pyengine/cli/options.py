@@ -66,6 +66,14 @@ InFlightSharing = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+LayerGroups = Annotated[
+    bool,
+    typer.Option(
+        "--layer-groups/--no-layer-groups",
+        help="Layers with sliding windows give back the KV blocks behind them.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Seed = Annotated[
     int, typer.Option(help="Seed of the engine's random draws.", rich_help_panel=_SAMPLING)
 ]

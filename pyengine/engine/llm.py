@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from pyengine.attention import AttentionNeeds, choose_backend
 from pyengine.cache import BlockManager, ConfigError
-from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_num_blocks
+from pyengine.cache.kv_pool import PoolSettings
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.engine import Engine, EngineStats, ModelFacts, Prompt
+from pyengine.engine.capacity import model_facts, plan_cache
+from pyengine.engine.engine import Engine, EngineStats, Prompt
 from pyengine.engine.prompts import (
     Message,
     PromptLike,
@@ -42,9 +43,12 @@ class LLM:
     or what `kv_cache_memory` bytes pay for, or by default a share of the free memory
     (`gpu_memory_utilization` on CUDA). With `in_flight_sharing`, equal prefixes of one step are
     computed once; without it they are merged after the step. `eviction` is "lru" or "2q" (which
-    keeps what comes back from being flushed by what does not). `max_model_len` limits prompt and
-    output together; by default the model's positions, or the pool if that is smaller. Without a
-    seed of their own, requests draw theirs from `seed`, in the order of submission.
+    keeps what comes back from being flushed by what does not). With `layer_groups`, layers whose
+    attention slides give back the blocks behind their window: a block is one of a group of
+    layers then, and a sequence takes blocks for each group; without it one block holds all
+    layers and none is given back. `max_model_len` limits prompt and output together; by default
+    the model's positions, or the pool if that is smaller. Without a seed of their own, requests
+    draw theirs from `seed`, in the order of submission.
 
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
     model that cannot be loaded.
@@ -66,6 +70,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         in_flight_sharing: bool = True,
         eviction: str = "lru",
+        layer_groups: bool = True,
         seed: int = 0,
         attention_backend: str = "auto",
     ) -> None:
@@ -90,19 +95,16 @@ class LLM:
         loaded = load_model(model, device=device, dtype=dtype)
         length = min(max_model_len or loaded.max_model_len, loaded.max_model_len)
         settings = replace(settings, max_model_len=length)
-        specs = kv_cache_specs(loaded.config, loaded.dtype)
-        size = resolve_num_blocks(settings, specs, loaded.device)
-        facts = _model_facts(loaded, settings, size.num_blocks, max_model_len)
-        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
-        choice = choose_backend(attention_backend, needs)
-        pool = KVPool(specs, size.num_blocks, block_size, loaded.device)
-        manager = BlockManager(
-            size.num_blocks,
-            block_size,
+        plan = plan_cache(loaded, settings, max_num_batched_tokens, layer_groups=layer_groups)
+        manager = plan.manager(
             prefix_caching=enable_prefix_caching,
             in_flight_sharing=in_flight_sharing,
             eviction=eviction,
         )
+        facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
+        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
+        choice = choose_backend(attention_backend, needs)
+        pool = plan.pool(loaded)
         runner = ModelRunner(
             loaded,
             pool,
@@ -111,6 +113,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 max_blocks_per_seq=-(-facts.max_model_len // block_size),
+                num_groups=len(plan.groups.windows),
             ),
         )
         self.model_path: Path = loaded.path
@@ -135,9 +138,10 @@ class LLM:
             "attention_backend": choice.backend,
             "attention_reason": choice.reason,
             "block_size": block_size,
-            "num_blocks": size.num_blocks,
+            "num_blocks": plan.size.num_blocks,
             "kv_cache_bytes": pool.num_bytes,
-            "kv_cache_reason": size.reason,
+            "kv_cache_reason": plan.size.reason,
+            "layer_groups": str(plan.groups),
             "max_model_len": facts.max_model_len,
             "max_model_len_reason": facts.limited_by,
             "enable_prefix_caching": enable_prefix_caching,
@@ -266,36 +270,6 @@ class _Progress:
         share = self._cached / max(self._prompt, 1)
         self._bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
         self._bar.update(len(finished))
-
-
-def _model_facts(
-    loaded: Any, settings: PoolSettings, num_blocks: int, asked: int | None
-) -> ModelFacts:
-    """The longest sequence, and what sets it."""
-    pool_tokens = num_blocks * settings.block_size
-    pool = f"the KV pool holds {num_blocks} blocks of {settings.block_size} tokens"
-    if asked is not None and asked > loaded.max_model_len:
-        raise ConfigurationError(
-            f"max_model_len={asked}: {loaded.name} has {loaded.max_model_len} positions"
-        )
-    if asked is not None and asked > pool_tokens:
-        raise ConfigurationError(
-            f"max_model_len={asked} does not fit: {pool}; give a larger num_blocks"
-        )
-    limits = {
-        settings.max_model_len: f"the model has {loaded.max_model_len} positions"
-        if asked is None
-        else f"max_model_len={asked}",
-    }
-    limits.setdefault(pool_tokens, pool)
-    longest = min(limits)
-    return ModelFacts(
-        vocab_size=loaded.vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        max_model_len=longest,
-        limited_by=limits[longest],
-        max_num_seqs=settings.max_num_seqs,
-    )
 
 
 def _package_version() -> str:

@@ -15,14 +15,15 @@ from pyengine.core.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """The largest step: tokens, sequences, and blocks of one sequence."""
+    """The largest step: tokens, sequences, blocks of one table; and tables of one sequence."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_blocks_per_seq: int
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_blocks_per_seq"):
+        for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
 
@@ -75,13 +76,14 @@ class InputBuffers:
 
     def __init__(self, limits: RunnerLimits, device: torch.device) -> None:
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
+        groups, width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
             "input_ids": ((tokens,), torch.int64),
             "positions": ((tokens,), torch.int64),
-            "slot_mapping": ((tokens,), torch.int64),
+            "slot_mapping": ((groups, tokens), torch.int64),
             "query_start_loc": ((sequences + 1,), torch.int32),
             "seq_lens": ((sequences,), torch.int32),
-            "block_tables": ((sequences, limits.max_blocks_per_seq), torch.int32),
+            "block_tables": ((groups, sequences, width), torch.int32),
             "logits_indices": ((sequences,), torch.int64),
         }
         on_cuda = device.type == "cuda"
@@ -113,18 +115,26 @@ class InputBuffers:
         return StepInputs(
             input_ids=self._on_device("input_ids", tokens),
             positions=self._on_device("positions", tokens),
-            slot_mapping=self._on_device("slot_mapping", tokens),
+            slot_mapping=self._on_device_by_group("slot_mapping", tokens),
             query_start_loc=self._on_device("query_start_loc", sequences + 1),
             seq_lens=self._on_device("seq_lens", sequences),
-            block_tables=self._on_device("block_tables", sequences),
+            block_tables=self._on_device_by_group("block_tables", sequences),
             logits_indices=self._on_device("logits_indices", samples),
             host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
             host_seq_lens=self.arrays.seq_lens[:sequences],
-            host_block_tables=self.arrays.block_tables[:sequences],
+            host_block_tables=self.arrays.block_tables[:, :sequences],
         )
 
     def _on_device(self, name: str, rows: int) -> torch.Tensor:
         host, device = self._host[name][:rows], self._device[name][:rows]
         if host.device != device.device:
             device.copy_(host, non_blocking=True)
+        return device
+
+    def _on_device_by_group(self, name: str, rows: int) -> torch.Tensor:
+        """The first `rows` of every group; each group is one copy, as they lie apart."""
+        host, device = self._host[name][:, :rows], self._device[name][:, :rows]
+        if host.device != device.device:
+            for source, target in zip(host, device, strict=True):
+                target.copy_(source, non_blocking=True)
         return device

@@ -64,7 +64,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
-        context = PagedContext(self._backend.plan(inputs))
+        context = PagedContext(self._backend.plan(inputs), self._pool.groups.layer_windows)
         output = self._model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],

@@ -60,6 +60,7 @@ class Scheduler:
 
     def __init__(self, manager: BlockManager, limits: SchedulerLimits) -> None:
         self._manager = manager
+        self._groups = manager.groups
         self._limits = limits
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -192,9 +193,20 @@ class Scheduler:
             reserve += self._blocks_to_come(job, entry.end)
 
     def _blocks_to_come(self, job: Job, end: int) -> int:
-        """Blocks that the job's known tokens need beyond those up to `end`."""
+        """Blocks that the job takes at most beyond those it holds once `end` tokens are computed.
+
+        Each layer group takes a block for every `block_size` tokens. A sliding one gives back
+        what falls behind its window, so it never takes more than the most that it holds at once.
+        """
+        if end >= job.num_tokens:
+            return 0
         size = self._manager.block_size
-        return -(-job.num_tokens // size) - -(-end // size)
+        begun = -(-end // size)
+        new = -(-job.num_tokens // size) - begun
+        behind = sum(max(0, end - window + 1) // size for window in self._groups if window)
+        held = begun * len(self._groups) - behind
+        most = self._manager.blocks_for(job.num_tokens, self._limits.max_num_batched_tokens)
+        return min(new * len(self._groups), most - held)
 
     def _make_room(self, step: ScheduledStep, job: Job) -> Job:
         """Preempt for `job`: the newest one after it that really frees blocks, else itself."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pyengine import LLM, SamplingParams
+from pyengine import LLM, BlockManager, SamplingParams
+from pyengine.cache.layer_groups import choose_layer_groups, layer_windows
 from tests.support.reference import Reference
 from tests.unit.runner.hand_made import random_model
 from tests.unit.runner.test_model_runner import FAMILIES
@@ -39,7 +40,12 @@ class Setup:
     chunk: int
     caching: bool
     pool: int
-    """In tokens."""
+    """In tokens of one sequence, or of many if it is roomy."""
+
+    def num_blocks(self, groups: tuple[int | None, ...]) -> int:
+        if self.pool == ROOMY:
+            return len(groups) * ROOMY // self.block_size
+        return BlockManager(1, self.block_size, groups=groups).blocks_for(self.pool, self.chunk)
 
 
 ROOMY, TIGHT = 1024, 96
@@ -61,29 +67,39 @@ def prompts() -> list[list[int]]:
     return [shared + tails[0], shared + tails[1], [9], tails[3], shared + tails[1], shared[:16]]
 
 
+def groups_of(config: Any) -> tuple[int | None, ...]:
+    windows = layer_windows(config)
+    same = [()] * len(windows)
+    return choose_layer_groups(windows, same, config.max_position_embeddings).windows
+
+
 @pytest.fixture(scope="module", params=EVERYTHING)
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, Reference]:
+) -> tuple[str, Path, Reference, tuple[int | None, ...]]:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
-    random_model(name, **EVERYTHING[name]).save_pretrained(folder)
-    return name, folder, Reference(folder, attention="eager", stop="at_length")
+    model = random_model(name, **EVERYTHING[name])
+    model.save_pretrained(folder)
+    reference = Reference(folder, attention="eager", stop="at_length")
+    return name, folder, reference, groups_of(model.config)
 
 
 def test_the_families_of_the_promise_are_here() -> None:
     assert set(EVERYTHING) >= NAMED_BY_THE_PROMISE
 
 
-def test_generations_are_the_reference_s(family: tuple[str, Path, Reference]) -> None:
-    name, folder, reference = family
+def test_generations_are_the_reference_s(
+    family: tuple[str, Path, Reference, tuple[int | None, ...]],
+) -> None:
+    name, folder, reference, groups = family
     first = list(EVERYTHING).index(name)
     for setup in (SETUPS[(first + offset) % len(SETUPS)] for offset in (0, 3)):
         llm = LLM(
             folder,
             device="cpu",
             block_size=setup.block_size,
-            num_blocks=setup.pool // setup.block_size,
+            num_blocks=setup.num_blocks(groups),
             max_num_seqs=6,
             max_num_batched_tokens=setup.chunk,
             enable_prefix_caching=setup.caching,

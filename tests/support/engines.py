@@ -6,6 +6,7 @@ from typing import Any
 from pyengine.cache import BlockManager
 from pyengine.core import RequestOutput, SamplingParams
 from pyengine.engine import Engine, ModelFacts, Prompt
+from pyengine.engine.capacity import longest_sequence
 from pyengine.scheduler import Scheduler, SchedulerLimits
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
@@ -53,20 +54,23 @@ def make_bench(
     *,
     max_num_batched_tokens: int = 256,
     max_num_seqs: int = 32,
+    max_model_len: int | None = None,
+    groups: tuple[int | None, ...] = (None,),
     seed: int = 0,
     tokenizer: Any = None,
     **manager: Any,
 ) -> Bench:
-    blocks = BlockManager(num_blocks, block_size, **manager)
+    blocks = BlockManager(num_blocks, block_size, groups=groups, **manager)
     limits = SchedulerLimits(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
     )
     scheduler = Scheduler(blocks, limits)
-    runner = FakeRunner(num_blocks, block_size)
+    most = max_model_len or num_blocks * block_size
+    runner = FakeRunner(num_blocks, block_size, groups=groups, width=-(-most // block_size))
     facts = ModelFacts(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
-        max_model_len=num_blocks * block_size,
+        max_model_len=longest_sequence(blocks, max_num_batched_tokens, most),
         max_num_seqs=max_num_seqs,
         limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
     )

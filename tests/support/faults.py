@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from pyengine.cache import BlockManager, Redirect
 from pyengine.core.request import Request
 from pyengine.engine import Engine, ModelFacts
+from pyengine.engine.capacity import longest_sequence
 from pyengine.runner import StepLogits
 from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
 from tests.support.engines import EOS, Bench
@@ -30,6 +32,7 @@ class InjectedError(RuntimeError):
 class Setting:
     num_blocks: int
     block_size: int
+    groups: tuple[int | None, ...]
     budget: int
     seats: int
     caching: bool
@@ -44,9 +47,13 @@ class Setting:
     @classmethod
     def drawn(cls, random: Random) -> "Setting":
         budget = min(random.choice([1, 2, 3, 5, 8, 16, 32, 64]) + random.randint(0, 3), 64)
+        windows = random.randint(1, 12), random.randint(1, 12)
+        groups = random.choice([(None,), (None, windows[0]), (windows[0], None, windows[1])])
+        rows = random.randint(8, 64) if random.random() < 0.4 else random.randint(8, 16)
         return cls(
-            num_blocks=random.randint(8, 64) if random.random() < 0.4 else random.randint(8, 16),
+            num_blocks=rows * len(groups),
             block_size=random.randint(1, 8),
+            groups=groups,
             budget=budget,
             seats=random.randint(1, min(budget, 8)),
             caching=random.random() < 0.85,
@@ -57,10 +64,13 @@ class Setting:
             aborts=random.choice([0, 0.01, 0.05]),
         )
 
-    @property
+    @cached_property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence that the pool holds."""
-        return self.num_blocks * self.block_size - self.lookahead
+        manager = BlockManager(self.num_blocks, self.block_size, groups=self.groups)
+        most = self.num_blocks * self.block_size
+        step = max(self.budget, 1 + self.lookahead)
+        return longest_sequence(manager, step, most) - self.lookahead
 
 
 class WatchedScheduler(Scheduler):
@@ -96,7 +106,7 @@ class FaultyRunner(FakeRunner):
     """Fails by chance, and then what it was to write is destroyed. Knows whose KV a slot holds."""
 
     def __init__(self, setting: Setting, scheduler: WatchedScheduler, random: Random) -> None:
-        super().__init__(setting.num_blocks, setting.block_size)
+        super().__init__(setting.num_blocks, setting.block_size, groups=setting.groups)
         self.during: Callable[[str], None] = lambda moment: None
         """Called between plan and commit."""
         self.seen: Counter[str] = Counter()
@@ -123,35 +133,32 @@ class FaultyRunner(FakeRunner):
         self.seen[f"failed {moment}"] += 1
         raise InjectedError if self._random.random() < 0.8 else KeyboardInterrupt
 
-    def _blocks(self, owners_or_slots: Any, block: int) -> Any:
-        return owners_or_slots[block * self.block_size : (block + 1) * self.block_size]
-
     def _destroy(self, plan: Any) -> None:
         plan.fill(self._buffers)
-        slots = self.arrays["slot_mapping"][: plan.num_tokens]
+        slots = self.arrays["slot_mapping"][:, : plan.num_tokens]
         self.slots[slots[slots >= 0]] = NO_TOKEN
         for _, target in plan.copies():
-            self._blocks(self.slots, target)[:] = NO_TOKEN
+            self.block(self.slots, target)[:] = NO_TOKEN
 
     def _check_owners(self, plan: Any, namespaces: list[int]) -> None:
-        a, size = self.arrays, self.block_size
+        a = self.arrays
         for source, target in plan.copies():
-            self._blocks(self._owners, target)[:] = self._blocks(self._owners, source)
+            self.block(self._owners, target)[:] = self.block(self._owners, source)
         starts = a["query_start_loc"]
         for row, namespace in enumerate(namespaces):
-            slots = a["slot_mapping"][starts[row] : starts[row + 1]]
+            slots = a["slot_mapping"][:, starts[row] : starts[row + 1]]
             self._owners[slots[slots >= 0]] = namespace
         for row, namespace in enumerate(namespaces):
-            length = int(a["seq_lens"][row])
-            blocks = a["block_tables"][row, : -(-length // size)]
-            read = np.concatenate([self._blocks(self._owners, block) for block in blocks])
-            assert (read[:length] == namespace).all(), "the other namespace's KV is read"
+            for group in range(len(self.windows)):
+                read = self._owners[self.visible(row, group)]
+                assert (read == namespace).all(), "the other namespace's KV is read"
 
 
 def make_faulty_bench(setting: Setting, random: Random) -> Bench:
     blocks = BlockManager(
         setting.num_blocks,
         setting.block_size,
+        groups=setting.groups,
         prefix_caching=setting.caching,
         in_flight_sharing=setting.sharing,
         hash_bits=setting.hash_bits,

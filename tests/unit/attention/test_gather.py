@@ -7,6 +7,7 @@ import torch
 from pyengine.attention import AttentionOptions, StepInputs, gather
 from pyengine.attention.gather import GatherBackend
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.cache.layer_groups import LayerGroups, Place
 
 BLOCK = 4
 HEADS, KV_HEADS, DIM_K, DIM_V = 6, 2, 8, 5
@@ -19,20 +20,27 @@ STEPS = {
 }
 
 
-def inputs_of(new_and_context, tables) -> StepInputs:
+def inputs_of(new_and_context, *groups) -> StepInputs:
+    """A step of sequences, (new tokens, tokens before them) each; their tables, per layer group."""
     starts = np.cumsum([0, *(n for n, _ in new_and_context)], dtype=np.int32)
     lens = np.array([n + c for n, c in new_and_context], dtype=np.int32)
-    width = max(len(t) for t in tables)
-    padded = np.array([t + [0] * (width - len(t)) for t in tables], dtype=np.int32)
-    slots, positions = [], []
-    for (new, context), table in zip(new_and_context, tables, strict=True):
-        for p in range(context, context + new):
-            positions.append(p)
-            slots.append(table[p // BLOCK] * BLOCK + p % BLOCK)
+    width = max(map(len, groups[0]))
+    padded = np.array(
+        [[t + [0] * (width - len(t)) for t in tables] for tables in groups], dtype=np.int32
+    )
+    spans = [range(context, context + new) for new, context in new_and_context]
+    slots = [
+        [
+            t[p // BLOCK] * BLOCK + p % BLOCK
+            for t, span in zip(tables, spans, strict=True)
+            for p in span
+        ]
+        for tables in groups
+    ]
     none = torch.zeros(0, dtype=torch.int64)
     return StepInputs(
         input_ids=none,
-        positions=torch.tensor(positions),
+        positions=torch.tensor([p for span in spans for p in span]),
         slot_mapping=torch.tensor(slots),
         query_start_loc=torch.from_numpy(starts),
         seq_lens=torch.from_numpy(lens),
@@ -106,6 +114,46 @@ def test_every_row_attends_to_what_it_should(step, window, softcap, sinks):
         for i in range(new)
     ]
     torch.testing.assert_close(got, torch.stack(expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [1, 4, 5, 9])
+@pytest.mark.parametrize("step", STEPS)
+def test_layer_groups_give_bit_for_bit_what_full_tables_give(step, window, softcap):
+    """Two layers that share a tensor; where blocks slid out, and in the trash block, stands NaN."""
+    torch.manual_seed(0)
+    lengths, spec = STEPS[step], KVCacheSpec(KV_HEADS, DIM_K, DIM_V, torch.float32)
+    cpu = torch.device("cpu")
+    ids = np.random.default_rng(0).permutation(60).tolist()
+    sizes = [-(-(n + c) // BLOCK) for n, c in lengths]
+    tables = [[[ids.pop() for _ in range(size)] for size in sizes] for _ in range(2)]
+    full = KVPool([spec] * 2, 60, BLOCK, cpu)
+    groups = LayerGroups((None, window), 1, (Place(0, 0), Place(1, 0)))
+    shared = KVPool([spec] * 2, 60, BLOCK, cpu, groups)
+    for layer, own in enumerate(tables):
+        for (_, context), table in zip(lengths, own, strict=True):
+            slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(context)]
+            rows = torch.randn(context, KV_HEADS, DIM_K), torch.randn(context, KV_HEADS, DIM_V)
+            for pool in (full, shared):
+                pool.write(layer, *rows, torch.tensor(slots, dtype=torch.int64))
+    slid = [
+        [60 if at < max(0, context - window + 1) // BLOCK else block for at, block in enumerate(t)]
+        for (_, context), t in zip(lengths, tables[1], strict=True)
+    ]
+    gone = [b for t, kept in zip(tables[1], slid, strict=True) for b in set(t) - set(kept)]
+    for tensor in (shared.keys[0], shared.values[0]):
+        tensor[[60, *gone]] = float("nan")
+    new = sum(n for n, _ in lengths)
+    query = torch.randn(new, HEADS, DIM_K)
+    rows = torch.randn(new, KV_HEADS, DIM_K), torch.randn(new, KV_HEADS, DIM_V)
+    for layer, sight in enumerate((None, window)):
+        options = AttentionOptions(scaling=0.4, sliding_window=sight, softcap=softcap)
+        expected = GatherBackend(full).plan(inputs_of(lengths, tables[layer]))
+        got = GatherBackend(shared).plan(inputs_of(lengths, tables[0], slid))
+        assert torch.equal(
+            got.forward(layer, query, *rows, options),
+            expected.forward(layer, query, *rows, options),
+        )
 
 
 def test_neighbouring_blocks_are_read_in_place():

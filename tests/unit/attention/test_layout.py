@@ -50,10 +50,10 @@ def sight(pieces: StepLayout, window, max_blocks):
             assert len(span.blocks) == -(-span.num_keys // size)
             assert span.start + i not in rows
             rows[span.start + i] = (sequence, keys & set(range(first, position + 1)))
-    for group in pieces.groups(window, max_blocks):
-        assert len(group.rows) == 1 or group.blocks.size <= max_blocks
+    for batch in pieces.batches(window, max_blocks):
+        assert len(batch.rows) == 1 or batch.blocks.size <= max_blocks
         for row, blocks, low, high in zip(
-            group.rows, group.blocks, group.lows, group.highs, strict=True
+            batch.rows, batch.blocks, batch.lows, batch.highs, strict=True
         ):
             keys = [int(blocks[k // size]) % 100 * size + k % size for k in range(low, high)]
             (sequence,) = {int(b) // 100 for b in blocks}
@@ -79,22 +79,22 @@ def test_pieces_cover_every_row_and_exactly_its_keys(
 
 
 def test_rows_of_one_length_need_no_mask():
-    (group,) = step([(1, 7), (1, 7), (1, 7)], 4).groups(None, 100)
-    assert group.is_uniform
-    (group,) = step([(1, 7), (1, 6)], 4).groups(None, 100)
-    assert not group.is_uniform
-    (group,) = step([(1, 7), (1, 7)], 4).groups(3, 100)
-    assert not group.is_uniform
+    (batch,) = step([(1, 7), (1, 7), (1, 7)], 4).batches(None, 100)
+    assert batch.is_uniform
+    (batch,) = step([(1, 7), (1, 6)], 4).batches(None, 100)
+    assert not batch.is_uniform
+    (batch,) = step([(1, 7), (1, 7)], 4).batches(3, 100)
+    assert not batch.is_uniform
 
 
 def test_a_window_leaves_the_blocks_behind_it_alone():
     (span,) = step([(2, 30)], 4).spans(5)
     assert span.first_key == 24
     assert span.blocks.tolist() == [6, 7]
-    (group,) = step([(1, 30)], 4).groups(5, 100)
-    assert group.blocks.tolist() == [[6, 7]]
+    (batch,) = step([(1, 30)], 4).batches(5, 100)
+    assert batch.blocks.tolist() == [[6, 7]]
 
 
 def test_short_sequences_are_not_padded_to_the_longest():
-    groups = list(step([(1, 100), (1, 3), (1, 3), (1, 3)], 4).groups(None, 30))
-    assert [g.blocks.shape for g in groups] == [(3, 1), (1, 26)]
+    batches = list(step([(1, 100), (1, 3), (1, 3), (1, 3)], 4).batches(None, 30))
+    assert [b.blocks.shape for b in batches] == [(3, 1), (1, 26)]

@@ -24,10 +24,11 @@ class RecordingPlan:
         return query + 1
 
 
-def call(plan, mask=None, **keywords):
+def call(plan, mask=None, kept=None, **keywords):
     query, key = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
     module = SimpleNamespace(layer_idx=7)
-    return paged_attention(module, query, key, key, mask, paged=PagedContext(plan), **keywords)
+    context = PagedContext(plan, [None] * 7 + [kept])
+    return paged_attention(module, query, key, key, mask, paged=context, **keywords)
 
 
 def test_auto_chooses_and_says_why():
@@ -83,3 +84,19 @@ def test_a_mask_or_bias_is_refused_rather_than_ignored():
         call(RecordingPlan(), mask=torch.ones(1))
     with pytest.raises(ConfigurationError, match="bias"):
         call(RecordingPlan(), position_bias=torch.ones(1))
+
+
+@pytest.mark.parametrize("asked", [None, 7])
+def test_a_layer_that_sees_further_than_is_kept_is_refused(asked):
+    plan = RecordingPlan()
+    sight = "every position" if asked is None else "the last 7 positions"
+    with pytest.raises(ConfigurationError, match=f"layer 7 .*{sight}.* only the last 6 are kept"):
+        call(plan, kept=6, sliding_window=asked)
+    assert not hasattr(plan, "call")
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(6, 6), (5, 6), (6, None), (None, None)])
+def test_a_layer_may_see_what_is_kept_or_less(asked, kept):
+    plan = RecordingPlan()
+    call(plan, kept=kept, sliding_window=asked)
+    assert plan.call[-1].sliding_window == asked

@@ -15,6 +15,7 @@ from pyengine.cache.kv_pool import (
     kv_cache_specs,
     resolve_num_blocks,
 )
+from pyengine.cache.layer_groups import LayerGroups, Place
 from pyengine.core.errors import ConfigurationError
 
 torch = pytest.importorskip("torch")
@@ -110,6 +111,12 @@ def test_the_default_never_exceeds_what_the_sequences_can_use(memory):
     assert resolve_num_blocks(settings, LAYERS, CPU).num_blocks == 9
 
 
+def test_layer_groups_count_what_their_sequences_take(memory):
+    settings = PoolSettings(block_size=16, max_num_seqs=3, max_model_len=33, blocks_per_seq=5)
+    size = resolve_num_blocks(settings, LAYERS[:2], CPU)
+    assert (size.num_blocks, size.num_bytes) == (15, 16 * 4096)
+
+
 def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(memory):
     memory(GIB)
     with pytest.raises(ConfigurationError) as caught:
@@ -159,6 +166,49 @@ def test_the_pool_has_one_block_more_and_starts_as_zeros():
     assert not any(t.any() for t in (*pool.keys, *pool.values))
     assert pool.trash_slot == 6
     assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys, *pool.values))
+
+
+def test_layers_of_different_groups_share_tensors():
+    groups = LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(1, 1)))
+    wide = KVCacheSpec(1, 6, 4, torch.bfloat16)
+    pool = KVPool([SPEC, SPEC, wide], 3, 2, CPU, groups)
+    assert pool.num_layers == 3
+    assert pool.keys[0] is pool.keys[1]
+    assert pool.values[0] is pool.values[1]
+    assert [t.shape for t in pool.keys] == [(4, 2, 2, 8), (4, 2, 2, 8), (4, 2, 1, 6)]
+    assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys[1:], *pool.values[1:]))
+    assert pool.num_bytes == 4 * bytes_per_block([SPEC, wide], 2)
+    pool.write(0, *(torch.ones(1, 2, 8),) * 2, torch.tensor([2]))
+    pool.write(1, *(torch.full((1, 2, 8), 2.0),) * 2, torch.tensor([4]))
+    assert pool.keys[0][:, 0, 0, 0].tolist() == [0, 1, 2, 0]
+
+
+def test_layers_that_differ_cannot_share():
+    groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0)))
+    with pytest.raises(ConfigurationError, match="layers 0 and 1 cannot share a KV tensor"):
+        KVPool([SPEC, KVCacheSpec(1, 8, 8, torch.float32)], 3, 2, CPU, groups)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_blocks_are_copied_once_in_every_tensor(grouped):
+    groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0))) if grouped else None
+    pool = KVPool([SPEC] * 2, 4, 2, CPU, groups)
+    for tensor in {id(t): t for t in (*pool.keys, *pool.values)}.values():
+        tensor.copy_(torch.arange(5.0).view(5, 1, 1, 1).expand_as(tensor))
+    pool.copy_blocks([(0, 1), (1, 2), (2, 0)])  # a rotation: all are read before any is written
+    pool.copy_blocks([])
+    for tensor in (*pool.keys, *pool.values):
+        assert tensor[:, 0, 0, 0].tolist() == [2, 0, 1, 3, 4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_the_memory_of_a_pool_costs_nothing_until_it_is_written():
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 4, 4096, 16, CPU)
+    assert pool.num_bytes > GIB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
 def test_rows_are_written_where_their_slots_say():

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine.attention import AttentionNeeds, choose_backend
 from pyengine.cache.kv_pool import KVPool, kv_cache_specs
+from pyengine.cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
 from pyengine.models import LoadedModel
 from pyengine.runner import HostArrays, ModelRunner, RunnerLimits
 
@@ -23,7 +24,8 @@ class Entry:
     tokens: list[int]
     start: int
     end: int
-    table: list[int]
+    tables: list[list[int]]
+    """One per layer group."""
     writes: bool = True
 
     @property
@@ -57,26 +59,36 @@ class HandMadePlan:
             for position in range(e.start, e.end):
                 a.input_ids[row] = e.tokens[position]
                 a.positions[row] = position
-                block = e.table[position // self.block_size]
-                slot = block * self.block_size + position % self.block_size
-                a.slot_mapping[row] = slot if e.writes else -1
+                for group, table in enumerate(e.tables):
+                    block = table[position // self.block_size]
+                    slot = block * self.block_size + position % self.block_size
+                    a.slot_mapping[group, row] = slot if e.writes else -1
                 row += 1
             a.query_start_loc[i + 1] = row
             a.seq_lens[i] = e.end
-            a.block_tables[i, : len(e.table)] = e.table
+            for group, table in enumerate(e.tables):
+                a.block_tables[group, i, : len(table)] = table
             if e.samples:
                 a.logits_indices[sample] = row - 1
                 sample += 1
 
 
 class PagedRun:
-    """A random model, a poisoned pool, and block ids dealt in random order."""
+    """A random model, a poisoned pool, and block ids dealt in random order.
 
-    def __init__(self, model: Any, *, block_size: int = 4, num_blocks: int = 60) -> None:
+    With `grouped`, its layers are in groups; otherwise in one that keeps everything.
+    """
+
+    def __init__(
+        self, model: Any, *, block_size: int = 4, num_blocks: int = 60, grouped: bool = False
+    ) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
         specs = kv_cache_specs(model.config, torch.float32)
-        self.pool = KVPool(specs, num_blocks, block_size, device)
+        self.groups = LayerGroups.single(len(specs))
+        if grouped:
+            self.groups = choose_layer_groups(layer_windows(model.config), specs, 256)
+        self.pool = KVPool(specs, num_blocks, block_size, device, self.groups)
         for tensor in (*self.pool.keys, *self.pool.values):
             tensor.fill_(POISON)
         self.free = Random(3).sample(range(num_blocks), num_blocks)
@@ -92,16 +104,33 @@ class PagedRun:
             device=device,
             dtype=torch.float32,
         )
-        limits = RunnerLimits(max_num_batched_tokens=64, max_num_seqs=8, max_blocks_per_seq=16)
+        limits = RunnerLimits(
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            max_blocks_per_seq=16,
+            num_groups=len(self.groups.windows),
+        )
         self.runner = ModelRunner(loaded, self.pool, choice.build(self.pool), limits)
         self.runner.buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
 
-    def table(self, num_tokens: int, shared: list[int] | None = None) -> list[int]:
-        """Blocks for `num_tokens`, the first of them given."""
-        shared = shared or []
-        return shared + [
-            self.free.pop() for _ in range(-(-num_tokens // self.block_size) - len(shared))
-        ]
+    def tables(self, num_tokens: int, shared: list[list[int]] | None = None) -> list[list[int]]:
+        """Blocks for `num_tokens` in every group, the first of them given."""
+        size = -(-num_tokens // self.block_size)
+        begun = shared or [[] for _ in self.groups.windows]
+        return [[*own, *(self.free.pop() for _ in range(size - len(own)))] for own in begun]
+
+    def slide(self, tables: list[list[int]], num_computed: int) -> int:
+        """Give back, and poison, what no token from `num_computed` on sees; how many blocks."""
+        given = 0
+        for table, window in zip(tables, self.groups.windows, strict=True):
+            behind = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
+            for at in range(behind):
+                if table[at] != self.pool.num_blocks:
+                    for tensor in (*self.pool.keys, *self.pool.values):
+                        tensor[table[at]] = 10 * POISON
+                    table[at] = self.pool.num_blocks
+                    given += 1
+        return given
 
     def step(self, entries: list[Entry]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Logits of every row, per entry; and those of the sampling rows."""

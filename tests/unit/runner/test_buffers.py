@@ -1,5 +1,7 @@
 """The buffers are filled in place and cut to the step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,10 +25,10 @@ def test_the_block_manager_fills_the_tensors_that_the_model_reads():
     assert inputs.query_start_loc.tolist() == [0, 2, 6]
     assert inputs.seq_lens.tolist() == [2, 4]
     assert inputs.logits_indices.tolist() == [1]
-    assert inputs.block_tables.shape == (2, 4)
+    assert inputs.block_tables.shape == (1, 2, 4)
     first, second = short.block_table[0], chunked.block_table[0]
-    assert inputs.block_tables[:, 0].tolist() == [first, second]
-    assert inputs.slot_mapping.tolist() == [
+    assert inputs.block_tables[0, :, 0].tolist() == [first, second]
+    assert inputs.slot_mapping[0].tolist() == [
         *range(4 * first, 4 * first + 2),
         *range(4 * second, 4 * second + 4),
     ]
@@ -36,7 +38,31 @@ def test_the_block_manager_fills_the_tensors_that_the_model_reads():
     plan.rollback()
 
 
-@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "max_blocks_per_seq"])
+def test_every_layer_group_has_its_own_tables_and_slots():
+    limits = replace(LIMITS, num_groups=2)
+    buffers = InputBuffers(limits, torch.device("cpu"))
+    manager = BlockManager(16, 4, groups=(None, 3))
+    sequence = manager.sequence(range(14))
+    for chunk in (8, 8):
+        plan = manager.begin_step(chunk)
+        plan.prefill(sequence, chunk)
+        inputs = buffers.fill(plan)
+        plan.commit([1] * plan.num_samples)
+    tables = sequence.block_tables
+    assert inputs.block_tables.shape == (2, 1, 4)
+    assert inputs.block_tables[0, 0].tolist() == tables[0]
+    assert inputs.block_tables[1, 0].tolist() == [
+        manager.trash_block,
+        *inputs.block_tables[1, 0, 1:],
+    ]
+    assert inputs.slot_mapping.tolist() == [
+        [4 * table[position // 4] + position % 4 for position in range(8, 14)] for table in tables
+    ]
+    assert inputs.host_block_tables.shape == (2, 1, 4)
+    assert (inputs.host_block_tables == inputs.block_tables.numpy()).all()
+
+
+@pytest.mark.parametrize("name", RunnerLimits.__dataclass_fields__)
 def test_a_limit_of_nothing_is_refused(name):
     fields = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "max_blocks_per_seq": 1, name: 0}
     with pytest.raises(ConfigurationError, match=f"{name}=0"):

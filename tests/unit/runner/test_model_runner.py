@@ -61,15 +61,13 @@ def plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_prefill_and_decode_give_the_logits_of_a_plain_forward(family):
-    model = random_model(family, **FAMILIES[family])
-    prompts = sequences()
-    expected = [plain_logits(model, tokens) for tokens in prompts]
-    run = PagedRun(model)
-    tables = [run.table(len(tokens)) for tokens in prompts]
-    done = [0] * len(prompts)
-    # chunks of 7 while more than 5 tokens are left, then one by one: steps mix both kinds
+def run_in_chunks(run: PagedRun, prompts: list[list[int]], expected: list[torch.Tensor]) -> int:
+    """Chunks of 7 while more than 5 tokens are left, then one by one: steps mix both kinds.
+
+    Compares every row's logits. Returns how many blocks slid out of a window and were poisoned.
+    """
+    tables = [run.tables(len(tokens)) for tokens in prompts]
+    done, given = [0] * len(prompts), 0
     while any(d < len(t) for d, t in zip(done, prompts, strict=True)):
         entries, whose = [], []
         for i, tokens in enumerate(prompts):
@@ -87,7 +85,56 @@ def test_chunked_prefill_and_decode_give_the_logits_of_a_plain_forward(family):
             if e.samples:
                 torch.testing.assert_close(next(samples), got[-1])
             done[i] = e.end
+            given += run.slide(e.tables, e.end)
         assert next(samples, None) is None
+    return given
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_prefill_and_decode_give_the_logits_of_a_plain_forward(family):
+    model = random_model(family, **FAMILIES[family])
+    prompts = sequences()
+    expected = [plain_logits(model, tokens) for tokens in prompts]
+    assert run_in_chunks(PagedRun(model), prompts, expected) == 0
+
+
+SLIDING = {
+    "qwen2": ((None, 6, 6), 1),
+    "mistral": ((6,), 3),
+    "mixtral": ((6,), 3),
+    "gemma2": ((None, 6, 6), 1),
+    "gemma3_text": ((6,), 3),
+    "gpt_oss": ((None, 6, 6), 1),
+    "cohere2": ((6,), 3),
+}
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_layer_groups_give_the_same_logits_and_give_blocks_back(family):
+    """What slid out of a window is poisoned: a row that still saw it would tell."""
+    windows, size = SLIDING[family]
+    model = random_model(family, **FAMILIES[family])
+    prompts = sequences()
+    expected = [plain_logits(model, tokens) for tokens in prompts]
+    run = PagedRun(model, num_blocks=80, grouped=True)
+    assert (run.groups.windows, run.groups.layers_per_group) == (windows, size)
+    assert len({tensor.data_ptr() for tensor in run.pool.keys}) == size
+    given = run_in_chunks(run, prompts, expected)
+    slid = sum((len(tokens) - 6 + 1) // 4 for tokens in prompts if len(tokens) > 6)
+    assert given == slid * sum(window is not None for window in windows)
+
+
+def test_a_layer_that_sees_further_than_its_group_keeps_is_refused():
+    run = PagedRun(random_model("gpt_oss", **FAMILIES["gpt_oss"]), grouped=True)
+    layer = run.runner._model.model.layers[2].self_attn
+    tokens = sequences()[0]
+    tables = run.tables(len(tokens))
+    for window, words in ((None, "every position"), (7, "the last 7 positions")):
+        layer.sliding_window = window
+        with pytest.raises(ConfigurationError, match=rf"layer 2 .* {words}, .* the last 6 are"):
+            run.step([Entry(tokens, 0, 7, tables)])
+    layer.sliding_window = 5  # less than is kept: it is honoured
+    run.step([Entry(tokens, 0, 7, tables)])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -97,16 +144,16 @@ def test_a_shared_prefix_and_a_full_hit_need_no_second_computation(family):
     second = [*first[:16], 5, 6, 7, 8, 9]
     expected_second, expected_first = plain_logits(model, second), plain_logits(model, first)
     run = PagedRun(model)
-    table = run.table(len(first))
-    run.step([Entry(first, 0, len(first), table)])
+    tables = run.tables(len(first))
+    run.step([Entry(first, 0, len(first), tables)])
     before = [t.clone() for t in (*run.pool.keys, *run.pool.values)]
 
-    (again,), _ = run.step([Entry(first, len(first) - 1, len(first), table, writes=False)])
+    (again,), _ = run.step([Entry(first, len(first) - 1, len(first), tables, writes=False)])
     torch.testing.assert_close(again, expected_first[-1:], atol=TOLERANCE, rtol=TOLERANCE)
     for tensor, was in zip((*run.pool.keys, *run.pool.values), before, strict=True):
         assert torch.equal(tensor[:-1], was[:-1]), "a full hit wrote outside of the trash block"
 
-    shared = run.table(len(second), shared=table[:4])
+    shared = run.tables(len(second), shared=[table[:4] for table in tables])
     (rest,), _ = run.step([Entry(second, 16, len(second), shared)])
     torch.testing.assert_close(rest, expected_second[16:], atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -116,16 +163,16 @@ def test_a_sequence_reads_blocks_that_another_one_computes_in_the_same_step():
     tokens = sequences()[1][:20]
     expected = plain_logits(model, tokens)
     run = PagedRun(model)
-    table = run.table(len(tokens))
-    reader = Entry(tokens, 19, 20, table, writes=False)  # planned first, on purpose
-    (got, _), _ = run.step([reader, Entry(tokens, 0, 20, table)])
+    tables = run.tables(len(tokens))
+    reader = Entry(tokens, 19, 20, tables, writes=False)  # planned first, on purpose
+    (got, _), _ = run.step([reader, Entry(tokens, 0, 20, tables)])
     torch.testing.assert_close(got, expected[19:], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_a_step_without_samples_returns_no_rows():
     run = PagedRun(random_model("llama"))
     tokens = sequences()[0]
-    _, sampling = run.step([Entry(tokens, 0, 7, run.table(len(tokens)))])
+    _, sampling = run.step([Entry(tokens, 0, 7, run.tables(len(tokens)))])
     assert sampling.shape == (0, 97)
 
 
@@ -142,7 +189,7 @@ def test_layers_that_keep_their_state_elsewhere_are_noticed():
     del model.model.layers[2]
     model.config.num_hidden_layers = 2
     with pytest.raises(ConfigurationError, match="2 of 3 layers"):
-        run.step([Entry([3, 4], 0, 2, run.table(2))])
+        run.step([Entry([3, 4], 0, 2, run.tables(2))])
 
 
 def test_a_switched_model_refuses_plain_calls():

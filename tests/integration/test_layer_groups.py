@@ -1,0 +1,171 @@
+"""Models that mix full and sliding layers, far past their windows: the reference's tokens, less KV.
+
+Random small models. The pool is smaller than the requests together need, or not; prompts share a
+beginning; they come in chunks, in samples, and again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
+from tests.support.reference import Reference
+from tests.unit.runner.hand_made import random_model
+
+LONGEST = 320
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "gemma3_text": (
+        {
+            "num_hidden_layers": 12,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+        },
+        "6 groups of 2 layers: 2 full, 10 of window 24",
+    ),
+    "gpt_oss": (
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+        },
+        "2 groups of 2 layers: 2 full, 2 of window 16",
+    ),
+    "mistral": (
+        {"num_hidden_layers": 2, "sliding_window": 32},
+        "1 group of 2 layers: 2 of window 32",
+    ),
+}
+
+
+@dataclass
+class Model:
+    folder: Path
+    reference: Reference
+    said: str
+    windows: tuple[int | None, ...]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    settings, said = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    random_model(request.param, **{**SMALL, **settings}).save_pretrained(folder)
+    window = settings["sliding_window"]
+    num_sliding = int(said.split()[0]) - ("full" in said)
+    windows = (None,) * ("full" in said) + (window,) * num_sliding
+    return Model(folder, Reference(folder, attention="eager", stop="at_length"), said, windows)
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens, **fields)
+
+
+def prompts() -> list[list[int]]:
+    """Three share 70 tokens, two of them are equal; one has a beginning of its own."""
+    random = Random(5)
+    shared, own = ([random.randrange(3, 97) for _ in range(n)] for n in (70, 110))
+    tail = [random.randrange(3, 97) for _ in range(30)]
+    return [[*shared, *tail], own, [*shared, *tail], [*shared, 4, 5]]
+
+
+class Watched:
+    """An engine, and the most blocks that were in use while one of its steps ran."""
+
+    def __init__(self, model: Model, *, spare: int | None = None, **settings: Any) -> None:
+        """`spare`: blocks beside those that the longest request takes; None: plenty."""
+        chunk, size = settings.get("max_num_batched_tokens", 64), settings.get("block_size", 4)
+        enough = BlockManager(1, size, groups=model.windows).blocks_for(LONGEST, chunk)
+        defaults = {
+            "device": "cpu",
+            "block_size": size,
+            "num_blocks": 9000 if spare is None else enough + spare,
+            "max_num_batched_tokens": chunk,
+            "max_num_seqs": 4,
+            "max_model_len": LONGEST,
+        }
+        self.llm = LLM(model.folder, **{**defaults, **settings})
+        self.peak = 0
+        runner = self.llm._engine._runner
+        execute = runner.execute
+
+        def watched(plan: Any, **rows: Any) -> Any:
+            self.peak = max(self.peak, self.llm.stats().ledger.active)
+            return execute(plan, **rows)
+
+        runner.execute = watched  # type: ignore[method-assign]
+
+    @property
+    def peak_bytes(self) -> int:
+        about: dict[str, Any] = self.llm.describe()
+        return self.peak * about["kv_cache_bytes"] // (about["num_blocks"] + 1)
+
+    def generate(self, asked: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        outputs = self.llm.generate(asked, params, use_tqdm=False)
+        ledger = self.llm.stats().ledger
+        assert (ledger.active, ledger.leased) == (0, 0)
+        self.llm._engine._manager.check()
+        return outputs
+
+
+def assert_the_references(model: Model, outputs: list[RequestOutput], max_tokens: int) -> None:
+    counts = model.reference.compare(outputs, [max_tokens] * len(outputs))
+    print(counts)
+    counts.assert_same()
+
+
+def test_groups_hold_less_than_full_tables_and_give_the_same_tokens(model: Model) -> None:
+    peaks = {}
+    for layer_groups in (True, False):
+        engine = Watched(model, layer_groups=layer_groups, enable_prefix_caching=False)
+        said = str(engine.llm.describe()["layer_groups"])
+        assert said == model.said if layer_groups else said.startswith("1 group of")
+        assert_the_references(model, engine.generate(prompts(), greedy(200)), 200)
+        assert engine.llm.stats().num_preemptions == 0
+        peaks[layer_groups] = engine.peak_bytes
+    print(f"{model.said}: at most {peaks[True]:,} bytes, {peaks[False]:,} without groups")
+    assert peaks[True] < 0.75 * peaks[False]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "sharing"), [(1, 16, True), (4, 7, False), (16, 64, True)]
+)
+def test_prefixes_that_are_cached_or_computed_in_the_same_step(
+    model: Model, block_size: int, chunk: int, sharing: bool
+) -> None:
+    engine = Watched(
+        model, block_size=block_size, max_num_batched_tokens=chunk, in_flight_sharing=sharing
+    )
+    for again in (False, True):
+        outputs = engine.generate(prompts(), greedy(60))
+        assert_the_references(model, outputs, 60)
+        if again:  # all but the last token, or the last block where that is not full
+            for output, prompt in zip(outputs, prompts(), strict=True):
+                assert output.num_cached_tokens >= len(prompt) - block_size
+
+
+@pytest.mark.parametrize(("caching", "spare"), [(True, 0), (False, 8)])
+def test_tight_pools(model: Model, caching: bool, spare: int) -> None:
+    engine = Watched(model, spare=spare, max_num_batched_tokens=8, enable_prefix_caching=caching)
+    short = [prompt[-11:] for prompt in prompts()]  # they come in together, and outgrow the pool
+    assert_the_references(model, engine.generate(short, greedy(100)), 100)
+    assert engine.llm.stats().num_preemptions > 0
+    assert_the_references(model, engine.generate(prompts(), greedy(40)), 40)
+
+
+def test_samples_of_one_prompt(model: Model) -> None:
+    engine, full = Watched(model), Watched(model, layer_groups=False)
+    drawn = SamplingParams(n=4, seed=3, ignore_eos=True, max_tokens=60)
+    (output,), (expected,) = (one.generate(prompts()[:1], drawn) for one in (engine, full))
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 4
+    (output,) = engine.generate(prompts()[1:2], greedy(60, n=4))
+    assert_the_references(model, [output], 60)
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 1
+    assert engine.llm.stats().counters["copied_blocks"] > 0
