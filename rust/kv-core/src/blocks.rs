@@ -6,6 +6,7 @@ use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::queue::List;
 use crate::shared::Letter;
+use crate::trace::Call;
 
 /// What the manager knows of a block, apart from its references (atomic, in [`Shared`]).
 #[derive(Clone, Copy)]
@@ -49,10 +50,12 @@ impl BlockManager {
                 }
                 Letter::Sequence(key) => {
                     if self.sequences.get(key).is_ok() {
+                        self.note(|it| Call::drop_sequence(it.id(key)), ());
                         self.drop_sequence(key.slot);
                     }
                 }
                 Letter::Plan(key) => self.roll_back_from(key),
+                Letter::Lease(lease, blocks) => self.end_lease(lease, &blocks),
             }
         }
     }

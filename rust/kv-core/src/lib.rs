@@ -54,6 +54,7 @@ mod sequence;
 mod shared;
 mod stats;
 mod sync;
+mod trace;
 mod tree;
 
 pub use config::Config;
@@ -67,3 +68,4 @@ pub use manager::{BlockManager, SequenceView};
 pub use plan::{PlanView, Prefill, Redirect};
 pub use shared::{Lease, PlanHandle, SeqHandle};
 pub use stats::{BlockState, Ledger, Stats};
+pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};

@@ -5,6 +5,7 @@ use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::manager::BlockManager;
 use crate::sequence::Chain;
 use crate::shared::{Lease, SeqHandle};
+use crate::trace::Call;
 use crate::tree::Step;
 
 impl BlockManager {
@@ -24,6 +25,7 @@ impl BlockManager {
         }
         let root = self.tree.hold_root(namespace);
         let (key, id) = self.sequences.insert(tokens, root, read_cache);
+        self.note(|it| it.creation(key, namespace), id);
         Ok(SeqHandle::new(&self.shared, key, id))
     }
 
@@ -45,6 +47,7 @@ impl BlockManager {
                 (tip, end) = (node, node);
             }
         }
+        self.note(|_| Call::match_prefix(tokens, namespace), blocks.len());
         self.grant(blocks, end)
     }
 
@@ -63,6 +66,7 @@ impl BlockManager {
         }
         let end = if blocks == 0 { NodeIdx::NONE } else { tip };
         let blocks = seq.table[..blocks].to_vec();
+        self.note(|it| Call::lease(it.id(key)), blocks.len());
         Ok(self.grant(blocks, end))
     }
 
@@ -78,7 +82,8 @@ impl BlockManager {
             self.blocks[block.at()].used_again = true;
             self.leave_queue(block);
         }
-        Lease::over(&self.shared, blocks.into(), end, num_tokens)
+        let serial = self.next_lease();
+        Lease::over(&self.shared, serial, blocks.into(), end, num_tokens)
     }
 
     /// Puts a lease's blocks into the table of a sequence that has none. The lease stays in force.
@@ -126,6 +131,7 @@ impl BlockManager {
         for &block in lease.blocks() {
             self.hold_for_sequence(block);
         }
+        self.note(|it| Call::attach(it.id(key), lease.serial()), ());
         Ok(())
     }
 
@@ -172,6 +178,7 @@ impl BlockManager {
         let table = seq.table[..computed.div_ceil(block_size)].to_vec();
         let tokens = seq.tokens[..num_tokens].to_vec();
         let hashes = seq.hashes[..seq.hashes.len().min(num_tokens / block_size)].to_vec();
+        let sequence = seq.id;
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
         let (key, id) = self.sequences.insert(tokens, root, read_cache);
         self.tree.hold(root);
@@ -182,6 +189,7 @@ impl BlockManager {
         (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
         fork.stand(computed);
         fork.cached = cached;
+        self.note(|_| Call::fork(sequence, num_tokens), id);
         Ok(SeqHandle::new(&self.shared, key, id))
     }
 
@@ -193,6 +201,7 @@ impl BlockManager {
             return Err(Error::InPlan { sequence: seq.id });
         }
         seq.tokens.extend_from_slice(tokens);
+        self.note(|it| Call::append(it.id(key), tokens), ());
         Ok(())
     }
 
@@ -213,6 +222,7 @@ impl BlockManager {
         let (before, keep) = (seq.table.len(), num_tokens.div_ceil(self.config.block_size));
         let keep = keep.max(seq.chain.blocks).min(before);
         self.release_table(key.slot, keep);
+        self.note(|it| Call::trim(it.id(key), num_tokens), before - keep);
         Ok(before - keep)
     }
 
@@ -230,6 +240,7 @@ impl BlockManager {
         seq.stand(0);
         seq.cached = 0;
         seq.chain = Chain::at_root(seq.root);
+        self.note(|it| Call::reset(it.id(key)), ());
         Ok(())
     }
 
@@ -237,6 +248,7 @@ impl BlockManager {
     pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
         self.read_mail();
         self.sequences.get(key)?;
+        self.note(|it| Call::free(it.id(key)), ());
         self.drop_sequence(key.slot);
         Ok(())
     }

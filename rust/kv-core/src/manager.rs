@@ -16,6 +16,7 @@ use crate::sequence::SequenceTable;
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
 use crate::sync::Arc;
+use crate::trace::{Call, Recorder};
 use crate::tree::ContentTree;
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
@@ -38,6 +39,7 @@ pub struct BlockManager {
     pub(crate) events: Vec<Event>,
     /// Nodes of the match under way; kept to save the allocation.
     pub(crate) matched: Vec<(NodeIdx, BlockId)>,
+    pub(crate) recorder: Option<Box<Recorder>>,
 }
 
 impl BlockManager {
@@ -73,6 +75,7 @@ impl BlockManager {
             stats: Stats::default(),
             events: Vec::new(),
             matched: Vec::new(),
+            recorder: None,
             config,
         })
     }
@@ -186,6 +189,7 @@ impl BlockManager {
             self.events.truncate(told_apart);
             self.events.push(Event::Cleared);
         }
+        self.note(|_| Call::evict_idle(), idle.len());
         idle.len()
     }
 

@@ -6,6 +6,7 @@ use crate::ids::{BlockId, NodeIdx, PlanKey, SeqKey};
 use crate::manager::BlockManager;
 use crate::plan::{Before, Entry, Prefill};
 use crate::sequence::Chain;
+use crate::trace::Call;
 use crate::tree::Step;
 
 /// What an entry takes beside the tokens that it computes.
@@ -89,6 +90,10 @@ impl BlockManager {
                 misfits.push(position);
             }
         }
+        self.note(
+            |it| Call::decode(plan.serial, it.ids(sequences), lookahead),
+            &misfits,
+        );
         Ok(misfits)
     }
 
@@ -133,7 +138,7 @@ impl BlockManager {
     #[inline]
     fn plan_decode(&mut self, slot: u32, lookahead: usize) -> bool {
         if self.plan_mut().budget_left == 0
-            || self.blocks_to_write(slot, 1 + lookahead) > self.queue.len()
+            || self.blocks_to_write(slot, lookahead.saturating_add(1)) > self.queue.len()
         {
             return false;
         }
@@ -145,7 +150,10 @@ impl BlockManager {
     #[inline]
     fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
         let seq = self.sequences.at(slot);
-        let blocks = (seq.ahead + len).div_ceil(self.config.block_size);
+        let blocks = seq
+            .ahead
+            .saturating_add(len)
+            .div_ceil(self.config.block_size);
         blocks.saturating_sub(seq.table.len())
             + usize::from(self.must_copy(slot, seq.ahead).is_some())
     }
@@ -155,6 +163,20 @@ impl BlockManager {
     /// The step computes all of them and samples a row for each; the commit says which were accepted
     /// (see [`BlockManager::commit_accepted`]). All or nothing: blocks and budget for every draft.
     pub fn speculate(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        drafts: &[u32],
+    ) -> Result<Prefill, Error> {
+        let answer = self.plan_drafts(plan, key, drafts)?;
+        self.note(
+            |it| Call::speculate(plan.serial, it.id(key), drafts),
+            answer,
+        );
+        Ok(answer)
+    }
+
+    fn plan_drafts(
         &mut self,
         plan: PlanKey,
         key: SeqKey,
@@ -196,6 +218,21 @@ impl BlockManager {
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
     /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
     pub fn prefill(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    ) -> Result<Prefill, Error> {
+        let answer = self.plan_prefill(plan, key, max_tokens, reserve)?;
+        self.note(
+            |it| Call::prefill(plan.serial, it.id(key), max_tokens, reserve),
+            answer,
+        );
+        Ok(answer)
+    }
+
+    fn plan_prefill(
         &mut self,
         plan: PlanKey,
         key: SeqKey,

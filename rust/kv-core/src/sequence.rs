@@ -101,6 +101,11 @@ impl SequenceTable {
         }
     }
 
+    /// How many there have been.
+    pub(crate) fn made(&self) -> u64 {
+        self.next_id
+    }
+
     pub(crate) fn insert(
         &mut self,
         tokens: Vec<u32>,
