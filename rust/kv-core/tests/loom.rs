@@ -34,7 +34,10 @@ fn run(manager: &mut BlockManager, prompt: &[u32]) -> Option<SeqHandle> {
 
 /// A pool of three blocks of one token each; a lease keeps the first two.
 fn leased() -> (BlockManager, Lease) {
-    let mut manager = BlockManager::new(Config::new(3, 1)).expect("valid");
+    leased_by(BlockManager::new(Config::new(3, 1)).expect("valid"))
+}
+
+fn leased_by(mut manager: BlockManager) -> (BlockManager, Lease) {
     drop(run(&mut manager, &[1, 2]));
     let lease = manager.match_prefix(&[1, 2], b"");
     assert_eq!(lease.blocks().len(), 2);
@@ -54,6 +57,21 @@ fn drop_against(work: fn(&mut BlockManager)) {
         let (mut manager, lease) = leased();
         let dropper = thread::spawn(move || drop(lease));
         work(&mut manager);
+        manager.check().expect("consistent while the lease goes");
+        dropper.join().expect("no panic");
+        settle(&mut manager, 0);
+    });
+}
+
+/// While recording, the manager lets go of what a lease held.
+#[test]
+fn drop_of_a_recorded_lease_against_allocate() {
+    loom::model(|| {
+        let mut manager = BlockManager::new(Config::new(3, 1)).expect("valid");
+        manager.record(std::io::sink()).expect("new");
+        let (mut manager, lease) = leased_by(manager);
+        let dropper = thread::spawn(move || drop(lease));
+        drop(run(&mut manager, &[8, 9]));
         manager.check().expect("consistent while the lease goes");
         dropper.join().expect("no panic");
         settle(&mut manager, 0);

@@ -35,16 +35,13 @@ fn settings(config: &Config, seed: u64) -> Vec<(u64, u64)> {
         hash_seed: _, // perhaps none: `seed` is what came of it
         hash_bits,
     } = config;
-    let policy = Eviction::NAMES
-        .iter()
-        .position(|(_, policy)| policy == eviction);
     vec![
         (1, *num_blocks as u64),
         (2, *block_size as u64),
         (3, u64::from(*prefix_caching)),
         (4, u64::from(*in_flight_sharing)),
         (5, u64::from(*events)),
-        (6, policy.expect("every policy has a name") as u64),
+        (6, *eviction as u64),
         (7, seed),
         (8, u64::from(*hash_bits)),
     ]

@@ -118,7 +118,7 @@ impl World {
     }
 
     /// A world whose model never shares anything: it soon differs from the manager.
-    #[allow(dead_code)] // one test plants a difference
+    #[allow(dead_code)] // the fuzz target has no use for it
     pub(crate) fn with_a_difference(config: Config) -> Self {
         let model = Model::new(config.num_blocks, config.block_size, false, false);
         Self {
