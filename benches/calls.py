@@ -325,6 +325,7 @@ look("BlockManager.stats", "1", "", lambda world: world.manager.stats())
 look(
     "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.holder)
 )
+look("BlockManager.blocks_for", "1", "", lambda world: world.manager.blocks_for(8_192, 2_048))
 look("BlockManager.refs", "1", "", lambda world: world.manager.refs(0))
 look("BlockManager.seq_refs", "1", "", lambda world: world.manager.seq_refs(0))
 look("BlockManager.state", "1", "", lambda world: world.manager.state(0))

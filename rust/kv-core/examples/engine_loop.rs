@@ -52,9 +52,11 @@ impl Runner {
             input_ids: IntArray::I64(&self.ids),
             positions: IntArray::I64(&self.positions),
             slot_mapping: IntArray::I64(&self.slots),
+            slots_width: self.slots.len(),
             query_start_loc: IntArray::I64(&self.starts),
             seq_lens: IntArray::I64(&self.lengths),
             block_tables: IntArray::I64(&self.tables),
+            table_rows: self.tables.len() / TABLE_WIDTH,
             table_width: TABLE_WIDTH,
             logits_indices: IntArray::I64(&self.rows),
         };

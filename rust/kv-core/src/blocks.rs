@@ -1,9 +1,13 @@
 //! The only place where counters, queue and tree meet: every block that gets a holder, loses one,
 //! gets a content or loses it goes through here.
 
+use std::collections::VecDeque;
+
 use crate::events::Event;
+use crate::eviction::Ghost;
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
+use crate::plan::Plan;
 use crate::queue::List;
 use crate::shared::Letter;
 use crate::trace::Call;
@@ -15,6 +19,10 @@ pub(crate) struct Block {
     pub(crate) seq_refs: u32,
     /// The content it holds, if that is registered.
     pub(crate) node: NodeIdx,
+    /// The step that computes the content, or has computed it; see `Plan`.
+    pub(crate) step: u32,
+    /// The layer group of which it holds the content.
+    pub(crate) group: u8,
     /// The content was adopted, or has come back soon after it was evicted.
     pub(crate) used_again: bool,
     /// The list of the queue in which the block waits, if it does.
@@ -25,9 +33,17 @@ impl Block {
     pub(crate) const NEW: Self = Self {
         seq_refs: 0,
         node: NodeIdx::NONE,
+        step: 0,
+        group: 0,
         used_again: false,
         list: List::Free,
     };
+
+    /// Whether its content is there: no open step is to compute it.
+    #[inline]
+    pub(crate) fn is_ready(&self, open: &VecDeque<Plan>) -> bool {
+        open.iter().all(|plan| plan.step() != self.step)
+    }
 }
 
 impl BlockManager {
@@ -50,7 +66,7 @@ impl BlockManager {
                 }
                 Letter::Sequence(key) => {
                     if self.sequences.get(key).is_ok() {
-                        self.note(|it| Call::drop_sequence(it.id(key)), ());
+                        self.note(|_| Call::drop_sequence(key.id), ());
                         self.drop_sequence(key.slot);
                     }
                 }
@@ -83,29 +99,45 @@ impl BlockManager {
 
     /// An idle block loses its content.
     pub(crate) fn evict(&mut self, block: BlockId) {
-        let hash = self.tree.hash(self.blocks[block.at()].node);
-        self.policy.evicted(hash);
-        if self.config.events {
+        let Block { node, group, .. } = self.blocks[block.at()];
+        let hash = self.tree.hash(node);
+        self.policy.evicted(Ghost { hash, group });
+        self.forget(block);
+        if self.config.events && !self.tree.has_block(node) {
             self.events.push(Event::Removed { hash });
         }
-        self.forget(block);
         self.stats.evicted_blocks += 1;
     }
 
     /// The block's content, if it has one, loses this block.
     pub(crate) fn forget(&mut self, block: BlockId) {
-        let node = std::mem::replace(&mut self.blocks[block.at()].node, NodeIdx::NONE);
+        let Block { node, group, .. } = self.blocks[block.at()];
         if node != NodeIdx::NONE {
-            self.tree.clear_block(node);
+            self.blocks[block.at()].node = NodeIdx::NONE;
+            self.tree.clear_block(node, usize::from(group));
         }
     }
 
-    /// A content that is stored now: whether it was here lately.
-    pub(crate) fn note_stored(&mut self, node: NodeIdx, block: BlockId) {
-        self.blocks[block.at()].node = node;
-        if self.policy.comes_back(self.tree.hash(node)) {
-            self.blocks[block.at()].used_again = true;
+    /// A content is in this block now, computed in `step`; no other one held it for this group.
+    #[inline]
+    pub(crate) fn store(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
+        self.tree.set_block(node, group, block);
+        let place = &mut self.blocks[block.at()];
+        (place.node, place.step, place.group) = (node, step, group as u8);
+        if self.policy.remembers() {
+            let hash = self.tree.hash(node);
+            let ghost = Ghost {
+                hash,
+                group: group as u8,
+            };
+            self.blocks[block.at()].used_again |= self.policy.comes_back(ghost);
         }
+    }
+
+    /// Whether the content of a block is there: no open step is to compute it.
+    #[inline]
+    pub(crate) fn is_ready(&self, block: BlockId) -> bool {
+        self.blocks[block.at()].is_ready(&self.open)
     }
 
     /// A table entry more.
@@ -147,18 +179,57 @@ impl BlockManager {
         block
     }
 
-    /// Shortens a table to `len` entries, last entry first, so that prefixes outlive continuations.
-    pub(crate) fn release_table(&mut self, slot: u32, len: usize) {
+    /// Shortens a table to `rows` rows, last entry first, so that prefixes outlive continuations.
+    pub(crate) fn release_table(&mut self, slot: u32, rows: usize) {
         let seq = self.sequences.at_mut(slot);
+        let len = rows * self.groups.len();
         if seq.table.len() <= len {
             return;
         }
         seq.table_version += 1;
         let mut table = std::mem::take(&mut seq.table);
-        for &block in table[len..].iter().rev() {
+        for block in table.drain(len..).rev().filter_map(BlockId::some) {
             self.let_go_for_sequence(block);
         }
-        table.truncate(len);
         self.sequences.at_mut(slot).table = table;
+    }
+
+    /// Gives back what no later token of the sequence can see: the rows before the windows of its
+    /// last full row. Rows that are yet to be registered wait. Before row `since` the gaps come first:
+    /// a match has left others after it.
+    #[inline]
+    pub(crate) fn slide(&mut self, slot: u32, since: usize) {
+        if !self.groups.have_windows() {
+            return;
+        }
+        let groups = self.groups.len();
+        let seq = self.sequences.at(slot);
+        let nameless = seq.chain.private || !self.config.prefix_caching;
+        let full = seq.computed / self.config.block_size;
+        let rows = if nameless {
+            full
+        } else {
+            full.min(seq.chain.blocks)
+        };
+        for group in 0..groups {
+            for row in (0..self.groups.first_row(group, rows)).rev() {
+                let seq = self.sequences.at_mut(slot);
+                let entry = &mut seq.table[row * groups + group];
+                let Some(block) = std::mem::replace(entry, BlockId::NONE).some() else {
+                    if row < since {
+                        break; // what comes before it went earlier
+                    }
+                    continue;
+                };
+                seq.table_version += 1;
+                self.stats.slid_blocks += 1;
+                if row < seq.chain.blocks && seq.chain.private {
+                    // What follows has no name, so nobody can stand on what came before any more.
+                    seq.chain.tip = seq.root;
+                    seq.chain.blocks = 0;
+                }
+                self.let_go_for_sequence(block);
+            }
+        }
     }
 }

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::queue::List;
+use crate::sequence::Sequence;
 
 impl BlockManager {
     /// Recounts references, states, the queue, the tree and the plan. O(blocks + tokens).
@@ -29,38 +30,44 @@ impl BlockManager {
     /// Table entries per block.
     fn check_sequences(&self) -> Result<Vec<u32>, String> {
         let mut held = vec![0_u32; self.config.num_blocks];
-        let block_size = self.config.block_size;
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
         for seq in self.sequences.iter() {
             let id = seq.id;
-            let distinct: HashSet<BlockId> = seq.table.iter().copied().collect();
-            if distinct.len() != seq.table.len() {
+            let blocks = seq.table.iter().copied().filter_map(BlockId::some);
+            let distinct: HashSet<BlockId> = blocks.clone().collect();
+            if distinct.len() != blocks.clone().count() {
                 return Err(format!(
                     "sequence {id} holds a block twice: {:?}",
                     seq.table
                 ));
             }
-            for block in &seq.table {
+            for block in blocks {
                 held[block.at()] += 1;
             }
-            if seq.computed > seq.tokens.len() || seq.computed > seq.table.len() * block_size {
+            let rows = seq.table.len() / groups;
+            if seq.computed > seq.tokens.len() || seq.computed > rows * block_size {
                 return Err(format!(
-                    "sequence {id}: {} computed of {} tokens in {} blocks",
+                    "sequence {id}: {} computed of {} tokens in {rows} rows",
                     seq.computed,
                     seq.tokens.len(),
-                    seq.table.len()
                 ));
             }
+            self.check_windows(seq)?;
             let mut node = seq.chain.tip;
-            for index in (0..seq.chain.blocks).rev() {
-                let tokens = seq.tokens.get(index * block_size..(index + 1) * block_size);
-                let block = seq.table.get(index).copied();
-                if block.is_none()
-                    || self.tree.block(node) != block
-                    || block.is_some_and(|block| self.blocks[block.at()].node != node)
+            for row in (0..seq.chain.blocks).rev() {
+                let tokens = seq.tokens.get(row * block_size..(row + 1) * block_size);
+                let is_its = |group: usize| match seq.table.get(row * groups + group) {
+                    Some(&block) if block != BlockId::NONE => {
+                        self.tree.block(node, group) == Some(block)
+                            && self.blocks[block.at()].node == node
+                    }
+                    gap => gap.is_some(),
+                };
+                if !(0..groups).all(is_its)
                     || Some(self.tree.tokens(node)) != tokens
-                    || seq.hashes.get(index) != Some(&self.tree.hash(node))
+                    || seq.hashes.get(row) != Some(&self.tree.hash(node))
                 {
-                    return Err(format!("sequence {id}: block {index} is not its content's"));
+                    return Err(format!("sequence {id}: row {row} is not its content's"));
                 }
                 node = self
                     .tree
@@ -75,6 +82,22 @@ impl BlockManager {
             }
         }
         Ok(held)
+    }
+
+    /// Gaps only before windows, every row that a token to come sees.
+    fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
+        let groups = self.groups.len();
+        let rows = (seq.ahead / self.config.block_size).max(seq.chain.blocks);
+        for (at, block) in seq.table.iter().enumerate() {
+            let (row, group) = (at / groups, at % groups);
+            if *block == BlockId::NONE && row >= self.groups.first_row(group, rows) {
+                return Err(format!(
+                    "sequence {} of {} computed tokens has no block in row {row} of group {group}",
+                    seq.id, seq.computed
+                ));
+            }
+        }
+        Ok(())
     }
 
     fn check_blocks(&self, held: &[u32]) -> Result<(), String> {
@@ -113,10 +136,10 @@ impl BlockManager {
             active += usize::from(held[index] > 0);
             idle += usize::from(queued && block.node != NodeIdx::NONE);
             if let Some(node) = block.node.some() {
-                if self.tree.block(node) != Some(id) {
+                if self.tree.block(node, usize::from(block.group)) != Some(id) {
                     return Err(format!("{id:?} holds {node:?}, which names another block"));
                 }
-                if refs == 0 && !self.is_ready(node) {
+                if refs == 0 && !self.is_ready(id) {
                     return Err(format!("{id:?} is to be computed and nobody holds it"));
                 }
             }
@@ -156,7 +179,8 @@ impl BlockManager {
             }
             for entry in &plan.entries {
                 let seq = self.sequences.at(entry.slot);
-                if seq.table.len() * self.config.block_size < entry.start + entry.len {
+                let rows = seq.table.len() / self.groups.len();
+                if rows * self.config.block_size < entry.start + entry.len {
                     return Err(format!("sequence {} is planned without blocks", seq.id));
                 }
                 let counts = held.entry(entry.slot).or_default();

@@ -53,9 +53,7 @@ impl BlockManager {
         let (mut tokens, mut counts) = (tokens, counts.iter());
         // First: what a later entry announced may be the parent of what an earlier one registers.
         for entry in &entries {
-            for index in entry.announce_from..entry.announce_from + entry.announced {
-                self.tell_stored(entry.slot, index);
-            }
+            self.tell_announced(entry);
         }
         for entry in &entries {
             let mut end = entry.start + entry.len;
@@ -112,7 +110,9 @@ impl BlockManager {
         if expected != given {
             return Err(Error::SampleCount { expected, given });
         }
-        let total = counts.iter().copied().fold(0, usize::saturating_add);
+        let total = counts
+            .iter()
+            .fold(0, |sum: usize, &count| sum.saturating_add(count));
         if total != tokens.len() {
             return Err(Error::SampleCount {
                 expected: total,
@@ -154,12 +154,12 @@ impl BlockManager {
     ) {
         let stats = &mut self.stats;
         stats.computed_tokens += entry.len as u64;
-        stats.registered_blocks += entry.announced as u64;
         stats.in_flight_blocks += entry.in_flight as u64;
+        stats.present_blocks += entry.present.len() as u64;
         if entry.prefill {
             stats.prompt_tokens += (entry.adopted + entry.len) as u64;
             stats.cached_tokens += entry.adopted as u64;
-            stats.hit_blocks += entry.matched as u64;
+            stats.hit_blocks += entry.matched_blocks as u64;
         }
         let seq = self.sequences.at_mut(entry.slot);
         seq.computed = end;
@@ -171,100 +171,115 @@ impl BlockManager {
                 }
             }
         }
+        self.slide(entry.slot, entry.before.rows);
     }
 
-    /// Late merge of one block that became full. False if it has no name, for good or for now.
+    /// Contents that the entry announced are there now.
+    fn tell_announced(&mut self, entry: &Entry) {
+        let groups = self.groups.len();
+        let rows = entry.announce_from..entry.announce_from + entry.announced;
+        for row in rows {
+            // A content of which a block was there before is no news.
+            let entries = row * groups..(row + 1) * groups;
+            if entries.clone().any(|at| entry.is_present(at)) {
+                continue;
+            }
+            self.stats.registered_blocks += 1;
+            if self.config.events {
+                let block = self.sequences.at(entry.slot).table[entries.start];
+                self.tell_stored(entry.slot, self.blocks[block.at()].node);
+            }
+        }
+    }
+
+    /// Late merge of one row that became full. False if it has no name, for good or for now.
     fn register(
         &mut self,
         slot: u32,
-        index: usize,
+        row: usize,
         step: u32,
         redirects: &mut Vec<Redirect>,
     ) -> bool {
         let block_size = self.config.block_size;
         let seq = self.sequences.at(slot);
-        let mine = seq.table[index];
         let tip = seq.chain.tip;
-        let tokens = &seq.tokens[index * block_size..][..block_size];
-        let node = match self.tree.step(tip, tokens, seq.hashes.get(index).copied()) {
-            Step::Missing(hash) => {
-                let node = self.tree.insert(tip, tokens, hash, mine, step);
-                self.own(node, slot, index);
-                node
-            }
-            // The step after this one is to compute it: it may yet be rolled back. Asked again later.
-            Step::Found(node) if self.tree.block(node).is_some() && !self.is_ready(node) => {
-                return false;
-            }
-            Step::Found(node) => {
-                self.merge(slot, index, node, step, redirects);
-                node
-            }
+        let tokens = &seq.tokens[row * block_size..][..block_size];
+        let node = match self.tree.step(tip, tokens, seq.hashes.get(row).copied()) {
+            Step::Missing(hash) => self.tree.insert(tip, tokens, hash),
+            Step::Found(node) => node,
             Step::Collision(_) => {
                 self.sequences.at_mut(slot).chain.private = true;
                 self.stats.collisions += 1;
                 return false;
             }
         };
-        self.stand_on(slot, index, node);
+        // The step after this one is to compute it: it may yet be rolled back. Asked again later.
+        if !self.tree.blocks(node).all(|block| self.is_ready(block)) {
+            return false;
+        }
+        if !self.tree.has_block(node) {
+            self.stats.registered_blocks += 1;
+            if self.config.events {
+                self.tell_stored(slot, node);
+            }
+        }
+        for group in 0..self.groups.len() {
+            let at = row * self.groups.len() + group;
+            match self.tree.block(node, group) {
+                // A content without a block for this group: new, or it had lost it.
+                None => {
+                    let mine = self.sequences.at(slot).table[at];
+                    self.store(node, group, mine, step);
+                }
+                Some(first) => self.merge(slot, at, first, step, redirects),
+            }
+        }
+        self.stand_on(slot, row, node);
         true
     }
 
-    /// A table entry whose content is known already.
+    /// A table entry whose content `first` holds already.
     fn merge(
         &mut self,
         slot: u32,
-        index: usize,
-        node: NodeIdx,
+        at: usize,
+        first: BlockId,
         step: u32,
         redirects: &mut Vec<Redirect>,
     ) {
+        let groups = self.groups.len();
+        let (group, index) = (at % groups, at / groups);
         let seq = self.sequences.at(slot);
-        let (sequence, mine) = (seq.id, seq.table[index]);
-        match self.tree.block(node) {
-            // The content had lost its block: it has one again.
-            None => {
-                self.tree.set_block(node, mine, step);
-                self.own(node, slot, index);
-            }
+        let (sequence, mine) = (seq.id, seq.table[at]);
+        if first == mine {
             // A fork shares the block and came first.
-            Some(first) if first == mine => {}
+        } else if self.queue.contains(first) {
             // An idle block (a dangling mapping): the new one takes the content over.
-            Some(old) if self.queue.contains(old) => {
-                self.leave_queue(old);
-                self.blocks[old.at()].node = NodeIdx::NONE;
-                self.enter_queue(old);
-                self.tree.set_block(node, mine, step);
-                self.blocks[mine.at()].node = node;
-                self.stats.taken_over_blocks += 1;
-            }
+            let node = std::mem::replace(&mut self.blocks[first.at()].node, NodeIdx::NONE);
+            self.queue.unlink(self.blocks[first.at()].list, first);
+            self.enter_queue(first);
+            self.store(node, group, mine, step);
+            self.stats.taken_over_blocks += 1;
+        } else {
             // In use: the first one wins.
-            Some(first) => {
-                self.hold_for_sequence(first);
-                let seq = self.sequences.at_mut(slot);
-                seq.table[index] = first;
-                seq.table_version += 1;
-                // A step that is planned already may still read the duplicate.
-                if let Some(plan) = self.open.back_mut() {
-                    self.shared.hold(mine);
-                    plan.fenced.push(mine);
-                }
-                self.let_go_for_sequence(mine);
-                self.stats.merged_blocks += 1;
-                redirects.push(Redirect {
-                    sequence,
-                    index,
-                    old_block: mine,
-                    new_block: first,
-                });
+            self.hold_for_sequence(first);
+            let seq = self.sequences.at_mut(slot);
+            seq.table[at] = first;
+            seq.table_version += 1;
+            // A step that is planned already may still read the duplicate.
+            if let Some(plan) = self.open.back_mut() {
+                self.shared.hold(mine);
+                plan.fenced.push(mine);
             }
+            self.let_go_for_sequence(mine);
+            self.stats.merged_blocks += 1;
+            redirects.push(Redirect {
+                sequence,
+                group,
+                index,
+                old_block: mine,
+                new_block: first,
+            });
         }
-    }
-
-    fn own(&mut self, node: NodeIdx, slot: u32, index: usize) {
-        let block = self.sequences.at(slot).table[index];
-        self.note_stored(node, block);
-        self.stats.registered_blocks += 1;
-        self.tell_stored(slot, index);
     }
 }

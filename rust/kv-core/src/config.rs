@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::eviction::Eviction;
+use crate::groups::Groups;
 
 /// Settings of a pool, resolved once.
 #[derive(Clone, Debug)]
@@ -10,6 +11,10 @@ pub struct Config {
     pub num_blocks: usize,
     /// Token positions per block, `1..=65536`.
     pub block_size: usize,
+    /// The layer groups: for each the sliding window of its layers in tokens (a query sees its own
+    /// position and the `window - 1` before it), or `None` where they see everything. Every group takes
+    /// blocks of the same pool for its own table.
+    pub groups: Vec<Option<usize>>,
     /// Off: nothing is registered, matched or merged.
     pub prefix_caching: bool,
     /// On: a sequence shares blocks that one planned before it in the same step computes.
@@ -30,6 +35,7 @@ impl Config {
         Self {
             num_blocks,
             block_size,
+            groups: vec![None],
             prefix_caching: true,
             in_flight_sharing: true,
             events: false,
@@ -39,7 +45,7 @@ impl Config {
         }
     }
 
-    pub(crate) fn validate(&self) -> Result<(), Error> {
+    pub(crate) fn validate(&self) -> Result<Groups, Error> {
         if !(1..=65_536).contains(&self.block_size) {
             return Err(Error::BlockSize(self.block_size));
         }
@@ -49,6 +55,6 @@ impl Config {
         if self.hash_bits > 128 {
             return Err(Error::HashBits(self.hash_bits));
         }
-        Ok(())
+        Groups::new(&self.groups, self.block_size)
     }
 }

@@ -11,6 +11,10 @@ pub enum Error {
     BlockSize(usize),
     /// `num_blocks` outside `1..=2^31`.
     NumBlocks(usize),
+    /// So many layer groups; 1 to 64 are possible.
+    Groups(usize),
+    /// A sliding window of so many tokens; at least one is needed.
+    Window(usize),
     /// No eviction policy of this name.
     UnknownPolicy(Box<str>),
     /// `hash_bits` outside `0..=128`.
@@ -20,12 +24,25 @@ pub enum Error {
         /// Blocks asked for.
         num_blocks: usize,
     },
+    /// A namespace of more than 65,536 bytes.
+    Namespace {
+        /// Its length in bytes.
+        bytes: usize,
+    },
     /// A sequence without tokens.
     EmptySequence,
     /// The sequence was freed.
-    FreedSequence,
-    /// A sequence, lease or plan of another manager.
-    Foreign(&'static str),
+    FreedSequence {
+        /// The sequence's id.
+        sequence: u64,
+    },
+    /// A handle of another manager.
+    Foreign {
+        /// Sequence, lease or plan.
+        what: &'static str,
+        /// Its number there.
+        id: u64,
+    },
     /// The lease was released.
     ReleasedLease,
     /// The lease's tokens (or namespace) are not a prefix of the sequence's.
@@ -149,6 +166,15 @@ impl fmt::Display for Error {
         match self {
             BlockSize(got) => write!(f, "block_size must be 1 to 65536, got {got}"),
             NumBlocks(got) => write!(f, "num_blocks must be 1 to 2147483648, got {got}"),
+            Groups(got) => write!(f, "a pool has 1 to 64 layer groups, got {got}"),
+            Window(got) => write!(
+                f,
+                "a layer group's window must be at least 1 token (or none), got {got}"
+            ),
+            Namespace { bytes } => write!(
+                f,
+                "a namespace has at most 65536 bytes, got {bytes}; hash what is longer"
+            ),
             UnknownPolicy(name) => {
                 let known = Eviction::NAMES.map(|(known, _)| known).join(", ");
                 write!(
@@ -162,8 +188,15 @@ impl fmt::Display for Error {
                 "the tables of {num_blocks} blocks do not fit into memory; ask for fewer blocks or a larger block_size"
             ),
             EmptySequence => write!(f, "a sequence needs at least one token, got none"),
-            FreedSequence => write!(f, "this sequence was freed; make a new one"),
-            Foreign(what) => write!(f, "this {what} belongs to another BlockManager"),
+            FreedSequence { sequence } => {
+                write!(f, "sequence {sequence} was freed; make a new one")
+            }
+            Foreign { what, id } => {
+                write!(
+                    f,
+                    "{what} {id} belongs to another BlockManager; use it there"
+                )
+            }
             ReleasedLease => write!(f, "this lease was released; match the prefix again"),
             LeaseMismatch {
                 lease_tokens,

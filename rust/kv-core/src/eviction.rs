@@ -43,12 +43,19 @@ impl FromStr for Eviction {
     }
 }
 
+/// What is remembered of an evicted block: the content's name and the layer group.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Ghost {
+    pub(crate) hash: u128,
+    pub(crate) group: u8,
+}
+
 /// The state of a policy.
 pub(crate) struct Policy {
     kind: Eviction,
     /// Evicted lately, the oldest first: as many as the pool has blocks.
-    ghosts: VecDeque<u128>,
-    known_ghosts: HashSet<u128>,
+    ghosts: VecDeque<Ghost>,
+    known_ghosts: HashSet<Ghost>,
     num_blocks: usize,
 }
 
@@ -82,12 +89,18 @@ impl Policy {
         }
     }
 
+    /// Whether it wants to know what was evicted and what comes back.
+    #[inline]
+    pub(crate) fn remembers(&self) -> bool {
+        self.kind != Eviction::Lru
+    }
+
     /// A content was evicted.
-    pub(crate) fn evicted(&mut self, hash: u128) {
-        if self.kind == Eviction::Lru || !self.known_ghosts.insert(hash) {
+    pub(crate) fn evicted(&mut self, ghost: Ghost) {
+        if !self.remembers() || !self.known_ghosts.insert(ghost) {
             return;
         }
-        self.ghosts.push_back(hash);
+        self.ghosts.push_back(ghost);
         if self.ghosts.len() > self.num_blocks
             && let Some(oldest) = self.ghosts.pop_front()
         {
@@ -97,7 +110,7 @@ impl Policy {
 
     /// Whether a content that is stored now was evicted lately.
     #[inline]
-    pub(crate) fn comes_back(&self, hash: u128) -> bool {
-        self.kind != Eviction::Lru && self.known_ghosts.contains(&hash)
+    pub(crate) fn comes_back(&self, ghost: Ghost) -> bool {
+        self.known_ghosts.contains(&ghost)
     }
 }

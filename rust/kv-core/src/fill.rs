@@ -6,7 +6,7 @@
 use std::cell::Cell;
 
 use crate::error::Error;
-use crate::ids::PlanKey;
+use crate::ids::{BlockId, PlanKey};
 use crate::manager::BlockManager;
 use crate::plan::{Entry, Plan};
 
@@ -48,14 +48,19 @@ pub struct StepArrays<'a> {
     pub input_ids: IntArray<'a>,
     /// `[>= T]`: their positions in their sequences.
     pub positions: IntArray<'a>,
-    /// `[>= T]`: where their KV goes, `block * block_size + offset`; -1: it is there already.
+    /// `[groups, >= T]`: where their KV goes, `block * block_size + offset`; -1: it is there already.
     pub slot_mapping: IntArray<'a>,
+    /// Columns of `slot_mapping`; its length where there is one group.
+    pub slots_width: usize,
     /// `[>= B + 1]`: sequence `i` has the tokens `query_start_loc[i]..query_start_loc[i + 1]`.
     pub query_start_loc: IntArray<'a>,
     /// `[>= B]`: positions of the sequence whose KV is there once the step has run.
     pub seq_lens: IntArray<'a>,
-    /// `[>= B, width]`, row-major: block tables. Past a row's end, what was there before stays.
+    /// `[groups, >= B, width]`, row-major: block tables. An entry that was given back holds the trash
+    /// block, `num_blocks`. Past a row's end, what was there before stays.
     pub block_tables: IntArray<'a>,
+    /// Rows of `block_tables` for each group.
+    pub table_rows: usize,
     /// Columns of `block_tables`.
     pub table_width: usize,
     /// `[>= S]`: the rows of the token arrays whose logits give a token.
@@ -70,27 +75,27 @@ pub struct TableRows {
 }
 
 impl StepArrays<'_> {
-    fn check(
-        &self,
-        tokens: usize,
-        sequences: usize,
-        samples: usize,
-        width: usize,
-    ) -> Result<(), Error> {
-        let rows = self
-            .block_tables
-            .len()
-            .checked_div(self.table_width)
-            .unwrap_or(0);
+    fn check(&self, plan: &Plan, groups: usize, width: usize) -> Result<(), Error> {
+        let (tokens, sequences) = (plan.num_tokens, plan.entries.len());
+        let groups_of = |cells: usize, of_one: usize| cells.checked_div(of_one).unwrap_or(groups);
+        let slots = groups_of(self.slot_mapping.len(), self.slots_width);
+        let table = self.table_rows * self.table_width;
+        let tables = groups_of(self.block_tables.len(), table);
         for (name, needed, given) in [
             ("input_ids", tokens, self.input_ids.len()),
             ("positions", tokens, self.positions.len()),
-            ("slot_mapping", tokens, self.slot_mapping.len()),
+            ("slot_mapping (groups)", groups, slots),
+            ("slot_mapping", tokens, self.slots_width),
             ("query_start_loc", sequences + 1, self.query_start_loc.len()),
             ("seq_lens", sequences, self.seq_lens.len()),
-            ("block_tables (rows)", sequences, rows),
+            ("block_tables (groups)", groups, tables),
+            ("block_tables (rows)", sequences, self.table_rows),
             ("block_tables (columns)", width, self.table_width),
-            ("logits_indices", samples, self.logits_indices.len()),
+            (
+                "logits_indices",
+                plan.num_samples,
+                self.logits_indices.len(),
+            ),
         ] {
             if needed > given {
                 return Err(Error::BufferTooSmall {
@@ -139,62 +144,86 @@ impl BlockManager {
         written: &mut TableRows,
     ) -> Result<(), Error> {
         let plan = self.open_plan(plan)?;
-        let block_size = self.config.block_size;
-        let widest = plan
-            .entries
-            .iter()
-            .map(|entry| self.sequences.at(entry.slot).table.len())
-            .max()
-            .unwrap_or(0);
-        let sequences = plan.entries.len();
-        arrays.check(plan.num_tokens, sequences, plan.num_samples, widest)?;
+        let groups = self.groups.len();
+        let tables = plan.entries.iter();
+        let tables = tables.map(|entry| self.sequences.at(entry.slot).table.len());
+        let widest = tables.max().unwrap_or(0) / groups;
+        arrays.check(plan, groups, widest)?;
         self.check_width(plan, arrays)?;
+        let sequences = plan.entries.len();
         if written.rows.len() < sequences {
             written.rows.resize(sequences, (u32::MAX, 0, 0, 0));
         }
         let (mut at, mut sample) = (0, 0);
         arrays.query_start_loc.write(0, std::iter::once(0));
         for (row, entry) in plan.entries.iter().enumerate() {
-            let seq = self.sequences.at(entry.slot);
-            let (start, end) = (entry.start, entry.start + entry.len);
-            let tokens = self.entry_tokens(entry).map(i64::from);
-            // A pending token: -1 - (its row among the logits of the step before).
-            let is_pending = end > seq.tokens.len() + entry.drafts.len();
-            let pending = entry.pending_row.filter(|_| is_pending);
-            let pending = pending.map(|row| -1 - row as i64);
-            arrays.input_ids.write(at, tokens.chain(pending));
-            arrays.positions.write(at, start as i64..end as i64);
-            let slots = (start..end).map(|position| {
-                if position < entry.write_from {
-                    return -1;
-                }
-                let block = seq.table[position / block_size].at();
-                (block * block_size + position % block_size) as i64
-            });
-            arrays.slot_mapping.write(at, slots);
+            self.fill_tokens(entry, at, arrays);
             at += entry.len;
+            let end = (entry.start + entry.len) as i64;
+            let (bound, rows) = (at as i64, entry.rows());
             arrays
                 .query_start_loc
-                .write(row + 1, std::iter::once(at as i64));
-            arrays.seq_lens.write(row, std::iter::once(end as i64));
-            let rows = entry.rows();
-            let first = at - rows;
-            arrays.logits_indices.write(sample, first as i64..at as i64);
-            sample += rows;
-            let now = (
-                self.shared.manager,
-                seq.id,
-                seq.table_version,
-                seq.table.len(),
-            );
-            let then = std::mem::replace(&mut written.rows[row], now);
-            let same = (then.0, then.1, then.2) == (now.0, now.1, now.2);
-            let from = if same { then.3.min(now.3) } else { 0 };
-            let blocks = seq.table[from..].iter().map(|block| i64::from(block.get()));
+                .write(row + 1, std::iter::once(bound));
+            arrays.seq_lens.write(row, std::iter::once(end));
             arrays
-                .block_tables
-                .write(row * arrays.table_width + from, blocks);
+                .logits_indices
+                .write(sample, bound - rows as i64..bound);
+            sample += rows;
+            self.fill_table(entry, row, arrays, &mut written.rows[row]);
         }
         Ok(())
+    }
+
+    /// What the tokens of an entry are, where they stand and where their KV goes.
+    #[inline]
+    fn fill_tokens(&self, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
+        let seq = self.sequences.at(entry.slot);
+        let (start, end) = (entry.start, entry.start + entry.len);
+        let tokens = self.entry_tokens(entry).map(i64::from);
+        // A pending token: -1 - (its row among the logits of the step before).
+        let is_pending = end > seq.tokens.len() + entry.drafts.len();
+        let pending = entry.pending_row.filter(|_| is_pending);
+        let pending = pending.map(|row| -1 - row as i64);
+        arrays.input_ids.write(at, tokens.chain(pending));
+        arrays.positions.write(at, start as i64..end as i64);
+        for group in 0..groups {
+            let slots = (start..end).map(|position| {
+                let place = position / block_size * groups + group;
+                if position < entry.write_from || entry.is_present(place) {
+                    return -1;
+                }
+                (seq.table[place].at() * block_size + position % block_size) as i64
+            });
+            arrays
+                .slot_mapping
+                .write(group * arrays.slots_width + at, slots);
+        }
+    }
+
+    /// The block tables of an entry: what has grown, or everything if entries have changed.
+    #[inline]
+    fn fill_table(
+        &self,
+        entry: &Entry,
+        row: usize,
+        arrays: &StepArrays<'_>,
+        written: &mut (u32, u64, u32, usize),
+    ) {
+        let groups = self.groups.len();
+        let seq = self.sequences.at(entry.slot);
+        let len = seq.table.len();
+        let now = (self.shared.manager, seq.id, seq.table_version, len);
+        let then = std::mem::replace(written, now);
+        let same = (then.0, then.1, then.2) == (now.0, now.1, now.2);
+        let from = if same { then.3.min(len) } else { 0 };
+        let trash = self.config.num_blocks as i64;
+        let id = |block: &BlockId| block.some().map_or(trash, |block| i64::from(block.get()));
+        for group in 0..groups {
+            let blocks = seq.table[from..].iter().skip(group).step_by(groups);
+            let place = group * arrays.table_rows + row;
+            let place = place * arrays.table_width + from / groups;
+            arrays.block_tables.write(place, blocks.map(id));
+        }
     }
 }

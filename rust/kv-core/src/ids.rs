@@ -74,14 +74,15 @@ impl ContentId {
     }
 }
 
-/// A copyable reference to a sequence: which manager, which slot, which of the slot's tenants.
+/// A copyable reference to a sequence: which manager, which slot, which of the slot's tenants by its
+/// number.
 ///
 /// A key outlives its sequence without harm: every use is checked.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SeqKey {
     pub(crate) manager: u32,
     pub(crate) slot: u32,
-    pub(crate) generation: u32,
+    pub(crate) id: u64,
 }
 
 /// A copyable reference to a step plan.

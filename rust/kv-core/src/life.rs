@@ -3,10 +3,10 @@
 use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::manager::BlockManager;
+use crate::matching::Prompt;
 use crate::sequence::Chain;
 use crate::shared::{Lease, SeqHandle};
 use crate::trace::Call;
-use crate::tree::Step;
 
 impl BlockManager {
     /// A new sequence of at least one token. It holds no block until it is planned.
@@ -23,67 +23,71 @@ impl BlockManager {
         if tokens.is_empty() {
             return Err(Error::EmptySequence);
         }
+        check_namespace(namespace)?;
         let root = self.tree.hold_root(namespace);
-        let (key, id) = self.sequences.insert(tokens, root, read_cache);
-        self.note(|it| it.creation(key, namespace), id);
-        Ok(SeqHandle::new(&self.shared, key, id))
+        let key = self.sequences.insert(tokens, root, read_cache);
+        self.note(|it| it.creation(key, namespace), key.id);
+        Ok(SeqHandle::new(&self.shared, key))
     }
 
     /// A lease on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
-    pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Lease {
+    pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Lease, Error> {
         self.read_mail();
-        let mut end = NodeIdx::NONE;
-        let mut blocks = Vec::new();
-        if let Some(root) = self.tree.root(namespace) {
-            let mut tip = root;
-            for tokens in tokens.chunks_exact(self.config.block_size) {
-                let Step::Found(node) = self.tree.step(tip, tokens, None) else {
-                    break;
-                };
-                match self.tree.block(node) {
-                    Some(block) if self.is_ready(node) => blocks.push(block),
-                    _ => break,
-                }
-                (tip, end) = (node, node);
-            }
-        }
-        self.note(|_| Call::match_prefix(tokens, namespace), blocks.len());
-        self.grant(blocks, end)
+        check_namespace(namespace)?;
+        let Some(root) = self.tree.root(namespace) else {
+            self.note(|_| Call::match_prefix(tokens, namespace), 0_usize);
+            return Ok(self.grant(Box::default(), NodeIdx::NONE, 0));
+        };
+        let prompt = Prompt {
+            tokens,
+            tip: root,
+            rows: 0,
+            hashes: None,
+        };
+        let mut found = std::mem::take(&mut self.matched);
+        let (blocks, open) = (&self.blocks, &self.open);
+        let is_ready = |block: BlockId| blocks[block.at()].is_ready(open);
+        found.walk(&mut self.tree, &self.groups, prompt, is_ready);
+        let end = found.nodes.last().copied().unwrap_or(NodeIdx::NONE);
+        let lease = self.grant(found.blocks.as_slice().into(), end, found.rows());
+        self.matched = found;
+        self.note(
+            |_| Call::match_prefix(tokens, namespace),
+            lease.num_blocks(),
+        );
+        Ok(lease)
     }
 
     /// A lease on the registered blocks of a sequence whose KV is there.
     pub fn lease(&mut self, key: SeqKey) -> Result<Lease, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        let Chain {
-            mut tip,
-            mut blocks,
-            ..
-        } = seq.chain;
-        while blocks > 0 && !self.is_ready(tip) {
-            tip = self.tree.parent(tip).expect("inside the chain");
-            blocks -= 1;
+        let groups = self.groups.len();
+        let (mut end, mut rows) = (seq.chain.tip, seq.chain.blocks);
+        let ready = |entry: &&BlockId| entry.some().is_none_or(|block| self.is_ready(block));
+        while rows > 0
+            && !seq.table[(rows - 1) * groups..][..groups]
+                .iter()
+                .all(|e| ready(&e))
+        {
+            end = self.tree.parent(end).expect("inside the chain");
+            rows -= 1;
         }
-        let end = if blocks == 0 { NodeIdx::NONE } else { tip };
-        let blocks = seq.table[..blocks].to_vec();
-        self.note(|it| Call::lease(it.id(key)), blocks.len());
-        Ok(self.grant(blocks, end))
+        let table = seq.table[..rows * groups].into();
+        let lease = self.grant(table, end, rows);
+        self.note(|_| Call::lease(key.id), lease.num_blocks());
+        Ok(lease)
     }
 
-    /// Whether a content's KV is there: no open step is to compute it.
-    pub(crate) fn is_ready(&self, node: NodeIdx) -> bool {
-        let step = self.tree.step_of(node);
-        self.open.iter().all(|plan| plan.step() != step)
-    }
-
-    fn grant(&mut self, blocks: Vec<BlockId>, end: NodeIdx) -> Lease {
-        let num_tokens = blocks.len() * self.config.block_size;
-        for &block in &blocks {
+    fn grant(&mut self, table: Box<[BlockId]>, end: NodeIdx, rows: usize) -> Lease {
+        for block in table.iter().copied().filter_map(BlockId::some) {
             self.blocks[block.at()].used_again = true;
             self.leave_queue(block);
         }
+        let end = if rows == 0 { NodeIdx::NONE } else { end };
+        let num_tokens = rows * self.config.block_size;
         let serial = self.next_lease();
-        Lease::over(&self.shared, serial, blocks.into(), end, num_tokens)
+        Lease::over(&self.shared, serial, table, end, num_tokens)
     }
 
     /// Puts a lease's blocks into the table of a sequence that has none. The lease stays in force.
@@ -91,14 +95,21 @@ impl BlockManager {
         self.read_mail();
         let seq = self.sequences.get(key)?;
         if lease.manager() != self.shared.manager {
-            return Err(Error::Foreign("lease"));
+            return Err(Error::Foreign {
+                what: "lease",
+                id: 0,
+            });
         }
         if seq.planned > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
         if !seq.table.is_empty() {
             return Err(Error::NotFresh {
-                blocks: seq.table.len(),
+                blocks: seq
+                    .table
+                    .iter()
+                    .filter(|block| block.some().is_some())
+                    .count(),
             });
         }
         let Some(end) = lease.end() else {
@@ -110,28 +121,26 @@ impl BlockManager {
                 sequence_tokens: seq.tokens.len(),
             });
         }
+        let rows = lease.num_tokens() / self.config.block_size;
         let path = std::iter::successors(Some(end), |&node| self.tree.parent(node));
-        let mut hashes: Vec<u128> = path
-            .take(lease.blocks().len())
-            .map(|node| self.tree.hash(node))
-            .collect();
+        let mut hashes: Vec<u128> = path.take(rows).map(|node| self.tree.hash(node)).collect();
         hashes.reverse();
         let seq = self.sequences.at_mut(key.slot);
         if seq.hashes.len() < hashes.len() {
             seq.hashes = hashes;
         }
-        seq.table.extend_from_slice(lease.blocks());
+        seq.table.extend_from_slice(lease.table());
         seq.chain = Chain {
             tip: end,
-            blocks: lease.blocks().len(),
+            blocks: rows,
             private: false,
         };
         seq.stand(lease.num_tokens().min(seq.tokens.len() - 1));
         seq.cached = seq.computed;
-        for &block in lease.blocks() {
+        for block in lease.blocks() {
             self.hold_for_sequence(block);
         }
-        self.note(|it| Call::attach(it.id(key), lease.serial()), ());
+        self.note(|_| Call::attach(key.id, lease.serial()), ());
         Ok(())
     }
 
@@ -153,7 +162,8 @@ impl BlockManager {
     /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
     ///
     /// Nothing is copied now. A partial last block is copied when one of several holders writes to it
-    /// (see [`BlockManager::copies`]); the last holder writes in place.
+    /// (see [`BlockManager::copies`]); the last holder writes in place. Where a window has slid past
+    /// the end of the fork, it begins without blocks and finds again what is cached.
     pub fn fork(&mut self, key: SeqKey, num_tokens: usize) -> Result<SeqHandle, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
@@ -166,8 +176,13 @@ impl BlockManager {
                 sequence_tokens: seq.tokens.len(),
             });
         }
-        let block_size = self.config.block_size;
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
         let computed = seq.computed.min(num_tokens);
+        let computed = if self.can_end(key.slot, computed) {
+            computed
+        } else {
+            0
+        };
         let full = computed / block_size;
         let mut chain = seq.chain;
         while chain.blocks > full {
@@ -175,22 +190,33 @@ impl BlockManager {
             chain.blocks -= 1;
         }
         chain.private &= full > chain.blocks;
-        let table = seq.table[..computed.div_ceil(block_size)].to_vec();
+        let table = seq.table[..computed.div_ceil(block_size) * groups].to_vec();
         let tokens = seq.tokens[..num_tokens].to_vec();
         let hashes = seq.hashes[..seq.hashes.len().min(num_tokens / block_size)].to_vec();
         let sequence = seq.id;
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
-        let (key, id) = self.sequences.insert(tokens, root, read_cache);
+        let key = self.sequences.insert(tokens, root, read_cache);
         self.tree.hold(root);
-        for &block in &table {
+        for block in table.iter().copied().filter_map(BlockId::some) {
             self.hold_for_sequence(block);
         }
         let fork = self.sequences.at_mut(key.slot);
         (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
         fork.stand(computed);
         fork.cached = cached;
-        self.note(|_| Call::fork(sequence, num_tokens), id);
-        Ok(SeqHandle::new(&self.shared, key, id))
+        self.note(|_| Call::fork(sequence, num_tokens), key.id);
+        Ok(SeqHandle::new(&self.shared, key))
+    }
+
+    /// Whether the sequence still has every block that a token after its first `computed` sees.
+    fn can_end(&self, slot: u32, computed: usize) -> bool {
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
+        let table = &self.sequences.at(slot).table;
+        // Gaps are at the beginning: the first row seen tells.
+        (0..groups).all(|group| {
+            let first = self.groups.first_row(group, computed / block_size);
+            first * block_size >= computed || table[first * groups + group] != BlockId::NONE
+        })
     }
 
     /// Adds known tokens to the end of a sequence: the next turn of a conversation, a fork's own token.
@@ -201,7 +227,7 @@ impl BlockManager {
             return Err(Error::InPlan { sequence: seq.id });
         }
         seq.tokens.extend_from_slice(tokens);
-        self.note(|it| Call::append(it.id(key), tokens), ());
+        self.note(|_| Call::append(key.id, tokens), ());
         Ok(())
     }
 
@@ -219,11 +245,13 @@ impl BlockManager {
                 computed: seq.computed,
             });
         }
+        let groups = self.groups.len();
         let (before, keep) = (seq.table.len(), num_tokens.div_ceil(self.config.block_size));
-        let keep = keep.max(seq.chain.blocks).min(before);
+        let keep = keep.max(seq.chain.blocks).min(before / groups);
         self.release_table(key.slot, keep);
-        self.note(|it| Call::trim(it.id(key), num_tokens), before - keep);
-        Ok(before - keep)
+        let given_back = before - keep * groups;
+        self.note(|_| Call::trim(key.id, num_tokens), given_back);
+        Ok(given_back)
     }
 
     /// Takes a sequence's blocks away and keeps its tokens: preemption by recomputation.
@@ -240,7 +268,7 @@ impl BlockManager {
         seq.stand(0);
         seq.cached = 0;
         seq.chain = Chain::at_root(seq.root);
-        self.note(|it| Call::reset(it.id(key)), ());
+        self.note(|_| Call::reset(key.id), ());
         Ok(())
     }
 
@@ -248,7 +276,7 @@ impl BlockManager {
     pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
         self.read_mail();
         self.sequences.get(key)?;
-        self.note(|it| Call::free(it.id(key)), ());
+        self.note(|_| Call::free(key.id), ());
         self.drop_sequence(key.slot);
         Ok(())
     }
@@ -262,5 +290,15 @@ impl BlockManager {
         self.release_table(slot, 0);
         let seq = self.sequences.remove(slot);
         self.tree.unhold(seq.root);
+    }
+}
+
+/// Bytes of a namespace.
+const LONGEST_NAMESPACE: usize = 65_536;
+
+fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
+    match namespace.len() {
+        ..=LONGEST_NAMESPACE => Ok(()),
+        bytes => Err(Error::Namespace { bytes }),
     }
 }

@@ -8,8 +8,10 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::events::Event;
 use crate::eviction::Policy;
+use crate::groups::Groups;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
+use crate::matching::Match;
 use crate::plan::Plan;
 use crate::queue::{FreeQueue, List};
 use crate::sequence::SequenceTable;
@@ -37,15 +39,16 @@ pub struct BlockManager {
     pub(crate) plans: u64,
     pub(crate) stats: Stats,
     pub(crate) events: Vec<Event>,
-    /// Nodes of the match under way; kept to save the allocation.
-    pub(crate) matched: Vec<(NodeIdx, BlockId)>,
+    pub(crate) groups: Groups,
+    /// The match under way; kept to save the allocation.
+    pub(crate) matched: Match,
     pub(crate) recorder: Option<Box<Recorder>>,
 }
 
 impl BlockManager {
     /// A pool with every block free.
     pub fn new(config: Config) -> Result<Self, Error> {
-        config.validate()?;
+        let groups = config.validate()?;
         let Config {
             num_blocks,
             block_size,
@@ -68,13 +71,14 @@ impl BlockManager {
             queue,
             policy: Policy::new(config.eviction, num_blocks),
             active: 0,
-            tree: ContentTree::new(num_blocks, block_size, hasher).map_err(oom)?,
+            tree: ContentTree::new(num_blocks, block_size, groups.len(), hasher).map_err(oom)?,
             sequences: SequenceTable::new(id),
             open: VecDeque::new(),
             plans: 0,
             stats: Stats::default(),
             events: Vec::new(),
-            matched: Vec::new(),
+            groups,
+            matched: Match::default(),
             recorder: None,
             config,
         })
@@ -94,8 +98,14 @@ impl BlockManager {
     pub fn preview(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        let alone = |&&block: &&BlockId| self.shared.refs(block) == 1;
-        Ok(seq.table.iter().filter(alone).count())
+        let blocks = seq.table.iter().copied().filter_map(BlockId::some);
+        Ok(blocks.filter(|&block| self.shared.refs(block) == 1).count())
+    }
+
+    /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
+    /// computes at most `max_tokens` of them: what the pool must have for it to be served at all.
+    pub fn blocks_for(&self, num_tokens: usize, max_tokens: usize) -> usize {
+        self.groups.blocks_for(num_tokens, max_tokens)
     }
 
     /// Where every block is.
@@ -165,6 +175,7 @@ impl BlockManager {
             id: seq.id,
             tokens: &seq.tokens,
             table: &seq.table,
+            groups: self.groups.len(),
             num_computed_tokens: seq.computed,
             num_planned_tokens: seq.ahead,
             num_pending_tokens: seq.pending,
@@ -179,14 +190,14 @@ impl BlockManager {
         let lists = [List::Probation, List::Protected];
         let idle = lists.into_iter().flat_map(|list| self.queue.iter(list));
         let idle: Vec<BlockId> = idle.collect();
+        let told = self.events.len();
         for &block in &idle {
             self.leave_queue(block);
             self.evict(block);
             self.enter_queue(block);
         }
         if self.config.events && !idle.is_empty() && self.tree.held().next().is_none() {
-            let told_apart = self.events.len() - idle.len();
-            self.events.truncate(told_apart);
+            self.events.truncate(told);
             self.events.push(Event::Cleared);
         }
         self.note(|_| Call::evict_idle(), idle.len());
@@ -202,19 +213,15 @@ impl BlockManager {
     /// The names of all contents whose KV a block holds now, in no order. O(contents).
     pub fn contents(&mut self) -> Vec<u128> {
         self.read_mail();
-        let ready = |node: &NodeIdx| self.is_ready(*node);
+        let ready = |node: &NodeIdx| self.tree.blocks(*node).any(|block| self.is_ready(block));
         let held = self.tree.held().filter(ready);
         held.map(|node| self.tree.hash(node)).collect()
     }
 
-    /// The content of the sequence's block `index` is there now; before, no block held it.
-    pub(crate) fn tell_stored(&mut self, slot: u32, index: usize) {
-        if self.config.events {
-            let seq = self.sequences.at(slot);
-            let node = self.blocks[seq.table[index].at()].node;
-            let event = self.tree.stored(node, seq.root);
-            self.events.push(event);
-        }
+    /// The content is there now; before, no block held it.
+    pub(crate) fn tell_stored(&mut self, slot: u32, node: NodeIdx) {
+        let event = self.tree.stored(node, self.sequences.at(slot).root);
+        self.events.push(event);
     }
 }
 
@@ -234,8 +241,9 @@ pub struct SequenceView<'a> {
     pub id: u64,
     /// All known tokens.
     pub tokens: &'a [u32],
-    /// Its blocks, first to last.
-    pub table: &'a [BlockId],
+    /// Row-major: a row of blocks for each block of tokens, one per layer group.
+    table: &'a [BlockId],
+    groups: usize,
     /// Tokens whose KV is computed and committed.
     pub num_computed_tokens: usize,
     /// The same once the open plans are committed.
@@ -246,4 +254,17 @@ pub struct SequenceView<'a> {
     pub num_cached_tokens: usize,
     /// Leading blocks whose contents are registered.
     pub num_registered_blocks: usize,
+}
+
+impl<'a> SequenceView<'a> {
+    /// Its blocks in a layer group, first to last; `None` where one was given back because no later
+    /// token sees it.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    pub fn table(&self, group: usize) -> impl ExactSizeIterator<Item = Option<BlockId>> + 'a {
+        assert!(group < self.groups, "one of {} layer groups", self.groups);
+        let row = self.table.iter().skip(group).step_by(self.groups);
+        row.map(|block| block.some())
+    }
 }

@@ -43,7 +43,9 @@ pub enum Prefill {
 pub struct Redirect {
     /// The sequence's id.
     pub sequence: u64,
-    /// Index in its block table.
+    /// The layer group whose table it is in.
+    pub group: usize,
+    /// Index in that table.
     pub index: usize,
     /// The duplicate, given back.
     pub old_block: BlockId,
@@ -53,11 +55,11 @@ pub struct Redirect {
 
 /// What a sequence was before the plan touched it.
 pub(crate) struct Before {
-    pub(crate) table_len: usize,
+    pub(crate) rows: usize,
     pub(crate) ahead: usize,
     pub(crate) chain: Chain,
-    /// The partial block that the entry copied to write on: its index, and what it was.
-    pub(crate) copied: Option<(usize, BlockId)>,
+    /// The partial blocks that the entry copied to write on: table entry, and what it was.
+    pub(crate) copied: Vec<(usize, BlockId)>,
 }
 
 pub(crate) struct Entry {
@@ -75,14 +77,17 @@ pub(crate) struct Entry {
     pub(crate) write_from: usize,
     /// Tokens adopted from the cache by this entry.
     pub(crate) adopted: usize,
-    /// Blocks adopted.
+    /// Rows adopted, and blocks.
     pub(crate) matched: usize,
-    /// Of these, blocks that an open step computes.
+    pub(crate) matched_blocks: usize,
+    /// Of the adopted blocks and of `present`, those that an open step computes.
     pub(crate) in_flight: usize,
-    /// Contents that this entry will compute and that others may share already: how many blocks of
+    /// Rows whose contents this entry computes and that others may share already: how many rows of
     /// the table from `announce_from` on.
     pub(crate) announced: usize,
     pub(crate) announce_from: usize,
+    /// Table entries of these rows that held the content before: computed again, not written again.
+    pub(crate) present: Vec<usize>,
     pub(crate) prefill: bool,
     pub(crate) before: Before,
 }
@@ -91,6 +96,25 @@ impl Entry {
     /// Rows whose logits give a token.
     pub(crate) fn rows(&self) -> usize {
         usize::from(self.samples) + self.drafts.len()
+    }
+
+    /// Whether another sequence wrote the block of this table entry, or will.
+    #[inline]
+    pub(crate) fn is_present(&self, at: usize) -> bool {
+        self.present.binary_search(&at).is_ok()
+    }
+
+    /// The table entries whose blocks others have written, or will in an open step.
+    pub(crate) fn shared(&self, groups: usize) -> impl Iterator<Item = usize> + '_ {
+        let adopted = self.announce_from - self.matched..self.announce_from;
+        let adopted = adopted.start * groups..adopted.end * groups;
+        adopted.chain(self.present.iter().copied())
+    }
+
+    /// The table entries that hold contents which this entry computes for all.
+    pub(crate) fn announced(&self, groups: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
+        let from = self.announce_from * groups;
+        (from..from + self.announced * groups).filter(|&at| !self.is_present(at))
     }
 }
 
@@ -161,7 +185,10 @@ impl BlockManager {
 
     pub(crate) fn open_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
         if key.manager != self.shared.manager {
-            return Err(Error::Foreign("plan"));
+            return Err(Error::Foreign {
+                what: "plan",
+                id: key.serial,
+            });
         }
         let found = self.open.iter().find(|plan| plan.key == key);
         found.ok_or(Error::PlanClosed { plan: key.serial })

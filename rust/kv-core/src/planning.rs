@@ -4,23 +4,22 @@ use crate::blocks::Block;
 use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, PlanKey, SeqKey};
 use crate::manager::BlockManager;
+use crate::matching::Prompt;
 use crate::plan::{Before, Entry, Prefill};
 use crate::sequence::Chain;
-use crate::trace::Call;
+use crate::trace::{Call, ids};
 use crate::tree::Step;
 
 /// What an entry takes beside the tokens that it computes.
 struct Extent {
-    matched: usize,
     prefill: bool,
     lookahead: usize,
     drafts: Box<[u32]>,
 }
 
 impl Extent {
-    fn prefill(matched: usize) -> Self {
+    fn prefill() -> Self {
         Self {
-            matched,
             prefill: true,
             lookahead: 0,
             drafts: Box::default(),
@@ -29,7 +28,6 @@ impl Extent {
 
     fn reserving(lookahead: usize) -> Self {
         Self {
-            matched: 0,
             prefill: false,
             lookahead,
             drafts: Box::default(),
@@ -91,7 +89,7 @@ impl BlockManager {
             }
         }
         self.note(
-            |it| Call::decode(plan.serial, it.ids(sequences), lookahead),
+            |_| Call::decode(plan.serial, ids(sequences), lookahead),
             &misfits,
         );
         Ok(misfits)
@@ -124,15 +122,18 @@ impl BlockManager {
         seq.last_plan = before.filter(|_| seq.planned > 0).unwrap_or(0);
     }
 
-    /// The table index of the block that writing at `position` must not change: other sequences hold
-    /// it too, or it is a registered content of which a fork kept the beginning only.
+    /// The table entries that writing at `position` must not change: other sequences hold their blocks
+    /// too, or they are registered contents of which a fork kept the beginning only.
     #[inline]
-    fn must_copy(&self, slot: u32, position: usize) -> Option<usize> {
+    fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         let seq = self.sequences.at(slot);
-        let index = position / self.config.block_size;
-        let block = seq.table.get(index).filter(|_| index >= seq.chain.blocks)?;
-        let Block { seq_refs, node, .. } = self.blocks[block.at()];
-        (seq_refs > 1 || node != NodeIdx::NONE).then_some(index)
+        let (groups, row) = (self.groups.len(), position / self.config.block_size);
+        let partial = row >= seq.chain.blocks && row * groups < seq.table.len();
+        let entries = row * groups..(row + usize::from(partial)) * groups;
+        entries.filter(|&at| {
+            let Block { seq_refs, node, .. } = self.blocks[seq.table[at].at()];
+            seq_refs > 1 || node != NodeIdx::NONE
+        })
     }
 
     #[inline]
@@ -150,12 +151,13 @@ impl BlockManager {
     #[inline]
     fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
         let seq = self.sequences.at(slot);
-        let blocks = seq
+        let rows = seq
             .ahead
             .saturating_add(len)
             .div_ceil(self.config.block_size);
-        blocks.saturating_sub(seq.table.len())
-            + usize::from(self.must_copy(slot, seq.ahead).is_some())
+        rows.saturating_mul(self.groups.len())
+            .saturating_sub(seq.table.len())
+            + self.must_copy(slot, seq.ahead).count()
     }
 
     /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
@@ -169,10 +171,7 @@ impl BlockManager {
         drafts: &[u32],
     ) -> Result<Prefill, Error> {
         let answer = self.plan_drafts(plan, key, drafts)?;
-        self.note(
-            |it| Call::speculate(plan.serial, it.id(key), drafts),
-            answer,
-        );
+        self.note(|_| Call::speculate(plan.serial, key.id, drafts), answer);
         Ok(answer)
     }
 
@@ -213,8 +212,8 @@ impl BlockManager {
     ///
     /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
     /// a block boundary the index is asked first: what is cached is adopted, and neither charged
-    /// nor computed, including what sequences planned before it in this step compute. A sequence whose every token is cached computes its last one, takes no block
-    /// and writes nothing. `reserve: None` asks for the blocks of this step's tokens only;
+    /// nor computed, including what sequences planned before it in this step compute. A sequence whose
+    /// every token is cached computes its last one, takes no block and writes nothing. `reserve: None` asks for the blocks of this step's tokens only;
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
     /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
     pub fn prefill(
@@ -226,7 +225,7 @@ impl BlockManager {
     ) -> Result<Prefill, Error> {
         let answer = self.plan_prefill(plan, key, max_tokens, reserve)?;
         self.note(
-            |it| Call::prefill(plan.serial, it.id(key), max_tokens, reserve),
+            |_| Call::prefill(plan.serial, key.id, max_tokens, reserve),
             answer,
         );
         Ok(answer)
@@ -251,12 +250,11 @@ impl BlockManager {
         }
         let block_size = self.config.block_size;
         let revived = self.find_match(key.slot);
+        let matched = self.matched.rows();
         let seq = self.sequences.at(key.slot);
-        let matched = self.matched.len();
-        let table_len = seq.table.len() + matched;
         let start = match matched {
             0 => seq.ahead,
-            _ => (table_len * block_size).min(seq.tokens.len() - 1),
+            _ => (seq.ahead + matched * block_size).min(seq.tokens.len() - 1),
         };
         let rest = seq.tokens.len() - start;
         let len = chunk(start, rest, max_tokens.min(budget), block_size);
@@ -264,26 +262,27 @@ impl BlockManager {
             return Ok(Prefill::NoBudget);
         }
         let copies = match matched {
-            0 => usize::from(self.must_copy(key.slot, start).is_some()),
+            0 => self.must_copy(key.slot, start).count(),
             _ => 0,
         };
-        let seq = self.sequences.at(key.slot);
-        let blocks_for =
-            |tokens: usize| tokens.div_ceil(block_size).saturating_sub(table_len) + copies;
-        let needed = match reserve {
-            None => revived + blocks_for(start + len),
-            Some(spare) => (revived + blocks_for(seq.tokens.len())).saturating_add(spare),
+        let new = match reserve {
+            None => self.new_blocks(key.slot, start + len),
+            Some(spare) => {
+                let whole = self.blocks_to_come(key.slot, start + len, max_tokens);
+                whole.saturating_add(spare)
+            }
         };
+        let needed = new.saturating_add(revived + copies);
         let available = self.queue.len();
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
+        let seq = self.sequences.at_mut(key.slot);
         let cached_tokens = start - seq.ahead;
         let samples = start + len == seq.tokens.len();
-        let seq = self.sequences.at_mut(key.slot);
         seq.planned += 1;
         seq.last_plan = plan.serial;
-        self.push_entry(key.slot, len, Extent::prefill(matched));
+        self.push_entry(key.slot, len, Extent::prefill());
         Ok(Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -291,90 +290,97 @@ impl BlockManager {
         })
     }
 
-    /// Walks the tree from where the sequence stands, if that is a block boundary; leaves the hits
-    /// in `self.matched` and returns how many of them are in the queue now.
-    fn find_match(&mut self, slot: u32) -> usize {
-        self.matched.clear();
-        let block_size = self.config.block_size;
-        let seq = self.sequences.at_mut(slot);
-        let on_boundary =
-            seq.chain.blocks == seq.table.len() && seq.ahead == seq.table.len() * block_size;
-        let may_match = self.config.prefix_caching && seq.read_cache && !seq.chain.private;
-        if !on_boundary || !may_match {
-            return 0;
-        }
-        let mut revived = 0;
-        let mut tip = seq.chain.tip;
-        let blocks = seq.tokens.chunks_exact(block_size).enumerate();
-        for (index, tokens) in blocks.skip(seq.chain.blocks) {
-            match self.tree.step(tip, tokens, seq.hashes.get(index).copied()) {
-                Step::Found(node) => {
-                    let Some(block) = self.tree.block(node) else {
-                        break;
-                    };
-                    if index == seq.hashes.len() {
-                        seq.hashes.push(self.tree.hash(node));
-                    }
-                    revived += usize::from(self.queue.contains(block));
-                    self.matched.push((node, block));
-                    tip = node;
-                }
-                Step::Missing(hash) | Step::Collision(hash) => {
-                    if index == seq.hashes.len() {
-                        seq.hashes.push(hash);
-                    }
-                    break;
-                }
-            }
-        }
-        revived
+    /// Blocks to allocate so that the table, with the match under way, reaches `end` tokens.
+    fn new_blocks(&self, slot: u32, end: usize) -> usize {
+        let groups = self.groups.len();
+        let held = self.sequences.at(slot).table.len() + self.matched.rows() * groups;
+        (end.div_ceil(self.config.block_size) * groups).saturating_sub(held)
     }
 
-    /// Puts a sequence into the plan: adopts `self.matched[..matched]`, then allocates for `len`
-    /// tokens and what is reserved beyond. Room and budget were counted before.
+    /// Blocks to allocate, at once and for good, until all known tokens are computed: in a step that
+    /// ends at `end`, then in steps of at most `max_tokens`. What slides out of a window meanwhile is
+    /// used again.
+    fn blocks_to_come(&self, slot: u32, end: usize, max_tokens: usize) -> usize {
+        let seq = self.sequences.at(slot);
+        let groups = self.groups.len();
+        let now = self.new_blocks(slot, end);
+        if !self.groups.have_windows() {
+            return self.new_blocks(slot, seq.tokens.len());
+        }
+        let all = seq.table.iter().chain(&self.matched.blocks);
+        let held = |group: usize| {
+            let entries = all.clone().skip(group).step_by(groups);
+            entries.filter(|&&block| block != BlockId::NONE).count()
+        };
+        let come = |group: usize| {
+            let peak = self.groups.peak(group, seq.tokens.len(), max_tokens);
+            peak.saturating_sub(held(group)).max(now / groups)
+        };
+        (0..groups).map(come).sum()
+    }
+
+    /// Walks the tree from where the sequence stands, if that is a block boundary; leaves the hits
+    /// in `self.matched` and returns how many of their blocks are in the queue now.
+    fn find_match(&mut self, slot: u32) -> usize {
+        let seq = self.sequences.at_mut(slot);
+        let rows = seq.chain.blocks;
+        let on_boundary = rows * self.groups.len() == seq.table.len()
+            && seq.ahead == rows * self.config.block_size;
+        let may_match = self.config.prefix_caching && seq.read_cache && !seq.chain.private;
+        if !on_boundary || !may_match {
+            self.matched.clear();
+            return 0;
+        }
+        let prompt = Prompt {
+            tokens: &seq.tokens,
+            tip: seq.chain.tip,
+            rows,
+            hashes: Some(&mut seq.hashes),
+        };
+        self.matched
+            .walk(&mut self.tree, &self.groups, prompt, |_| true);
+        let blocks = self.matched.blocks.iter().copied();
+        let blocks = blocks.filter_map(BlockId::some);
+        blocks.filter(|&block| self.queue.contains(block)).count()
+    }
+
+    /// Puts a sequence into the plan: adopts the match under way if it is a prefill, then allocates
+    /// for `len` tokens and what is reserved beyond. Room and budget were counted before.
     #[inline]
     fn push_entry(&mut self, slot: u32, len: usize, extent: Extent) {
         let Extent {
-            matched,
             prefill,
             lookahead,
             drafts,
         } = extent;
-        let block_size = self.config.block_size;
-        let seq = self.sequences.at_mut(slot);
-        let before = Before {
-            table_len: seq.table.len(),
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
+        let seq = self.sequences.at(slot);
+        let mut before = Before {
+            rows: seq.table.len() / groups,
             ahead: seq.ahead,
             chain: seq.chain,
-            copied: None,
+            copied: Vec::new(),
         };
-        if matched > 0 {
-            self.adopt(slot);
-        }
-        let start = self.sequences.at(slot).ahead;
-        let copied = self.must_copy(slot, start);
-        let before = Before {
-            copied: copied.map(|index| (index, self.copy_block(slot, index))),
-            ..before
+        let (matched, matched_blocks, mut in_flight) = match prefill {
+            true => self.adopt(slot),
+            false => (0, 0, 0),
         };
         let seq = self.sequences.at(slot);
+        let (start, announce_from) = (seq.ahead, seq.chain.blocks);
         let end = start + len;
         let samples = end == seq.tokens.len() + seq.pending + drafts.len();
         let pending_row = (seq.pending > 0).then_some(seq.sample_row);
-        let write_from = seq.chain.blocks * block_size;
-        let announce_from = seq.chain.blocks;
-        let blocks = (end + lookahead).div_ceil(block_size);
-        let missing = blocks.saturating_sub(seq.table.len());
-        for _ in 0..missing {
-            let block = self.allocate();
-            self.sequences.at_mut(slot).table.push(block);
+        let copied = self.must_copy(slot, start);
+        // Collected only if there are any: a decode step must not allocate memory.
+        if let Some(first) = copied.min() {
+            before.copied = self.copy_row(slot, first);
         }
-        let adopted = start - before.ahead;
-        let in_flight = self.matched[..matched]
-            .iter()
-            .filter(|(node, _)| !self.is_ready(*node))
-            .count();
-        let announced = if prefill { self.announce(slot, end) } else { 0 };
+        let mut present = Vec::new();
+        if prefill {
+            in_flight += self.announce(slot, end, &mut present);
+        }
+        self.extend_table(slot, (end + lookahead).div_ceil(block_size));
+        let announced = self.sequences.at(slot).chain.blocks - announce_from;
         let plan = self.plan_mut();
         plan.budget_left -= len;
         plan.num_tokens += len;
@@ -385,12 +391,14 @@ impl BlockManager {
             samples,
             pending_row,
             drafts,
-            write_from,
-            adopted,
+            write_from: announce_from * block_size,
+            adopted: start - before.ahead,
             matched,
+            matched_blocks,
             in_flight,
             announced,
             announce_from,
+            present,
             prefill,
             before,
         };
@@ -407,12 +415,31 @@ impl BlockManager {
         }
     }
 
-    /// Copy on write: the sequence gets a copy of its block `index`. Returns the source, which the plan
-    /// holds until it is closed: whatever becomes of its other holders, it is still to be read.
-    fn copy_block(&mut self, slot: u32, index: usize) -> BlockId {
+    /// Allocates until the table has `rows` rows.
+    #[inline]
+    fn extend_table(&mut self, slot: u32, rows: usize) {
+        let len = rows * self.groups.len();
+        while self.sequences.at(slot).table.len() < len {
+            let block = self.allocate();
+            self.sequences.at_mut(slot).table.push(block);
+        }
+    }
+
+    /// Copies what `must_copy` named, the first of which is `first`. Returns the entries and what they
+    /// were.
+    fn copy_row(&mut self, slot: u32, first: usize) -> Vec<(usize, BlockId)> {
+        let position = first / self.groups.len() * self.config.block_size;
+        let entries: Vec<usize> = self.must_copy(slot, position).collect();
+        let copy = |at| (at, self.copy_block(slot, at));
+        entries.into_iter().map(copy).collect()
+    }
+
+    /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
+    /// until it is closed: whatever becomes of its other holders, it is still to be read.
+    fn copy_block(&mut self, slot: u32, at: usize) -> BlockId {
         let copy = self.allocate();
         let seq = self.sequences.at_mut(slot);
-        let source = std::mem::replace(&mut seq.table[index], copy);
+        let source = std::mem::replace(&mut seq.table[at], copy);
         seq.table_version += 1;
         self.shared.hold(source);
         self.let_go_for_sequence(source);
@@ -423,33 +450,70 @@ impl BlockManager {
     }
 
     /// In-flight sharing: contents that will be full at `end` enter the tree now, as computed by this
-    /// step, so that sequences planned later in it share them. Those that are known already are left
-    /// to the commit. Returns how many blocks were announced.
-    fn announce(&mut self, slot: u32, end: usize) -> usize {
-        let block_size = self.config.block_size;
+    /// step, so that sequences planned later in it share them. Of a content that has lost some of its
+    /// blocks, those that are there go into the table as they are (`present`) and only the others are
+    /// written. Stops at a content that the commit must settle: a collision, or a block of this
+    /// sequence's own for a content that another block holds.
+    ///
+    /// Returns how many of `present` an open step computes.
+    fn announce(&mut self, slot: u32, end: usize, present: &mut Vec<usize>) -> usize {
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
         let seq = self.sequences.at(slot);
         let from = seq.chain.blocks;
         if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
             return 0;
         }
         let step = self.plan_mut().step();
-        for index in from..end / block_size {
+        let mut in_flight = 0;
+        for row in from..end / block_size {
             let seq = self.sequences.at(slot);
-            let (tip, mine) = (seq.chain.tip, seq.table[index]);
-            let tokens = &seq.tokens[index * block_size..][..block_size];
-            let found = self.tree.step(tip, tokens, seq.hashes.get(index).copied());
+            let tip = seq.chain.tip;
+            let tokens = &seq.tokens[row * block_size..][..block_size];
+            let has_row = row * groups < seq.table.len();
+            let found = self.tree.step(tip, tokens, seq.hashes.get(row).copied());
             let node = match found {
-                Step::Missing(hash) => self.tree.insert(tip, tokens, hash, mine, step),
-                Step::Found(node) if self.tree.block(node).is_none() => {
-                    self.tree.set_block(node, mine, step);
-                    node
-                }
-                Step::Found(_) | Step::Collision(_) => return index - from,
+                Step::Missing(hash) => self.tree.insert(tip, tokens, hash),
+                Step::Found(node) if !has_row || !self.tree.has_block(node) => node,
+                Step::Found(_) | Step::Collision(_) => break,
             };
-            self.note_stored(node, mine);
-            self.stand_on(slot, index, node);
+            self.tree.hold(node); // allocating may evict whatever else keeps it alive
+            if !has_row {
+                in_flight += self.take_present(slot, node, present);
+            }
+            for group in 0..groups {
+                let at = row * groups + group;
+                let mine = self.sequences.at(slot).table[at];
+                if self.tree.block(node, group).is_none() {
+                    self.store(node, group, mine, step);
+                }
+            }
+            self.tree.unhold(node);
+            self.stand_on(slot, row, node);
         }
-        (end / block_size).saturating_sub(from)
+        in_flight
+    }
+
+    /// A row more in the table: the blocks that hold `node`, and new ones where there is none.
+    #[inline]
+    fn take_present(&mut self, slot: u32, node: NodeIdx, present: &mut Vec<usize>) -> usize {
+        let mut in_flight = 0;
+        for group in 0..self.groups.len() {
+            let held = self.tree.block(node, group);
+            let block = match held {
+                Some(block) => {
+                    self.hold_for_sequence(block);
+                    in_flight += usize::from(!self.is_ready(block));
+                    block
+                }
+                None => self.allocate(),
+            };
+            let table = &mut self.sequences.at_mut(slot).table;
+            if held.is_some() {
+                present.push(table.len());
+            }
+            table.push(block);
+        }
+        in_flight
     }
 
     /// The sequence's block `index` holds `node`.
@@ -462,21 +526,32 @@ impl BlockManager {
         seq.chain.blocks = index + 1;
     }
 
-    fn adopt(&mut self, slot: u32) {
+    /// Adopts the match under way. Returns its rows, its blocks, and how many of these an open step
+    /// computes.
+    fn adopt(&mut self, slot: u32) -> (usize, usize, usize) {
         let matched = std::mem::take(&mut self.matched);
-        for &(_, block) in &matched {
+        let rows = matched.rows();
+        let Some(&tip) = matched.nodes.last() else {
+            self.matched = matched;
+            return (0, 0, 0);
+        };
+        let (mut blocks, mut in_flight) = (0, 0);
+        for block in matched.blocks.iter().copied().filter_map(BlockId::some) {
             self.blocks[block.at()].used_again = true;
             self.hold_for_sequence(block);
+            blocks += 1;
+            in_flight += usize::from(!self.is_ready(block));
         }
         let seq = self.sequences.at_mut(slot);
-        seq.table.extend(matched.iter().map(|&(_, block)| block));
-        let covered = seq.table.len() * self.config.block_size;
-        seq.ahead = covered.min(seq.tokens.len() - 1);
+        seq.table.extend_from_slice(&matched.blocks);
+        let blocks_before = seq.chain.blocks;
         seq.chain = Chain {
-            tip: matched.last().map_or(seq.chain.tip, |&(node, _)| node),
-            blocks: seq.table.len(),
+            tip,
+            blocks: blocks_before + rows,
             private: false,
         };
+        seq.ahead = (seq.chain.blocks * self.config.block_size).min(seq.tokens.len() - 1);
         self.matched = matched;
+        (rows, blocks, in_flight)
     }
 }

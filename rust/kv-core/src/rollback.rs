@@ -59,19 +59,19 @@ impl BlockManager {
         if entries[first].announced == 0 || !in_flight {
             return vec![first];
         }
+        let groups = self.groups.len();
         let entries = &self.open.back().expect("open").entries;
-        let table = |entry: &Entry| &self.sequences.at(entry.slot).table;
         let mut out = vec![first];
         let mut gone: HashSet<BlockId> = HashSet::new();
         for (at, entry) in entries.iter().enumerate().skip(first) {
-            let adopted = &table(entry)
-                [entry.before.table_len..entry.announce_from.max(entry.before.table_len)];
-            let depends = entry.in_flight > 0 && adopted.iter().any(|block| gone.contains(block));
+            let table = &self.sequences.at(entry.slot).table;
+            let mut shared = entry.shared(groups).map(|at| table[at]);
+            let depends = entry.in_flight > 0 && shared.any(|block| gone.contains(&block));
             if depends {
                 out.push(at);
             }
             if depends || at == first {
-                gone.extend(&table(entry)[entry.announce_from..][..entry.announced]);
+                gone.extend(entry.announced(groups).map(|at| table[at]));
             }
         }
         out
@@ -79,15 +79,15 @@ impl BlockManager {
 
     fn undo(&mut self, entry: Entry) {
         let (slot, before) = (entry.slot, &entry.before);
-        for index in (entry.announce_from..entry.announce_from + entry.announced).rev() {
-            let block = self.sequences.at(slot).table[index];
+        for at in entry.announced(self.groups.len()).rev() {
+            let block = self.sequences.at(slot).table[at];
             self.forget(block);
         }
-        self.release_table(slot, before.table_len);
-        if let Some((index, source)) = before.copied {
+        self.release_table(slot, before.rows);
+        for &(at, source) in &before.copied {
             self.hold_for_sequence(source);
             let seq = self.sequences.at_mut(slot);
-            let copy = std::mem::replace(&mut seq.table[index], source);
+            let copy = std::mem::replace(&mut seq.table[at], source);
             seq.table_version += 1;
             self.let_go_for_sequence(copy);
             if let Some(plan) = self.open.back_mut() {

@@ -78,15 +78,10 @@ impl Sequence {
     }
 }
 
-struct Slot {
-    generation: u32,
-    tenant: Option<Sequence>,
-}
-
 /// All sequences of a manager, by slot; keys are checked at every use.
 pub(crate) struct SequenceTable {
     manager: u32,
-    slots: Vec<Slot>,
+    slots: Vec<Option<Sequence>>,
     vacant: Vec<u32>,
     next_id: u64,
 }
@@ -106,12 +101,7 @@ impl SequenceTable {
         self.next_id
     }
 
-    pub(crate) fn insert(
-        &mut self,
-        tokens: Vec<u32>,
-        root: NodeIdx,
-        read_cache: bool,
-    ) -> (SeqKey, u64) {
+    pub(crate) fn insert(&mut self, tokens: Vec<u32>, root: NodeIdx, read_cache: bool) -> SeqKey {
         self.next_id += 1;
         let tenant = Some(Sequence {
             id: self.next_id,
@@ -134,35 +124,33 @@ impl SequenceTable {
         });
         let slot = match self.vacant.pop() {
             Some(slot) => {
-                self.slots[slot as usize].tenant = tenant;
+                self.slots[slot as usize] = tenant;
                 slot
             }
             None => {
-                self.slots.push(Slot {
-                    generation: 0,
-                    tenant,
-                });
+                self.slots.push(tenant);
                 (self.slots.len() - 1) as u32
             }
         };
-        let key = SeqKey {
+        SeqKey {
             manager: self.manager,
             slot,
-            generation: self.slots[slot as usize].generation,
-        };
-        (key, self.next_id)
+            id: self.next_id,
+        }
     }
 
     /// The sequence behind a caller's key.
     #[inline]
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
         if key.manager != self.manager {
-            return Err(Error::Foreign("sequence"));
+            return Err(Error::Foreign {
+                what: "sequence",
+                id: key.id,
+            });
         }
-        let slot = &self.slots[key.slot as usize];
-        match &slot.tenant {
-            Some(seq) if slot.generation == key.generation && !seq.dropped => Ok(seq),
-            _ => Err(Error::FreedSequence),
+        match &self.slots[key.slot as usize] {
+            Some(seq) if seq.id == key.id && !seq.dropped => Ok(seq),
+            _ => Err(Error::FreedSequence { sequence: key.id }),
         }
     }
 
@@ -175,33 +163,25 @@ impl SequenceTable {
     /// The tenant of a slot that is known to have one.
     #[inline]
     pub(crate) fn at(&self, slot: u32) -> &Sequence {
-        self.slots[slot as usize]
-            .tenant
-            .as_ref()
-            .expect("a live slot")
+        self.slots[slot as usize].as_ref().expect("a live slot")
     }
 
     #[inline]
     pub(crate) fn at_mut(&mut self, slot: u32) -> &mut Sequence {
-        self.slots[slot as usize]
-            .tenant
-            .as_mut()
-            .expect("a live slot")
+        self.slots[slot as usize].as_mut().expect("a live slot")
     }
 
     pub(crate) fn remove(&mut self, slot: u32) -> Sequence {
-        let place = &mut self.slots[slot as usize];
-        place.generation += 1;
         self.vacant.push(slot);
-        place.tenant.take().expect("a live slot")
+        self.slots[slot as usize].take().expect("a live slot")
     }
 
     pub(crate) fn iter_slots(&self) -> impl Iterator<Item = (u32, &Sequence)> {
         let slots = self.slots.iter().enumerate();
-        slots.filter_map(|(slot, place)| Some((slot as u32, place.tenant.as_ref()?)))
+        slots.filter_map(|(slot, place)| Some((slot as u32, place.as_ref()?)))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {
-        self.slots.iter().filter_map(|slot| slot.tenant.as_ref())
+        self.slots.iter().flatten()
     }
 }

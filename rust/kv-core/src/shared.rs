@@ -133,42 +133,56 @@ pub struct Lease {
     /// Granted while recording: its number there. Then the manager lets go of the blocks, at its next
     /// call, so that a replay can do it at the same place.
     serial: Option<u64>,
-    blocks: Box<[BlockId]>,
+    /// As a sequence's table: row-major, with gaps where no token after the prefix sees a block.
+    table: Box<[BlockId]>,
+    num_blocks: usize,
     end: NodeIdx,
     num_tokens: usize,
 }
 
 impl Lease {
-    /// Holds each of `blocks` once more. Called by the manager, under its lock.
+    /// Holds each block of `table` once more. Called by the manager, under its lock.
     pub(crate) fn over(
         shared: &Arc<Shared>,
         serial: Option<u64>,
-        blocks: Box<[BlockId]>,
+        table: Box<[BlockId]>,
         end: NodeIdx,
         num_tokens: usize,
     ) -> Self {
+        let blocks = table.iter().copied().filter_map(BlockId::some);
+        let num_blocks = blocks.clone().count();
         shared
             .lease_refs_ceiling
-            .fetch_add(blocks.len(), Ordering::AcqRel);
-        blocks.iter().for_each(|&block| shared.hold(block));
+            .fetch_add(num_blocks, Ordering::AcqRel);
+        blocks.for_each(|block| shared.hold(block));
         shared
             .lease_refs_floor
-            .fetch_add(blocks.len(), Ordering::AcqRel);
+            .fetch_add(num_blocks, Ordering::AcqRel);
         Self {
             shared: Arc::clone(shared),
             serial,
-            blocks,
+            table,
+            num_blocks,
             end,
             num_tokens,
         }
     }
 
-    /// The blocks kept, first to last.
-    pub fn blocks(&self) -> &[BlockId] {
-        &self.blocks
+    /// The blocks kept, first to last; of each block of tokens, those of all layer groups.
+    pub fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
+        self.table.iter().copied().filter_map(BlockId::some)
     }
 
-    /// Tokens covered: blocks x block size.
+    /// How many these are.
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    pub(crate) fn table(&self) -> &[BlockId] {
+        &self.table
+    }
+
+    /// Tokens covered: a multiple of the block size.
     pub fn num_tokens(&self) -> usize {
         self.num_tokens
     }
@@ -190,29 +204,28 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let shared = &self.shared;
         if let Some(serial) = self.serial {
-            if !self.blocks.is_empty() {
-                let blocks = std::mem::take(&mut self.blocks);
-                shared.post([Letter::Lease(serial, blocks)]);
+            if self.num_blocks > 0 {
+                let table = std::mem::take(&mut self.table);
+                shared.post([Letter::Lease(serial, table)]);
             }
             return;
         }
         shared
             .lease_refs_floor
-            .fetch_sub(self.blocks.len(), Ordering::AcqRel);
+            .fetch_sub(self.num_blocks, Ordering::AcqRel);
         // Last block first, so that a prefix outlives its continuations in the queue.
         let released: Vec<_> = self
-            .blocks
-            .iter()
+            .blocks()
             .rev()
-            .filter(|&&block| shared.let_go(block))
-            .map(|&block| Letter::Block(block))
+            .filter(|&block| shared.let_go(block))
+            .map(Letter::Block)
             .collect();
         if !released.is_empty() {
             shared.post(released);
         }
         shared
             .lease_refs_ceiling
-            .fetch_sub(self.blocks.len(), Ordering::AcqRel);
+            .fetch_sub(self.num_blocks, Ordering::AcqRel);
     }
 }
 
@@ -221,15 +234,13 @@ impl Drop for Lease {
 pub struct SeqHandle {
     shared: Arc<Shared>,
     key: SeqKey,
-    id: u64,
 }
 
 impl SeqHandle {
-    pub(crate) fn new(shared: &Arc<Shared>, key: SeqKey, id: u64) -> Self {
+    pub(crate) fn new(shared: &Arc<Shared>, key: SeqKey) -> Self {
         Self {
             shared: Arc::clone(shared),
             key,
-            id,
         }
     }
 
@@ -240,7 +251,7 @@ impl SeqHandle {
 
     /// The sequence's number, unique in its manager and never reused.
     pub fn id(&self) -> u64 {
-        self.id
+        self.key.id
     }
 }
 

@@ -64,15 +64,20 @@ stats! {
     computed_tokens,
     /// Blocks adopted from the cache in committed steps.
     hit_blocks,
-    /// Of these, blocks that the same step computes for another sequence: neither stored nor computed
+    /// Blocks shared while an open step computed them for another sequence: neither stored nor computed
     /// twice.
     in_flight_blocks,
+    /// Blocks that held their content while its tokens were computed again, because something before
+    /// them was missing: not stored twice.
+    present_blocks,
     /// Blocks handed out.
     allocated_blocks,
     /// Contents that were new to the tree or came back to it.
     registered_blocks,
-    /// Contents that lost their idle block to an allocation.
+    /// Idle blocks whose content was given up for an allocation.
     evicted_blocks,
+    /// Blocks given back because they slid out of their group's window: no later token sees them.
+    slid_blocks,
     /// Late merges: duplicates given back because another block held the same content. Memory saved.
     merged_blocks,
     /// Contents moved from an idle block to the block that computed them again.

@@ -1,7 +1,7 @@
 //! The tree of contents, apart from the blocks that hold them.
 //!
-//! A node is one content: a parent, `block_size` tokens, a chained hash, and the block that holds it
-//! now. Namespaces are the roots. A node lives as long as something holds it: its block, a child, or
+//! A node is one content: a parent, `block_size` tokens, a chained hash, and the blocks that hold it
+//! now, one per layer group. Namespaces are the roots. A node lives as long as something holds it: a block, a child, or
 //! (for a root) a sequence. So an ancestor's block may go first; whoever computes it again attaches
 //! to the same node and its descendants match again.
 //!
@@ -25,22 +25,32 @@ struct Node {
     latest_child: NodeIdx,
     /// The next node of the same bucket.
     next: NodeIdx,
+    /// The block of the first layer group.
     block: BlockId,
-    /// The step that computes the content, or has computed it; see `Plan`.
-    step: u32,
-    /// Reasons to live: the block, each child, each sequence under a root. 0: the slot is free.
+    /// Reasons to live: each block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
 
 /// What a step down the tree found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The content is known. It may have lost its block.
+    /// The content is known. It may have lost its blocks.
     Found(NodeIdx),
     /// No such content; this is its hash.
     Missing(u128),
     /// Another content has this hash: the new one must stay private.
     Collision(u128),
+}
+
+impl Step {
+    /// The hash of the content that was looked for.
+    #[inline]
+    pub(crate) fn hash(self, tree: &ContentTree) -> u128 {
+        match self {
+            Step::Found(node) => tree.hash(node),
+            Step::Missing(hash) | Step::Collision(hash) => hash,
+        }
+    }
 }
 
 /// Contents, their links and their index.
@@ -50,6 +60,10 @@ pub(crate) struct ContentTree {
     nodes: Vec<Node>,
     /// `block_size` tokens per node slot.
     tokens: Vec<u32>,
+    /// Layer groups.
+    groups: usize,
+    /// The blocks of the other groups, `groups - 1` per node slot: nothing where there is one group.
+    more_blocks: Vec<BlockId>,
     free_slots: Vec<NodeIdx>,
     buckets: Vec<NodeIdx>,
     roots: HashMap<Box<[u8]>, NodeIdx>,
@@ -67,6 +81,7 @@ impl ContentTree {
     pub(crate) fn new(
         num_blocks: usize,
         block_size: usize,
+        groups: usize,
         hasher: ContentHasher,
     ) -> Result<Self, TryReserveError> {
         let (mut nodes, mut tokens, mut buckets) = (Vec::new(), Vec::new(), Vec::new());
@@ -80,6 +95,8 @@ impl ContentTree {
             hasher,
             nodes,
             tokens,
+            groups,
+            more_blocks: Vec::new(),
             free_slots: Vec::new(),
             buckets,
             roots: HashMap::new(),
@@ -164,55 +181,68 @@ impl ContentTree {
         }
     }
 
-    /// A new content under `parent`, held by `block` and computed in `step`.
-    pub(crate) fn insert(
-        &mut self,
-        parent: NodeIdx,
-        tokens: &[u32],
-        hash: u128,
-        block: BlockId,
-        step: u32,
-    ) -> NodeIdx {
+    /// A new content under `parent`. It must be given a block at once.
+    #[inline]
+    pub(crate) fn insert(&mut self, parent: NodeIdx, tokens: &[u32], hash: u128) -> NodeIdx {
         let node = self.new_slot(hash, parent);
         let start = node.at() * self.block_size;
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
         let bucket = self.bucket(hash);
-        let slot = &mut self.nodes[node.at()];
-        slot.block = block;
-        slot.step = step;
-        slot.holds = 1;
-        slot.next = std::mem::replace(&mut self.buckets[bucket], node);
+        let next = std::mem::replace(&mut self.buckets[bucket], node);
+        self.nodes[node.at()].next = next;
         let parent = &mut self.nodes[parent.at()];
         parent.holds += 1;
         parent.latest_child = node;
         node
     }
 
+    /// The block that holds the content for a layer group.
     #[inline]
-    pub(crate) fn block(&self, node: NodeIdx) -> Option<BlockId> {
-        self.nodes[node.at()].block.some()
-    }
-
-    /// Moves the content to another block, computed in `step`, or gives it one again.
-    pub(crate) fn set_block(&mut self, node: NodeIdx, block: BlockId, step: u32) {
-        let slot = &mut self.nodes[node.at()];
-        slot.step = step;
-        if slot.block == BlockId::NONE {
-            slot.holds += 1;
+    pub(crate) fn block(&self, node: NodeIdx, group: usize) -> Option<BlockId> {
+        match group {
+            0 => self.nodes[node.at()].block.some(),
+            _ => self.more_blocks[self.more_at(node) + group - 1].some(),
         }
-        slot.block = block;
     }
 
-    /// The content loses its block. It lives on if it has descendants.
-    pub(crate) fn clear_block(&mut self, node: NodeIdx) {
-        self.nodes[node.at()].block = BlockId::NONE;
+    /// The blocks that hold the content, in the order of their groups.
+    pub(crate) fn blocks(&self, node: NodeIdx) -> impl Iterator<Item = BlockId> + '_ {
+        (0..self.groups).filter_map(move |group| self.block(node, group))
+    }
+
+    /// Whether any block holds the content.
+    #[inline]
+    pub(crate) fn has_block(&self, node: NodeIdx) -> bool {
+        self.blocks(node).next().is_some()
+    }
+
+    /// Moves the content of a group to another block, or gives it one again.
+    #[inline]
+    pub(crate) fn set_block(&mut self, node: NodeIdx, group: usize, block: BlockId) {
+        let before = std::mem::replace(self.place(node, group), block);
+        self.nodes[node.at()].holds += u32::from(before == BlockId::NONE);
+    }
+
+    /// The content loses a group's block. It lives on if it has others, or descendants.
+    pub(crate) fn clear_block(&mut self, node: NodeIdx, group: usize) {
+        *self.place(node, group) = BlockId::NONE;
         self.unhold(node);
     }
 
-    /// The step in which the content's block was computed.
     #[inline]
-    pub(crate) fn step_of(&self, node: NodeIdx) -> u32 {
-        self.nodes[node.at()].step
+    fn place(&mut self, node: NodeIdx, group: usize) -> &mut BlockId {
+        match group {
+            0 => &mut self.nodes[node.at()].block,
+            _ => {
+                let at = self.more_at(node) + group - 1;
+                &mut self.more_blocks[at]
+            }
+        }
+    }
+
+    #[inline]
+    fn more_at(&self, node: NodeIdx) -> usize {
+        node.at() * (self.groups - 1)
     }
 
     pub(crate) fn parent(&self, node: NodeIdx) -> Option<NodeIdx> {
@@ -246,12 +276,10 @@ impl ContentTree {
 
     /// Every content that a block holds.
     pub(crate) fn held(&self) -> impl Iterator<Item = NodeIdx> + '_ {
-        let held = |node: &&(usize, &Node)| node.1.holds > 0 && node.1.block != BlockId::NONE;
-        self.nodes
-            .iter()
-            .enumerate()
-            .filter(move |node| held(&node))
-            .map(|(slot, _)| NodeIdx::new(slot))
+        let live = self.nodes.iter().enumerate();
+        let live = live.filter(|(_, node)| node.holds > 0);
+        live.map(|(slot, _)| NodeIdx::new(slot))
+            .filter(|&node| self.has_block(node))
     }
 
     /// Nodes that live, roots included.
@@ -306,7 +334,6 @@ impl ContentTree {
             latest_child: NodeIdx::NONE,
             next: NodeIdx::NONE,
             block: BlockId::NONE,
-            step: 0,
             holds: 0,
         };
         match self.free_slots.pop() {
@@ -317,6 +344,8 @@ impl ContentTree {
             None => {
                 self.nodes.push(node);
                 self.tokens.resize(self.nodes.len() * self.block_size, 0);
+                let more = self.nodes.len() * (self.groups - 1);
+                self.more_blocks.resize(more, BlockId::NONE);
                 NodeIdx::new(self.nodes.len() - 1)
             }
         }
@@ -337,7 +366,12 @@ impl ContentTree {
         let mut ids = std::collections::HashSet::new();
         for (slot, node) in self.nodes.iter().enumerate() {
             let at = NodeIdx::new(slot);
-            let counted = holds[slot] + u32::from(node.block != BlockId::NONE && live(node));
+            let blocks = if live(node) {
+                self.blocks(at).count()
+            } else {
+                0
+            };
+            let counted = holds[slot] + blocks as u32;
             if counted != node.holds {
                 return Err(format!(
                     "{at:?} has {} holds, counted {counted}",

@@ -71,13 +71,19 @@ fn run_in(
         failure_persistence: None,
         ..Runs::default()
     });
+    let window = prop_oneof![Just(None), (1..9_usize).prop_map(Some)];
+    let groups = prop_oneof![
+        2 => Just(vec![None]),
+        1 => prop::collection::vec(window, 1..4),
+    ];
     let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.7));
-    let pool = (2..24_usize, 1..5_usize, switches);
+    let pool = (2..24_usize, 1..5_usize, groups, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());
-    let world = |(num_blocks, block_size, (prefix_caching, in_flight_sharing))| {
+    let world = |(num_blocks, block_size, groups, (prefix_caching, in_flight_sharing))| {
         new_world(Config {
+            groups,
             prefix_caching,
             in_flight_sharing,
             hash_bits,
@@ -86,7 +92,7 @@ fn run_in(
         })
     };
     let outcome = runner.run(&strategy, |(pool, ops)| {
-        let mut world = world(pool);
+        let mut world = world(pool.clone());
         let recording = Recording::default();
         world.record(recording.clone());
         play(&mut world, &ops)?;
@@ -100,7 +106,7 @@ fn run_in(
     match outcome {
         Ok(()) => {}
         Err(TestError::Fail(reason, (pool, ops))) => {
-            let command = leave_recording(world(pool), &ops);
+            let command = leave_recording(world(pool.clone()), &ops);
             panic!("{reason}\nwith {pool:?} and {ops:?}\nto see it again: {command}");
         }
         Err(TestError::Abort(reason)) => panic!("{reason}"),

@@ -48,8 +48,8 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     let lease = m.lease(first.key())?;
     m.reset(first.key())?;
     m.attach(first.key(), &lease)?;
-    let matched = m.match_prefix(&prompt, b"");
-    assert_eq!(matched.blocks().len(), 2);
+    let matched = m.match_prefix(&prompt, b"")?;
+    assert_eq!(matched.num_blocks(), 2);
     thread::spawn(|| drop((lease, matched)))
         .join()
         .expect("no panic");
@@ -203,6 +203,22 @@ fn damage_is_noticed_and_never_a_panic() {
     assert!(corrupt > recording.len() * 5, "{corrupt}");
     let twice = [&recording[..], &recording[recording.len() - 8..]].concat();
     assert!(verdict(&twice).is_err());
+}
+
+#[test]
+fn layer_groups_are_recorded() {
+    let recording = Recording::default();
+    let groups = vec![None, Some(5), Some(usize::MAX - 1), None];
+    let mut manager = BlockManager::new(Config {
+        groups: groups.clone(),
+        ..small()
+    })
+    .expect("valid");
+    manager.record(recording.clone()).expect("new");
+    manager.stop_recording().expect("memory takes everything");
+    let report = verdict(&recording.bytes()).expect("whole");
+    assert_eq!(report.config.groups, groups);
+    assert!(report.complete);
 }
 
 /// Where the head ends, and each frame: the length, the check, the body.
@@ -416,7 +432,9 @@ fn drops_on_other_threads_are_replayed_where_they_fell() {
             }
             let leases = [
                 manager.lease(seq.key()).expect("live"),
-                manager.match_prefix(&[round % 5, 6], b""),
+                manager
+                    .match_prefix(&[round % 5, 6], b"")
+                    .expect("a short namespace"),
             ];
             scope.spawn(move || drop((leases, seq)));
             manager.check().expect("sound while they go");

@@ -96,9 +96,11 @@ stats!(
     computed_tokens,
     hit_blocks,
     in_flight_blocks,
+    present_blocks,
     allocated_blocks,
     registered_blocks,
     evicted_blocks,
+    slid_blocks,
     merged_blocks,
     taken_over_blocks,
     copied_blocks,
@@ -115,7 +117,9 @@ stats!(
 pub(crate) struct Redirect {
     /// `Sequence.id`.
     sequence_id: u64,
-    /// Index in its block table.
+    /// The layer group whose table it is in.
+    group: usize,
+    /// Index in that table.
     index: usize,
     /// The duplicate, given back to the pool.
     old_block: u32,
@@ -127,6 +131,7 @@ impl From<CoreRedirect> for Redirect {
     fn from(redirect: CoreRedirect) -> Self {
         Self {
             sequence_id: redirect.sequence,
+            group: redirect.group,
             index: redirect.index,
             old_block: redirect.old_block.get(),
             new_block: redirect.new_block.get(),
@@ -139,12 +144,13 @@ impl Redirect {
     fn __repr__(&self) -> String {
         let Self {
             sequence_id,
+            group,
             index,
             old_block,
             new_block,
         } = self;
         format!(
-            "Redirect(sequence_id={sequence_id}, index={index}, old_block={old_block}, new_block={new_block})"
+            "Redirect(sequence_id={sequence_id}, group={group}, index={index}, old_block={old_block}, new_block={new_block})"
         )
     }
 }

@@ -1,5 +1,6 @@
 //! The caller's arrays: exported once, filled in place at every step.
 
+use std::ops::RangeInclusive;
 use std::sync::Mutex;
 
 use kv_core::{IntArray, StepArrays, TableRows};
@@ -15,7 +16,11 @@ enum IntBuffer {
 }
 
 impl IntBuffer {
-    fn over(name: &str, object: &Bound<'_, PyAny>, dimensions: usize) -> PyResult<Self> {
+    fn over(
+        name: &str,
+        object: &Bound<'_, PyAny>,
+        dimensions: RangeInclusive<usize>,
+    ) -> PyResult<Self> {
         let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
         let buffer = PyUntypedBuffer::get(object)
             .map_err(|error| refuse(format!("has no buffer: {error}")))?;
@@ -25,9 +30,14 @@ impl IntBuffer {
         if !buffer.is_c_contiguous() {
             return Err(refuse("is not contiguous in C order".into()));
         }
-        if buffer.dimensions() != dimensions {
+        if !dimensions.contains(&buffer.dimensions()) {
             let found = buffer.dimensions();
-            return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
+            let (least, most) = dimensions.into_inner();
+            let wanted = match least == most {
+                true => format!("{least}"),
+                false => format!("{least} (one layer group) or {most}"),
+            };
+            return Err(refuse(format!("has {found} dimensions, not {wanted}")));
         }
         let native = !is_swapped(&buffer);
         if native && buffer.as_typed::<i32>().is_ok() {
@@ -42,11 +52,13 @@ impl IntBuffer {
         )))
     }
 
-    fn columns(&self) -> usize {
-        match self {
-            Self::I32(buffer) => buffer.shape()[1],
-            Self::I64(buffer) => buffer.shape()[1],
-        }
+    /// Its size in the dimension `from_last`, counted from the last one.
+    fn size(&self, from_last: usize) -> usize {
+        let shape = match self {
+            Self::I32(buffer) => buffer.shape(),
+            Self::I64(buffer) => buffer.shape(),
+        };
+        shape[shape.len() - 1 - from_last]
     }
 
     fn cells<'a>(&'a self, py: Python<'a>) -> PyResult<IntArray<'a>> {
@@ -64,6 +76,9 @@ impl IntBuffer {
 /// tokens, B sequences and S sampling rows in the largest step: `input_ids [T]`, `positions [T]`,
 /// `slot_mapping [T]` (block * block_size + offset; -1: the KV is there already),
 /// `query_start_loc [B + 1]`, `seq_lens [B]`, `block_tables [B, W]`, `logits_indices [S]`.
+///
+/// With G layer groups: `slot_mapping [G, T]` and `block_tables [G, B, W]`; a block that was given back
+/// is the trash block there.
 ///
 /// Rows of `block_tables` are updated, not rewritten: nothing else may write to them.
 ///
@@ -91,10 +106,12 @@ impl StepBuffers {
             input_ids: self.input_ids.cells(py)?,
             positions: self.positions.cells(py)?,
             slot_mapping: self.slot_mapping.cells(py)?,
+            slots_width: self.slot_mapping.size(0),
             query_start_loc: self.query_start_loc.cells(py)?,
             seq_lens: self.seq_lens.cells(py)?,
             block_tables: self.block_tables.cells(py)?,
-            table_width: self.block_tables.columns(),
+            table_rows: self.block_tables.size(1),
+            table_width: self.block_tables.size(0),
             logits_indices: self.logits_indices.cells(py)?,
         };
         let Ok(mut rows) = self.rows.try_lock() else {
@@ -120,13 +137,13 @@ impl StepBuffers {
         logits_indices: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         Ok(Self {
-            input_ids: IntBuffer::over("input_ids", input_ids, 1)?,
-            positions: IntBuffer::over("positions", positions, 1)?,
-            slot_mapping: IntBuffer::over("slot_mapping", slot_mapping, 1)?,
-            query_start_loc: IntBuffer::over("query_start_loc", query_start_loc, 1)?,
-            seq_lens: IntBuffer::over("seq_lens", seq_lens, 1)?,
-            block_tables: IntBuffer::over("block_tables", block_tables, 2)?,
-            logits_indices: IntBuffer::over("logits_indices", logits_indices, 1)?,
+            input_ids: IntBuffer::over("input_ids", input_ids, 1..=1)?,
+            positions: IntBuffer::over("positions", positions, 1..=1)?,
+            slot_mapping: IntBuffer::over("slot_mapping", slot_mapping, 1..=2)?,
+            query_start_loc: IntBuffer::over("query_start_loc", query_start_loc, 1..=1)?,
+            seq_lens: IntBuffer::over("seq_lens", seq_lens, 1..=1)?,
+            block_tables: IntBuffer::over("block_tables", block_tables, 2..=3)?,
+            logits_indices: IntBuffer::over("logits_indices", logits_indices, 1..=1)?,
             rows: Mutex::default(),
         })
     }

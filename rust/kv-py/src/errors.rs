@@ -67,11 +67,14 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::BlockSize(_)
         | Error::NumBlocks(_)
         | Error::HashBits(_)
+        | Error::Groups(_)
+        | Error::Window(_)
+        | Error::Namespace { .. }
         | Error::UnknownPolicy(_)
         | Error::OutOfMemory { .. }
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),
-        Error::FreedSequence | Error::Foreign(_) | Error::ReleasedLease => {
+        Error::FreedSequence { .. } | Error::Foreign { .. } | Error::ReleasedLease => {
             HandleError::new_err(text)
         }
         Error::LeaseMismatch { .. } | Error::NotFresh { .. } => LeaseError::new_err(text),

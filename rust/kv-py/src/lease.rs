@@ -33,12 +33,12 @@ impl Lease {
         self.with(|lease| lease.map_or(0, kv_core::Lease::num_tokens))
     }
 
-    /// Ids of the blocks kept, first to last; empty once released.
+    /// Ids of the blocks kept, first to last (of each block of tokens those of all layer groups); empty once released.
     #[getter]
     fn blocks(&self) -> Vec<u32> {
         self.with(|lease| {
             lease.map_or(Vec::new(), |lease| {
-                lease.blocks().iter().map(|b| b.get()).collect()
+                lease.blocks().map(|block| block.get()).collect()
             })
         })
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use kv_core::{BlockManager as Core, BlockState, Config};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 
 use crate::answers::{Ledger, Stats};
 use crate::errors::{InvariantError, raise};
@@ -21,7 +21,9 @@ use crate::trace::os_error;
 
 /// Decides which physical block holds the KV cache of which tokens.
 ///
-/// `num_blocks` blocks of `block_size` token positions each. `prefix_caching=False` registers, matches
+/// `num_blocks` blocks of `block_size` token positions each. `groups` has one entry per layer group: the
+/// sliding window of its layers in tokens (a query sees its own position and the `window - 1` before
+/// it), or None where they see everything; each group has a table of its own over the same pool. `prefix_caching=False` registers, matches
 /// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
 /// the same step computes. With `events` changes of the set of contents are kept for `take_events`.
 /// `eviction` is the order in which idle blocks go: "lru", or "2q", which keeps contents that were used
@@ -40,10 +42,11 @@ pub(crate) struct BlockManager {
 impl BlockManager {
     #[new]
     #[allow(clippy::too_many_arguments)] // one per keyword
-    #[pyo3(signature = (num_blocks, block_size, *, prefix_caching = true, in_flight_sharing = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
+    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
+        groups: Option<Vec<Option<Bound<'_, PyAny>>>>,
         prefix_caching: bool,
         in_flight_sharing: bool,
         events: bool,
@@ -53,6 +56,12 @@ impl BlockManager {
     ) -> PyResult<Self> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let block_size = number("block_size", block_size)?;
+        let window = |window: Option<Bound<'_, PyAny>>| match window {
+            Some(window) => number("groups", &window).map(Some),
+            None => Ok(None),
+        };
+        let groups = groups.unwrap_or_else(|| vec![None]);
+        let groups = groups.into_iter().map(window).collect::<PyResult<_>>()?;
         let hash_bits = hash_bits.map_or(Ok(128), |bits| number("hash_bits", bits))?;
         let hash_seed = hash_seed
             .map(|seed| number("hash_seed", seed))
@@ -60,6 +69,7 @@ impl BlockManager {
         let config = Config {
             num_blocks,
             block_size,
+            groups,
             prefix_caching,
             in_flight_sharing,
             events,
@@ -85,6 +95,12 @@ impl BlockManager {
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// The layer groups: the sliding window of each in tokens, or None.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.core.lock(py)?.config().groups.clone())
     }
 
     /// The id of the one block more that the tensors have: padded rows write there.
@@ -128,11 +144,9 @@ impl BlockManager {
         namespace: Option<&[u8]>,
     ) -> PyResult<Lease> {
         let tokens = token_ids(tokens)?;
-        Ok(Lease::new(
-            self.core
-                .lock(py)?
-                .match_prefix(&tokens, namespace.unwrap_or_default()),
-        ))
+        let mut core = self.core.lock(py)?;
+        let lease = core.match_prefix(&tokens, namespace.unwrap_or_default());
+        lease.map(Lease::new).map_err(raise)
     }
 
     /// Opens a step that may compute `token_budget` tokens.
@@ -168,6 +182,19 @@ impl BlockManager {
             .lock(py)?
             .preview(sequence.handle.key())
             .map_err(raise)
+    }
+
+    /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
+    /// computes at most `max_tokens` of them: what a pool must have to serve it at all.
+    fn blocks_for(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+        max_tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let max_tokens = number("max_tokens", max_tokens)?;
+        Ok(self.core.lock(py)?.blocks_for(num_tokens, max_tokens))
     }
 
     /// All holders of a block: table entries and leases.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kv_core::{Error, SeqHandle};
+use kv_core::{BlockId, Error, SeqHandle};
 use pyo3::prelude::*;
 
 use crate::errors::raise;
@@ -16,6 +16,16 @@ use crate::tokens::token_ids;
 pub(crate) struct Sequence {
     pub(crate) core: Arc<Locked>,
     pub(crate) handle: SeqHandle,
+}
+
+impl Sequence {
+    fn table(&self, py: Python<'_>, group: usize) -> PyResult<Vec<u32>> {
+        let core = self.core.lock(py)?;
+        let trash = core.config().num_blocks as u32;
+        let view = core.view(self.handle.key()).map_err(raise)?;
+        let id = |block: Option<BlockId>| block.map_or(trash, BlockId::get);
+        Ok(view.table(group).map(id).collect())
+    }
 }
 
 #[pymethods]
@@ -66,12 +76,18 @@ impl Sequence {
             .num_cached_tokens)
     }
 
-    /// Ids of its blocks, first to last.
+    /// Ids of its blocks, first to last; those of the first layer group where there are several.
     #[getter]
     fn block_table(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let core = self.core.lock(py)?;
-        let view = core.view(self.handle.key()).map_err(raise)?;
-        Ok(view.table.iter().map(|block| block.get()).collect())
+        self.table(py, 0)
+    }
+
+    /// Ids of its blocks, one list per layer group. A block that was given back, because no later
+    /// token sees it, reads as the trash block.
+    #[getter]
+    fn block_tables(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
+        let groups = self.core.lock(py)?.config().groups.len();
+        (0..groups).map(|group| self.table(py, group)).collect()
     }
 
     /// All known token ids.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use kv_core::TraceError as CoreError;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::answers::{Ledger, Stats};
 use crate::errors::TraceError;
@@ -43,6 +43,7 @@ impl ReplayReport {
         let kv_core::Config {
             num_blocks,
             block_size,
+            ref groups,
             prefix_caching,
             in_flight_sharing,
             events,
@@ -53,6 +54,7 @@ impl ReplayReport {
         let dict = PyDict::new(py);
         dict.set_item("num_blocks", num_blocks)?;
         dict.set_item("block_size", block_size)?;
+        dict.set_item("groups", PyTuple::new(py, groups)?)?;
         dict.set_item("prefix_caching", prefix_caching)?;
         dict.set_item("in_flight_sharing", in_flight_sharing)?;
         dict.set_item("events", events)?;

@@ -158,16 +158,12 @@ def test_no_tokens(scene: Scene) -> None:
     refused(scene.manager, lambda: scene.manager.sequence([]), TokenError, "at least one token")
 
 
-def test_bad_tokens_of_every_call_that_takes_some(scene: Scene) -> None:
-    manager = scene.manager
-    for call in (manager.sequence, manager.match_prefix, scene.plan.commit):
-        refused(manager, lambda call=call: call([1, -7]), TokenError, -7, "position 1")
-    assert scene.plan.is_open
-
-
 SEQUENCE_CALLS: dict[str, Callable[[Scene, Sequence], Any]] = {
     "attach": lambda s, sequence: sequence.attach(s.lease),
     "lease": lambda s, sequence: sequence.lease(),
+    "fork": lambda s, sequence: sequence.fork(1),
+    "append": lambda s, sequence: sequence.append([1]),
+    "trim": lambda s, sequence: sequence.trim(5),
     "reset": lambda s, sequence: sequence.reset(),
     "free": lambda s, sequence: sequence.free(),
     "tokens": lambda s, sequence: sequence.tokens(),
@@ -179,6 +175,7 @@ SEQUENCE_CALLS: dict[str, Callable[[Scene, Sequence], Any]] = {
     "prefill": lambda s, sequence: s.plan.prefill(sequence, 100),
     "decode": lambda s, sequence: s.plan.decode([sequence]),
     "decode, last": lambda s, sequence: s.plan.decode([s.running, sequence]),
+    "speculate": lambda s, sequence: s.plan.speculate(sequence, [1]),
     "cancel": lambda s, sequence: s.plan.cancel(sequence),
 }
 
@@ -191,18 +188,23 @@ def test_freed_sequences(scene: Scene, call: str) -> None:
     assert scene.plan.decode([scene.running]) == []  # still unplanned after "decode, last"
 
 
-@pytest.mark.parametrize("call", ["preview", "prefill", "decode", "decode, last", "cancel"])
+@pytest.mark.parametrize(
+    "call", ["preview", "prefill", "decode", "decode, last", "speculate", "cancel"]
+)
 def test_sequences_of_another_manager(scene: Scene, other: Other, call: str) -> None:
     refused(
         scene.manager,
         lambda: SEQUENCE_CALLS[call](scene, other.sequence),
         HandleError,
-        "sequence belongs to another BlockManager",
+        "belongs to another BlockManager",
     )
     assert scene.plan.decode([scene.running]) == []
 
 
-@pytest.mark.parametrize("call", ["attach", "reset", "prefill", "decode", "decode, last"])
+PLANNED = "attach", "fork", "append", "trim", "reset", "prefill", "decode", "decode, last"
+
+
+@pytest.mark.parametrize("call", [*PLANNED, "speculate"])
 def test_planned_sequences(scene: Scene, call: str) -> None:
     refused(
         scene.manager,
@@ -211,17 +213,6 @@ def test_planned_sequences(scene: Scene, call: str) -> None:
         f"sequence {scene.planned.id} is in an open plan",
     )
     assert scene.plan.decode([scene.running]) == []
-
-
-def test_a_sequence_twice_in_one_decode(scene: Scene) -> None:
-    twice = [scene.running, scene.running]
-    refused(
-        scene.manager,
-        lambda: scene.plan.decode(twice),
-        PlanError,
-        f"sequence {scene.running.id} is in an open plan",
-    )
-    assert scene.plan.num_sequences == 1
 
 
 def test_sequences_out_of_turn(scene: Scene) -> None:
@@ -234,7 +225,7 @@ def test_sequences_out_of_turn(scene: Scene) -> None:
 
 def test_leases_that_cannot_be_attached(scene: Scene, other: Other) -> None:
     manager, lease = scene.manager, scene.lease
-    refused(manager, lambda: scene.waiting.attach(other.lease), HandleError, "lease belongs to")
+    refused(manager, lambda: scene.waiting.attach(other.lease), HandleError, "belongs to another")
     refused(manager, lambda: scene.running.attach(lease), LeaseError, "this one holds 2")
     for tokens, settings in (
         ([1, 2, 3, 5], {}),
@@ -280,7 +271,9 @@ PLAN_CALLS: dict[str, Callable[[Scene, StepPlan], Any]] = {
     "budget_left": lambda s, plan: plan.budget_left,
     "decode": lambda s, plan: plan.decode([s.running]),
     "prefill": lambda s, plan: plan.prefill(s.waiting, 100),
+    "speculate": lambda s, plan: plan.speculate(s.running, [1]),
     "cancel": lambda s, plan: plan.cancel(s.planned),
+    "copies": lambda s, plan: plan.copies(),
     "fill": lambda s, plan: plan.fill(StepBuffers(**step_arrays())),
     "commit": lambda s, plan: plan.commit([1]),
     "rollback": lambda s, plan: plan.rollback(),

@@ -168,7 +168,7 @@ def test_what_follows_a_collision_stays_private() -> None:
 
 
 def test_a_dangling_mapping_is_taken_over() -> None:
-    manager = BlockManager(8, BLOCK)
+    manager = BlockManager(8, BLOCK, in_flight_sharing=False)
     old = leave_idle(manager, tokens(3 * BLOCK))
     again = computed(manager, tokens(BLOCK + 1), read_cache=False)
     new = again.block_table[0]
@@ -180,8 +180,19 @@ def test_a_dangling_mapping_is_taken_over() -> None:
     assert manager.stats().merged_blocks == 0
 
 
-def test_a_content_computed_again_while_in_use_is_merged() -> None:
+def test_what_is_computed_again_is_not_stored_again() -> None:
     manager = BlockManager(8, BLOCK)
+    [block, *_] = leave_idle(manager, tokens(BLOCK))
+    again = manager.sequence(tokens(BLOCK + 1), read_cache=False)
+    assert compute(manager, again) == []
+    assert again.block_table[0] == block
+    stats = manager.stats()
+    assert (stats.present_blocks, stats.hit_blocks, stats.merged_blocks) == (1, 0, 0)
+    assert stats.computed_tokens == 2 * BLOCK + 1
+
+
+def test_a_content_computed_again_while_in_use_is_merged() -> None:
+    manager = BlockManager(8, BLOCK, in_flight_sharing=False)
     first = computed(manager, tokens(5))
     again = manager.sequence(tokens(5), read_cache=False)
     (redirect,) = compute(manager, again)
@@ -238,22 +249,22 @@ def test_revived_idle_blocks_count_as_needed() -> None:
 
 
 def test_a_full_hit_computes_one_token_takes_no_block_and_writes_nothing() -> None:
-    manager = BlockManager(3, BLOCK)
-    blocks = leave_idle(manager, tokens(2 * BLOCK))
+    manager = BlockManager(11, BLOCK)
+    blocks = leave_idle(manager, tokens(10 * BLOCK))
     allocated = manager.stats().allocated_blocks
-    sequence = manager.sequence(tokens(2 * BLOCK))
+    sequence = manager.sequence(tokens(10 * BLOCK))
     plan = manager.begin_step(100)
-    assert prefilled(plan.prefill(sequence, 100)) == (7, 1, True)
-    arrays = step_arrays()
+    assert prefilled(plan.prefill(sequence, 100)) == (39, 1, True)
+    arrays = step_arrays(width=10)
     plan.fill(StepBuffers(**arrays))
-    assert (arrays["slot_mapping"][0], arrays["positions"][0]) == (-1, 7)
-    assert (sequence.block_table, ledger(manager)) == (blocks, (1, 0, 2, 0))
+    assert (arrays["slot_mapping"][0], arrays["positions"][0]) == (-1, 39)
+    assert (sequence.block_table, ledger(manager)) == (blocks, (1, 0, 10, 0))
     plan.commit([9])
     assert manager.stats().allocated_blocks == allocated
-    assert sequence.tokens() == [*tokens(2 * BLOCK), 9]
+    assert sequence.tokens() == [*tokens(10 * BLOCK), 9]
     plan = manager.begin_step(1)
     assert plan.decode([sequence]) == []  # the next token goes to a block of its own
-    assert sequence.block_table[:2] == blocks
+    assert sequence.block_table[:10] == blocks
     assert manager.ledger().free == 0
 
 

@@ -38,6 +38,7 @@ def test_32_equal_prompts_cost_one_prefill_and_31_tokens() -> None:
     stats = manager.stats()
     assert (stats.in_flight_blocks, stats.merged_blocks) == (31 * 32, 0)  # memory saved
     assert stats.cached_tokens == 31 * 511  # prefill saved
+    assert (stats.registered_blocks, stats.allocated_blocks) == (32, 32)
 
 
 def test_without_sharing_the_same_blocks_after_the_commit() -> None:
@@ -49,9 +50,14 @@ def test_without_sharing_the_same_blocks_after_the_commit() -> None:
     assert plan.num_tokens == 32 * 512
     redirects = plan.commit([7] * 32)
     assert len(redirects) == 31 * 32
+    assert [(each.sequence_id, each.index, each.new_block) for each in redirects] == [
+        (sequence.id, index, index) for sequence in sequences[1:] for index in range(32)
+    ]
+    assert manager.ledger().active == 32
     assert {tuple(sequence.block_table) for sequence in sequences} == {tuple(range(32))}
     stats = manager.stats()
-    assert (stats.in_flight_blocks, stats.merged_blocks, stats.cached_tokens) == (0, 31 * 32, 0)
+    assert (stats.in_flight_blocks, stats.merged_blocks) == (0, 31 * 32)  # memory saved
+    assert (stats.cached_tokens, stats.registered_blocks) == (0, 32)  # no prefill saved
 
 
 def sharing_pair(manager: BlockManager) -> tuple[Sequence, Sequence]:
@@ -102,21 +108,29 @@ def test_the_death_of_the_one_that_computes() -> None:
 def test_adopts_at_each_boundary_what_has_come_since() -> None:
     """A second request that comes while the first is half through its 4,096 tokens."""
     manager = BlockManager(1024, 16)
-    first, second = manager.sequence(tokens(4096)), None
-    mine: dict[int, int] = {}
-    while first.num_computed_tokens < 4096 or (second and second.num_computed_tokens < 4096):
-        if first.num_computed_tokens >= 2048 and second is None:
-            second = manager.sequence(tokens(4096))
+    sequences = [manager.sequence(tokens(4096))]
+    planned: list[list[tuple[int, int]]] = []
+    while any(sequence.num_computed_tokens < 4096 for sequence in sequences):
+        if len(sequences) == 1 and sequences[0].num_computed_tokens == 2048:
+            sequences.append(manager.sequence(tokens(4096)))
         plan = manager.begin_step(1024)
-        for sequence in (first, second):
-            if sequence is not None and sequence.num_computed_tokens < 4096:
+        planned.append([])
+        for sequence in sequences:
+            if sequence.num_computed_tokens < 4096:
                 answer = plan.prefill(sequence, 512)
-                if isinstance(answer, Prefilled):
-                    mine[sequence.id] = mine.get(sequence.id, 0) + answer.num_tokens
+                assert isinstance(answer, Prefilled)
+                planned[-1].append((answer.num_cached_tokens, answer.num_tokens))
         plan.commit([9] * plan.num_samples)
-    assert second is not None
-    assert mine[first.id] + mine[second.id] == 4096 + 1  # each token is computed by one of them
+    assert planned == [  # (adopted, computed) of the first and the second
+        *([(0, 512)] for _ in range(4)),
+        [(0, 512), (2048 + 512, 512)],  # 512 of them are computed in the same step
+        [(512, 512), (512, 512)],  # each goes on where the other has come to
+        [(511, 1)],
+    ]
+    assert sum(computed for step in planned for _, computed in step) == 4096 + 1
+    first, second = sequences
     assert first.block_table == second.block_table
+    assert manager.ledger().active == 256
     manager.check()
 
 
@@ -283,8 +297,3 @@ def test_two_queues_keep_what_comes_back() -> None:
 
     assert hits("lru") == 0
     assert hits("2q") > 30
-
-
-def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r'"fifo" is not known; the policies are lru, 2q'):
-        BlockManager(8, BLOCK, eviction="fifo")

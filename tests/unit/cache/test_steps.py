@@ -286,6 +286,15 @@ def test_an_attached_lease_is_a_hit() -> None:
     assert ledger(manager) == (1, 0, 3, 0)
 
 
+def test_a_lookahead_that_no_pool_has_does_not_fit() -> None:
+    manager = BlockManager(8, BLOCK)
+    sequence = computed(manager, tokens(3))
+    for lookahead in (32, 2**40, 2**64 - 2, 2**64 - 1):
+        plan = manager.begin_step(10)
+        assert plan.decode([sequence], lookahead=lookahead) == [0]
+        plan.rollback()
+
+
 # ---- stats
 
 

@@ -54,6 +54,7 @@ def test_a_replay_comes_to_the_same_end(tmp_path: Path, eviction: str) -> None:
     assert report.settings | {"hash_seed": seed} == {
         "num_blocks": 8,
         "block_size": 4,
+        "groups": (None,),
         "prefix_caching": True,
         "in_flight_sharing": False,
         "events": True,

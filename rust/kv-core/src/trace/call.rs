@@ -254,6 +254,7 @@ impl Answer {
 impl Field for Redirect {
     fn put(&self, out: &mut Vec<u8>) {
         self.sequence.put(out);
+        self.group.put(out);
         self.index.put(out);
         self.old_block.get().put(out);
         self.new_block.get().put(out);
@@ -262,6 +263,7 @@ impl Field for Redirect {
     fn take(from: &mut Bytes<'_>) -> Result<Self, String> {
         Ok(Self {
             sequence: Field::take(from)?,
+            group: Field::take(from)?,
             index: Field::take(from)?,
             old_block: BlockId::from(u32::take(from)?),
             new_block: BlockId::from(u32::take(from)?),
@@ -270,10 +272,13 @@ impl Field for Redirect {
 
     fn words(&self) -> String {
         let Self {
-            sequence, index, ..
+            sequence,
+            group,
+            index,
+            ..
         } = self;
         let (old, new) = (self.old_block.get(), self.new_block.get());
-        format!("sequence {sequence} entry {index} from block {old} to {new}")
+        format!("sequence {sequence} group {group} entry {index} from block {old} to {new}")
     }
 }
 

@@ -51,5 +51,5 @@ mod settings;
 
 pub use call::{Answer, Call};
 pub use error::TraceError;
-pub(crate) use record::{Recorder, accepted};
+pub(crate) use record::{Recorder, accepted, ids};
 pub use replay::{Divergence, Limits, Report, replay, replay_within};

@@ -127,26 +127,15 @@ impl BlockManager {
 
     /// A lease that was granted while recording is gone: lets go of its blocks, last block first, as
     /// it would have done itself.
-    pub(crate) fn end_lease(&mut self, lease: u64, blocks: &[BlockId]) {
+    pub(crate) fn end_lease(&mut self, lease: u64, table: &[BlockId]) {
         self.note(|_| Call::drop_lease(lease), ());
-        for &block in blocks.iter().rev() {
+        let blocks = table.iter().copied().filter_map(BlockId::some);
+        for block in blocks.clone().rev() {
             if self.shared.let_go(block) {
                 self.enter_queue(block);
             }
         }
-        self.shared.forget_lease_refs(blocks.len());
-    }
-}
-
-/// Numbers that hold outside this process.
-impl BlockManager {
-    /// The id of a live sequence.
-    pub(crate) fn id(&self, key: SeqKey) -> u64 {
-        self.sequences.at(key.slot).id
-    }
-
-    pub(crate) fn ids(&self, keys: &[SeqKey]) -> Vec<u64> {
-        keys.iter().map(|&key| self.id(key)).collect()
+        self.shared.forget_lease_refs(blocks.count());
     }
 
     /// The call that made a sequence.
@@ -154,6 +143,10 @@ impl BlockManager {
         let seq = self.sequences.at(key.slot);
         Call::sequence(&seq.tokens[..], namespace, seq.read_cache)
     }
+}
+
+pub(crate) fn ids(keys: &[SeqKey]) -> Vec<u64> {
+    keys.iter().map(|key| key.id).collect()
 }
 
 /// The counts of a commit, as they are written down: none if each is 1.

@@ -253,7 +253,7 @@ impl Player {
     fn apply_to_leases(&mut self, call: &Call) -> Result<Answer, Halt> {
         Ok(match call {
             Call::MatchPrefix { tokens, namespace } => {
-                let lease = self.manager.match_prefix(tokens, namespace);
+                let lease = self.manager.match_prefix(tokens, namespace)?;
                 self.grant(lease)
             }
             Call::Lease { sequence } => {
@@ -367,7 +367,7 @@ impl Player {
     /// The manager numbers its leases the same way. It says nothing of the end of one on no blocks.
     fn grant(&mut self, lease: Lease) -> Answer {
         self.granted += 1;
-        let blocks = lease.blocks().len();
+        let blocks = lease.num_blocks();
         if blocks > 0 {
             self.leases.insert(self.granted, lease);
         }

@@ -28,6 +28,7 @@ fn settings(config: &Config, seed: u64) -> Vec<(u64, u64)> {
     let Config {
         num_blocks,
         block_size,
+        groups,
         prefix_caching,
         in_flight_sharing,
         events,
@@ -35,7 +36,7 @@ fn settings(config: &Config, seed: u64) -> Vec<(u64, u64)> {
         hash_seed: _, // perhaps none: `seed` is what came of it
         hash_bits,
     } = config;
-    vec![
+    let mut settings = vec![
         (1, *num_blocks as u64),
         (2, *block_size as u64),
         (3, u64::from(*prefix_caching)),
@@ -44,7 +45,11 @@ fn settings(config: &Config, seed: u64) -> Vec<(u64, u64)> {
         (6, *eviction as u64),
         (7, seed),
         (8, u64::from(*hash_bits)),
-    ]
+    ];
+    // 0: no window; else the window and one more.
+    let windows = groups.iter();
+    settings.extend(windows.map(|window| (9, window.map_or(0, |window| window as u64 + 1))));
+    settings
 }
 
 /// Puts a setting into place; false if there is none of this number.
@@ -65,6 +70,10 @@ fn set(config: &mut Config, setting: u64, value: u64) -> Result<bool, String> {
         }
         7 => config.hash_seed = Some(value),
         8 => config.hash_bits = value.try_into().map_err(too_large)?,
+        9 => {
+            let window = value.checked_sub(1).map(usize::try_from).transpose();
+            config.groups.push(window.map_err(too_large)?);
+        }
         _ => return Ok(false),
     }
     Ok(true)
@@ -79,7 +88,10 @@ pub(super) fn read_header<R: std::io::Read>(frames: &mut Frames<R>) -> Result<He
     let mut body = Bytes::new(frames.body());
     let recorded_by = body.bytes().map_err(corrupt)?;
     let recorded_by = String::from_utf8_lossy(recorded_by).into_owned();
-    let mut config = Config::new(0, 0);
+    let mut config = Config {
+        groups: Vec::new(),
+        ..Config::new(0, 0)
+    };
     while !body.is_empty() {
         let setting = u64::take(&mut body).map_err(corrupt)?;
         let value = u64::take(&mut body).map_err(corrupt)?;

@@ -8,16 +8,23 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{Ledger, Prefill, Redirect};
+use kv_core::{Config, Ledger, Prefill, Redirect};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
+
+/// The blocks of a row of tokens, one per layer group; none where no later token sees it.
+type Row = Vec<Option<u32>>;
+
+fn blocks(rows: &[Row]) -> impl DoubleEndedIterator<Item = u32> + '_ {
+    rows.iter().flatten().copied().flatten()
+}
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seq {
     pub(crate) namespace: u8,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) table: Vec<u32>,
+    pub(crate) table: Vec<Row>,
     pub(crate) computed: usize,
     /// Where the open plans will have brought it.
     pub(crate) ahead: usize,
@@ -28,7 +35,7 @@ pub(crate) struct Seq {
     /// Open plans that hold it.
     pub(crate) planned: u8,
     pub(crate) dropped: bool,
-    /// Leading blocks whose contents are registered.
+    /// Leading rows whose contents are registered.
     pub(crate) registered: usize,
 }
 
@@ -46,15 +53,16 @@ struct Entry {
     len: usize,
     samples: bool,
     drafts: Vec<u32>,
-    /// What the sequence was before: length of its table, how far ahead, blocks registered.
+    /// What the sequence was before: rows of its table, how far ahead, rows registered.
     before: (usize, usize, usize),
-    /// The partial block in place of which it writes on a copy: index, block.
-    source: Option<(usize, u32)>,
-    /// Blocks adopted, and blocks whose contents this entry computes for all.
+    /// The partial blocks in place of which it writes on copies: row, group, block, copy.
+    copied: Vec<(usize, usize, u32, u32)>,
+    /// Blocks adopted, found present, and those whose contents this entry computes for all.
     adopted: Vec<u32>,
+    present: Vec<u32>,
     announced: Vec<u32>,
-    /// The copy that it writes on instead of a shared partial block.
-    copy: Option<u32>,
+    /// Rows matched and announced.
+    rows: usize,
 }
 
 #[derive(Clone, Debug)]
@@ -69,26 +77,30 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) block_size: usize,
+    /// The sliding window of each layer group.
+    pub(crate) groups: Vec<Option<usize>>,
     pub(crate) caching: bool,
     pub(crate) sharing: bool,
     /// Head first.
     queue: Vec<u32>,
-    contents: HashMap<Content, u32>,
+    /// By layer group.
+    contents: HashMap<(Content, usize), u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
-    pub(crate) leases: BTreeMap<usize, Vec<u32>>,
+    pub(crate) leases: BTreeMap<usize, Vec<Row>>,
     /// Oldest first.
     pub(crate) plans: Vec<Plan>,
     num_blocks: usize,
 }
 
 impl Model {
-    pub(crate) fn new(num_blocks: usize, block_size: usize, caching: bool, sharing: bool) -> Self {
-        let queue = (0..num_blocks as u32).collect();
+    pub(crate) fn new(config: &Config) -> Self {
+        let num_blocks = config.num_blocks;
         Self {
-            block_size,
-            caching,
-            sharing,
-            queue,
+            block_size: config.block_size,
+            groups: config.groups.clone(),
+            caching: config.prefix_caching,
+            sharing: config.in_flight_sharing,
+            queue: (0..num_blocks as u32).collect(),
             num_blocks,
             contents: HashMap::new(),
             seqs: BTreeMap::new(),
@@ -97,10 +109,17 @@ impl Model {
         }
     }
 
+    /// The first row that a group needs of a prefix of `rows` rows: the window of its last token, and
+    /// of the one after it.
+    fn first_row(&self, group: usize, rows: usize) -> usize {
+        let end = rows * self.block_size;
+        self.groups[group].map_or(0, |window| end.saturating_sub(window) / self.block_size)
+    }
+
     pub(crate) fn seq_refs(&self, block: u32) -> u32 {
         self.seqs
             .values()
-            .filter(|seq| seq.table.contains(&block))
+            .filter(|seq| blocks(&seq.table).any(|held| held == block))
             .count() as u32
     }
 
@@ -108,7 +127,9 @@ impl Model {
         let leases = self.leases.values();
         let fenced = self.plans.iter().flat_map(|plan| &plan.fenced);
         self.seq_refs(block)
-            + leases.filter(|blocks| blocks.contains(&block)).count() as u32
+            + leases
+                .filter(|rows| blocks(rows).any(|held| held == block))
+                .count() as u32
             + fenced.filter(|&&fenced| fenced == block).count() as u32
     }
 
@@ -151,72 +172,111 @@ impl Model {
         self.queue.retain(|&queued| queued != block);
     }
 
-    fn matched(&self, namespace: u8, tokens: &[u32], from: usize) -> Vec<u32> {
-        let ends =
-            (from + 1..=tokens.len() / self.block_size).map(|blocks| blocks * self.block_size);
-        ends.map_while(|end| {
-            self.contents
-                .get(&(namespace, tokens[..end].to_vec()))
-                .copied()
-        })
-        .collect()
+    fn known(&self, namespace: u8, tokens: &[u32], group: usize) -> Option<u32> {
+        let content = (namespace, tokens.to_vec());
+        self.contents.get(&(content, group)).copied()
     }
 
-    /// How many of these blocks, from the first on, no open step is to compute.
-    fn ready(&self, blocks: &[u32]) -> usize {
+    /// The rows after `from` of the longest prefix that is `usable`: every row for a group that sees
+    /// everything, the last ones where there is a window.
+    fn matched(
+        &self,
+        namespace: u8,
+        tokens: &[u32],
+        from: usize,
+        usable: impl Fn(u32) -> bool,
+    ) -> Vec<Row> {
+        let most = tokens.len() / self.block_size;
+        let row = |rows: usize, row: usize| -> Option<Row> {
+            let tokens = &tokens[..(row + 1) * self.block_size];
+            let entry = |group: usize| match self.known(namespace, tokens, group) {
+                _ if row < self.first_row(group, rows) => Some(None),
+                Some(block) if usable(block) => Some(Some(block)),
+                _ => None,
+            };
+            (0..self.groups.len()).map(entry).collect()
+        };
+        let hit = |rows: usize| (from..rows).map(|at| row(rows, at)).collect();
+        (from..=most).rev().find_map(hit).unwrap_or_default()
+    }
+
+    fn is_ready(&self, block: u32) -> bool {
         let entries = self.plans.iter().flat_map(|plan| &plan.entries);
-        let computing: Vec<u32> = entries.flat_map(|entry| entry.announced.clone()).collect();
-        blocks
-            .iter()
-            .take_while(|block| !computing.contains(block))
-            .count()
+        entries
+            .flat_map(|entry| &entry.announced)
+            .all(|&computing| computing != block)
     }
 
     pub(crate) fn match_prefix(&mut self, lease: usize, namespace: u8, tokens: &[u32]) {
-        let mut blocks = self.matched(namespace, tokens, 0);
-        blocks.truncate(self.ready(&blocks));
-        blocks.iter().for_each(|&block| self.unqueue(block));
-        self.leases.insert(lease, blocks);
+        let rows = self.matched(namespace, tokens, 0, |block| self.is_ready(block));
+        blocks(&rows).for_each(|block| self.unqueue(block));
+        self.leases.insert(lease, rows);
     }
 
     pub(crate) fn lease(&mut self, lease: usize, seq: u64) {
         let seq = &self.seqs[&seq];
-        let blocks = &seq.table[..seq.registered];
-        self.leases
-            .insert(lease, blocks[..self.ready(blocks)].to_vec());
+        let mut rows = seq.table[..seq.registered].to_vec();
+        let last_ready =
+            |rows: &[Row]| blocks(&rows[rows.len() - 1..]).all(|block| self.is_ready(block));
+        while !rows.is_empty() && !last_ready(&rows) {
+            rows.pop();
+        }
+        self.leases.insert(lease, rows);
     }
 
     pub(crate) fn drop_lease(&mut self, lease: usize) {
-        let blocks = self.leases.remove(&lease).unwrap_or_default();
-        self.settle(blocks.into_iter().rev());
+        let rows = self.leases.remove(&lease).unwrap_or_default();
+        self.settle(blocks(&rows).rev());
     }
 
     /// Whether the lease's blocks hold a prefix of the sequence.
     pub(crate) fn attach(&mut self, seq: u64, lease: usize) -> bool {
-        let blocks = self.leases[&lease].clone();
+        let rows = self.leases[&lease].clone();
         let s = &self.seqs[&seq];
         if s.planned > 0 || !s.table.is_empty() {
             return false;
         }
-        let found = self.matched(s.namespace, &s.tokens, 0);
-        if !found.starts_with(&blocks) {
+        let tokens = |row: usize| s.tokens.get(..(row + 1) * self.block_size);
+        let fits = |row: usize| {
+            let entries = rows[row].iter().enumerate();
+            tokens(row).is_some_and(|tokens| {
+                entries.clone().all(|(group, block)| {
+                    block.is_none() || self.known(s.namespace, tokens, group) == *block
+                })
+            })
+        };
+        if !(0..rows.len()).all(fits) {
             return false;
         }
         let (size, s) = (self.block_size, self.seqs.get_mut(&seq).expect("live"));
-        s.registered = blocks.len();
-        s.computed = (blocks.len() * size).min(s.tokens.len() - 1);
-        s.ahead = s.computed;
-        s.table = blocks;
+        if !rows.is_empty() {
+            s.registered = rows.len();
+            s.computed = (rows.len() * size).min(s.tokens.len() - 1);
+            s.ahead = s.computed;
+            s.table = rows;
+        }
         true
     }
 
     /// Puts a sequence back to what it was; what it held since goes, the last block first.
     fn shorten(&mut self, seq: u64, to: &Seq) {
         let now = self.seqs.insert(seq, to.clone()).expect("live");
-        to.table.iter().for_each(|&block| self.unqueue(block));
+        blocks(&to.table).for_each(|block| self.unqueue(block));
         let (kept, grown) = now.table.split_at(to.table.len());
-        self.settle(grown.iter().rev().copied());
-        self.settle(kept.iter().copied());
+        self.settle(blocks(grown).rev());
+        self.settle(blocks(kept));
+    }
+
+    /// Whether a window has slid past what a token after the first `computed` sees.
+    fn slid_past(&self, s: &Seq, computed: usize) -> bool {
+        let (rows, all) = (
+            computed / self.block_size,
+            computed.div_ceil(self.block_size),
+        );
+        (0..self.groups.len()).any(|group| {
+            let mut seen = self.first_row(group, rows)..all;
+            seen.any(|row| s.table[row][group].is_none())
+        })
     }
 
     pub(crate) fn fork(&mut self, seq: u64, fork: u64, num_tokens: usize) -> bool {
@@ -224,7 +284,10 @@ impl Model {
         if s.planned > 0 || num_tokens == 0 || num_tokens > s.tokens.len() {
             return false;
         }
-        let computed = s.computed.min(num_tokens);
+        let mut computed = s.computed.min(num_tokens);
+        if self.slid_past(s, computed) {
+            computed = 0;
+        }
         let child = Seq {
             tokens: s.tokens[..num_tokens].to_vec(),
             table: s.table[..computed.div_ceil(self.block_size)].to_vec(),
@@ -237,12 +300,18 @@ impl Model {
         true
     }
 
-    /// The table index of a partial block that others hold too and that is about to be written.
-    fn must_copy(&self, seq: u64, position: usize) -> Option<usize> {
-        let (s, index) = (&self.seqs[&seq], position / self.block_size);
-        let shared = |&&block: &&u32| self.seq_refs(block) > 1 || self.has_content(block);
-        let block = s.table.get(index).filter(shared);
-        block.filter(|_| index >= s.registered).map(|_| index)
+    /// The groups whose partial block others hold too, or that is registered, and that is about to be
+    /// written.
+    fn must_copy(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
+        let (s, row) = (&self.seqs[&seq], position / self.block_size);
+        let Some(entries) = s.table.get(row).filter(|_| row >= s.registered) else {
+            return Vec::new();
+        };
+        let entries = entries.iter().copied().flatten().enumerate();
+        entries
+            .filter(|&(_, block)| self.seq_refs(block) > 1 || self.has_content(block))
+            .map(|(group, block)| (row, group, block))
+            .collect()
     }
 
     fn allocate(&mut self) -> u32 {
@@ -251,10 +320,9 @@ impl Model {
         block
     }
 
-    fn copy(&mut self, seq: u64, index: usize) -> u32 {
+    fn copy(&mut self, seq: u64, row: usize, group: usize, source: u32) -> u32 {
         let copy = self.allocate();
-        let table = &mut self.seqs.get_mut(&seq).expect("live").table;
-        let source = std::mem::replace(&mut table[index], copy);
+        self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(copy);
         let plan = self.newest();
         plan.copies.push((source, copy));
         plan.fenced.push(source);
@@ -284,7 +352,7 @@ impl Model {
     fn bury(&mut self, seq: u64) {
         if self.seqs[&seq].dropped && self.seqs[&seq].planned == 0 {
             let table = self.seqs.remove(&seq).expect("live").table;
-            self.settle(table.into_iter().rev());
+            self.settle(blocks(&table).rev());
         }
     }
 
@@ -297,7 +365,7 @@ impl Model {
         });
     }
 
-    fn push(&mut self, seq: u64, adopted: &[u32], start: usize, len: usize, extra: Extra) {
+    fn push(&mut self, seq: u64, matched: &[Row], start: usize, len: usize, extra: Extra) {
         let announces = matches!(extra, Extra::Announces);
         let (lookahead, drafts) = match extra {
             Extra::Lookahead(slots) => (slots, Vec::new()),
@@ -306,35 +374,34 @@ impl Model {
         };
         let s = &self.seqs[&seq];
         let before = (s.table.len(), s.ahead, s.registered);
-        adopted.iter().for_each(|&block| self.unqueue(block));
-        let needed = (start + len + lookahead).div_ceil(self.block_size);
-        let copied = self.must_copy(seq, start).filter(|_| adopted.is_empty());
-        let source = copied.map(|index| (index, self.seqs[&seq].table[index]));
-        let copy = copied.map(|index| self.copy(seq, index));
+        blocks(matched).for_each(|block| self.unqueue(block));
+        let copied = match matched.is_empty() {
+            true => self.must_copy(seq, start),
+            false => Vec::new(),
+        };
+        let copied = copied
+            .into_iter()
+            .map(|(row, group, block)| (row, group, block, self.copy(seq, row, group, block)))
+            .collect();
         let s = self.seqs.get_mut(&seq).expect("live");
-        s.table.extend(adopted);
-        s.registered += adopted.len();
+        s.table.extend(matched.iter().cloned());
+        s.registered += matched.len();
         let samples = start + len == s.tokens.len() + s.pending + drafts.len();
         (s.ahead, s.speculating) = (start + len, !drafts.is_empty());
         s.pending += usize::from(samples);
         s.planned += 1;
-        while self.seqs[&seq].table.len() < needed {
-            let block = self.allocate();
-            self.seqs.get_mut(&seq).expect("live").table.push(block);
+        let (mut present, mut announced) = (Vec::new(), Vec::new());
+        if announces && self.caching && self.sharing {
+            while self.seqs[&seq].registered < (start + len) / self.block_size
+                && self.announce(seq, &mut present, &mut announced)
+            {}
         }
-        let mut announced = Vec::new();
-        let s = self.seqs.get_mut(&seq).expect("live");
-        let full = (start + len) / self.block_size;
-        while announces && self.caching && self.sharing && s.registered < full {
-            let end = (s.registered + 1) * self.block_size;
-            let content = (s.namespace, s.tokens[..end].to_vec());
-            if self.contents.contains_key(&content) {
-                break;
-            }
-            self.contents.insert(content, s.table[s.registered]);
-            announced.push(s.table[s.registered]);
-            s.registered += 1;
+        while self.seqs[&seq].table.len() < (start + len + lookahead).div_ceil(self.block_size) {
+            let row = (0..self.groups.len()).map(|_| Some(self.allocate()));
+            let row = row.collect();
+            self.seqs.get_mut(&seq).expect("live").table.push(row);
         }
+        let rows = self.seqs[&seq].registered - before.2;
         let plan = self.newest();
         plan.budget -= len;
         plan.entries.push(Entry {
@@ -344,11 +411,55 @@ impl Model {
             samples,
             drafts,
             before,
-            source,
-            adopted: adopted.to_vec(),
+            copied,
+            adopted: blocks(matched).collect(),
+            present,
             announced,
-            copy,
+            rows,
         });
+    }
+
+    /// The next row is one that this step computes for all. False if the commit must settle it.
+    fn announce(&mut self, seq: u64, present: &mut Vec<u32>, announced: &mut Vec<u32>) -> bool {
+        let s = &self.seqs[&seq];
+        let row = s.registered;
+        let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
+        let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
+        let mut entries = Vec::new();
+        for group in 0..self.groups.len() {
+            // Allocating for one group may evict what was there for the next.
+            let found = self.known(namespace, &tokens, group);
+            if mine.is_some() {
+                let any =
+                    (0..self.groups.len()).any(|g| self.known(namespace, &tokens, g).is_some());
+                if any && group == 0 {
+                    return false;
+                }
+            }
+            let block = match (found, &mine) {
+                (Some(block), _) => {
+                    self.unqueue(block);
+                    present.push(block);
+                    block
+                }
+                (None, Some(row)) => row[group].expect("not slid past"),
+                (None, None) => self.allocate(),
+            };
+            if found.is_none() {
+                announced.push(block);
+            }
+            entries.push(Some(block));
+        }
+        for (group, block) in entries.iter().enumerate() {
+            let content = ((namespace, tokens.clone()), group);
+            self.contents.insert(content, block.expect("just taken"));
+        }
+        let s = self.seqs.get_mut(&seq).expect("live");
+        s.registered += 1;
+        if mine.is_none() {
+            s.table.push(entries);
+        }
+        true
     }
 
     fn newest(&mut self) -> &mut Plan {
@@ -357,9 +468,9 @@ impl Model {
 
     fn blocks_to_write(&self, seq: u64, len: usize) -> usize {
         let s = &self.seqs[&seq];
-        let blocks = (s.ahead + len).div_ceil(self.block_size);
-        let copy = self.must_copy(seq, s.ahead).is_some();
-        blocks.saturating_sub(s.table.len()) + usize::from(copy)
+        let rows = (s.ahead + len).div_ceil(self.block_size);
+        let copies = self.must_copy(seq, s.ahead).len();
+        rows.saturating_sub(s.table.len()) * self.groups.len() + copies
     }
 
     pub(crate) fn decode(&mut self, seq: u64, lookahead: usize) -> bool {
@@ -400,7 +511,7 @@ impl Model {
         shorter.table.truncate(keep);
         let gone = s.table.len() - shorter.table.len();
         self.shorten(seq, &shorter);
-        Some(gone)
+        Some(gone * self.groups.len())
     }
 
     pub(crate) fn prefill(
@@ -414,16 +525,16 @@ impl Model {
             && s.read_cache
             && s.registered == s.table.len()
             && s.ahead == s.table.len() * size;
-        let adopted = if may_match {
-            self.matched(s.namespace, &s.tokens, s.table.len())
+        let matched = if may_match {
+            self.matched(s.namespace, &s.tokens, s.table.len(), |_| true)
         } else {
             Vec::new()
         };
-        let blocks = s.table.len() + adopted.len();
-        let start = if adopted.is_empty() {
+        let rows = s.table.len() + matched.len();
+        let start = if matched.is_empty() {
             s.ahead
         } else {
-            (blocks * size).min(s.tokens.len() - 1)
+            (rows * size).min(s.tokens.len() - 1)
         };
         let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
@@ -436,27 +547,37 @@ impl Model {
         if tokens == 0 {
             return Prefill::NoBudget;
         }
-        let revived = adopted
-            .iter()
+        let revived = blocks(&matched)
             .filter(|block| self.queue.contains(block))
             .count();
-        let end = if reserve.is_some() {
-            s.tokens.len()
-        } else {
-            start + tokens
+        let copies = match matched.is_empty() {
+            true => self.must_copy(seq, start).len(),
+            false => 0,
         };
-        let copy = adopted.is_empty() && self.must_copy(seq, start).is_some();
-        let needed = revived
-            + end.div_ceil(size).saturating_sub(blocks)
-            + usize::from(copy)
-            + reserve.unwrap_or(0);
+        let now = (start + tokens).div_ceil(size).saturating_sub(rows);
+        let all = s.tokens.len().div_ceil(size).saturating_sub(rows);
+        let new: usize = (0..self.groups.len())
+            .map(|group| match (reserve, self.groups[group]) {
+                (None, _) => now,
+                (Some(_), None) => all,
+                (Some(_), Some(window)) => {
+                    // What slides out of the window is used again: at most so many rows at once.
+                    let reach = window.div_ceil(size) + (max_tokens + 2 * size - 2) / size;
+                    let held = s.table.iter().chain(&matched);
+                    let held = held.filter(|row| row[group].is_some()).count();
+                    let peak = reach.min(s.tokens.len().div_ceil(size));
+                    peak.saturating_sub(held).max(now)
+                }
+            })
+            .sum();
+        let needed = revived + new + copies + reserve.unwrap_or(0);
         if needed > self.queue.len() {
             return Prefill::NoRoom {
                 needed,
                 available: self.queue.len(),
             };
         }
-        self.push(seq, &adopted, start, tokens, Extra::Announces);
+        self.push(seq, &matched, start, tokens, Extra::Announces);
         Prefill::Planned {
             cached_tokens: start - s.ahead,
             tokens,
@@ -467,16 +588,15 @@ impl Model {
     fn undo(&mut self, entry: Entry) {
         self.contents
             .retain(|_, holder| !entry.announced.contains(holder));
-        if let Some(copy) = entry.copy {
-            self.newest().copies.retain(|&(_, to)| to != copy);
-        }
+        let copies: Vec<u32> = entry.copied.iter().map(|copied| copied.3).collect();
+        self.newest().copies.retain(|(_, to)| !copies.contains(to));
         let (table_len, ahead, registered) = entry.before;
         let mut s = self.seqs[&entry.seq].clone();
         s.table.truncate(table_len);
-        if let Some((index, source)) = entry.source {
-            s.table[index] = source;
+        for &(row, group, source, _) in &entry.copied {
+            s.table[row][group] = Some(source);
         }
-        if !entry.adopted.is_empty() || !entry.announced.is_empty() {
+        if entry.rows > 0 {
             s.registered = registered;
         }
         (s.ahead, s.speculating) = (ahead, false);
@@ -492,7 +612,8 @@ impl Model {
         let first = plan.entries.iter().position(|entry| entry.seq == seq);
         let (mut out, mut gone) = (Vec::new(), Vec::new());
         for (at, entry) in plan.entries.iter().enumerate() {
-            if Some(at) == first || entry.adopted.iter().any(|block| gone.contains(block)) {
+            let mut shared = entry.adopted.iter().chain(&entry.present);
+            if Some(at) == first || shared.any(|block| gone.contains(block)) {
                 gone.extend(entry.announced.clone());
                 out.push(at);
             }
@@ -546,50 +667,86 @@ impl Model {
             } else {
                 0
             };
-            for index in s.registered..full {
-                let content = (
-                    s.namespace,
-                    s.tokens[..(index + 1) * self.block_size].to_vec(),
-                );
-                let mine = s.table[index];
-                let found = self.contents.get(&content).copied();
-                let later = self.plans.iter().skip(1).flat_map(|plan| &plan.entries);
-                let computing = |block: u32| later.clone().any(|e| e.announced.contains(&block));
-                if found.is_some_and(computing) {
-                    break; // the step after this one is to compute it, if it comes to that
-                }
-                match found {
-                    Some(first) if first == mine => {}
-                    Some(first) if self.refs(first) > 0 => {
-                        s.table[index] = first;
-                        redirects.push(Redirect {
-                            sequence: *seq,
-                            index,
-                            old_block: mine.into(),
-                            new_block: first.into(),
-                        });
-                        self.seqs.insert(*seq, s.clone());
-                        if let Some(newer) = self.plans.get_mut(1) {
-                            newer.fenced.push(mine);
-                        }
-                        self.settle([mine]);
-                    }
-                    known => {
-                        self.contents.insert(content, mine);
-                        if let Some(idle) = known {
-                            self.unqueue(idle);
-                            self.settle([idle]);
-                        }
-                    }
-                }
-                s.registered = index + 1;
-            }
             self.seqs.insert(*seq, s);
+            let registered = self.seqs[seq].registered;
+            for row in registered..full {
+                if !self.merge(*seq, row, &mut redirects) {
+                    break;
+                }
+            }
+            self.slide(*seq);
         }
         plan.entries.iter().for_each(|entry| self.bury(entry.seq));
         self.plans.remove(0);
         self.settle(plan.fenced);
         redirects
+    }
+
+    /// Late merge of a row that became full. False if it is asked again later.
+    fn merge(&mut self, seq: u64, row: usize, redirects: &mut Vec<Redirect>) -> bool {
+        let s = &self.seqs[&seq];
+        let content = (
+            s.namespace,
+            s.tokens[..(row + 1) * self.block_size].to_vec(),
+        );
+        let later = self.plans.iter().skip(1).flat_map(|plan| &plan.entries);
+        let computing: Vec<u32> = later.flat_map(|entry| entry.announced.clone()).collect();
+        let found = |group: usize| self.contents.get(&(content.clone(), group)).copied();
+        let found: Vec<Option<u32>> = (0..self.groups.len()).map(found).collect();
+        if found
+            .iter()
+            .flatten()
+            .any(|block| computing.contains(block))
+        {
+            return false; // the step after this one is to compute it, if it comes to that
+        }
+        for (group, found) in found.into_iter().enumerate() {
+            let mine = self.seqs[&seq].table[row][group].expect("not slid past");
+            match found {
+                Some(first) if first == mine => {}
+                Some(first) if self.refs(first) > 0 => {
+                    self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(first);
+                    redirects.push(Redirect {
+                        sequence: seq,
+                        group,
+                        index: row,
+                        old_block: mine.into(),
+                        new_block: first.into(),
+                    });
+                    if let Some(newer) = self.plans.get_mut(1) {
+                        newer.fenced.push(mine);
+                    }
+                    self.settle([mine]);
+                }
+                known => {
+                    self.contents.insert((content.clone(), group), mine);
+                    if let Some(idle) = known {
+                        self.unqueue(idle);
+                        self.settle([idle]);
+                    }
+                }
+            }
+        }
+        self.seqs.get_mut(&seq).expect("live").registered = row + 1;
+        true
+    }
+
+    /// Gives back what no later token sees.
+    fn slide(&mut self, seq: u64) {
+        let s = &self.seqs[&seq];
+        let full = s.computed / self.block_size;
+        let rows = if self.caching {
+            full.min(s.registered)
+        } else {
+            full
+        };
+        for group in 0..self.groups.len() {
+            for row in (0..self.first_row(group, rows)).rev() {
+                let s = self.seqs.get_mut(&seq).expect("live");
+                let gone = s.table[row][group].take();
+                self.settle(gone);
+            }
+        }
     }
 
     pub(crate) fn budget(&self) -> usize {

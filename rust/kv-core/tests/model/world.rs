@@ -6,14 +6,14 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use kv_core::{
-    BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle, SeqHandle,
-    Stats, TableRows,
+    BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle,
+    SeqHandle, Stats, TableRows,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
 use super::op::{Op, tokens};
-use super::{Model, Seq};
+use super::{Model, Seq, blocks};
 
 /// What one position's KV depends on: the namespace and every token up to it.
 type Kv = (u8, Vec<u32>);
@@ -57,8 +57,9 @@ struct Inputs {
 struct Row {
     first: usize,
     ids: Vec<i64>,
-    slots: Vec<i64>,
-    table: Vec<usize>,
+    /// By layer group.
+    slots: Vec<Vec<i64>>,
+    tables: Vec<Vec<usize>>,
     samples: usize,
 }
 
@@ -72,6 +73,7 @@ struct Arrays {
     logits: Vec<Cell<i64>>,
 }
 
+const TOKENS: usize = 4096;
 const WIDTH: usize = 80;
 const ROWS: usize = 64;
 
@@ -84,17 +86,10 @@ impl World {
             hash_seed: Some(1),
             ..config
         };
-        let Config {
-            num_blocks,
-            block_size,
-            prefix_caching,
-            in_flight_sharing,
-            ..
-        } = config;
+        let groups = config.groups.len();
         let exact = config.hash_bits == 128 && config.eviction == Eviction::Lru;
         Self {
-            manager: BlockManager::new(config).expect("a valid config"),
-            model: Model::new(num_blocks, block_size, prefix_caching, in_flight_sharing),
+            model: Model::new(&config),
             exact,
             handles: Vec::new(),
             leases: Vec::new(),
@@ -103,24 +98,28 @@ impl World {
             sampled: Vec::new(),
             num_pending: 0,
             told: HashSet::new(),
-            kv: vec![None; num_blocks * block_size],
+            kv: vec![None; config.num_blocks * config.block_size],
             arrays: Arrays {
-                ids: vec![Cell::new(0); 4096],
-                positions: vec![Cell::new(0); 4096],
-                slots: vec![Cell::new(0); 4096],
+                ids: vec![Cell::new(0); TOKENS],
+                positions: vec![Cell::new(0); TOKENS],
+                slots: vec![Cell::new(0); groups * TOKENS],
                 starts: vec![Cell::new(0); ROWS + 1],
                 lens: vec![Cell::new(0); ROWS],
-                tables: vec![Cell::new(-7); ROWS * WIDTH],
+                tables: vec![Cell::new(-7); groups * ROWS * WIDTH],
                 logits: vec![Cell::new(0); ROWS],
             },
             rows: TableRows::default(),
+            manager: BlockManager::new(config).expect("a valid config"),
         }
     }
 
     /// A world whose model never shares anything: it soon differs from the manager.
     #[allow(dead_code)] // the fuzz target has no use for it
     pub(crate) fn with_a_difference(config: Config) -> Self {
-        let model = Model::new(config.num_blocks, config.block_size, false, false);
+        let model = Model::new(&Config {
+            prefix_caching: false,
+            ..config.clone()
+        });
         Self {
             model,
             ..Self::new(config)
@@ -176,7 +175,12 @@ impl World {
                 if let Some(i) = Self::pick(&self.handles, i) {
                     let handle = self.handles.swap_remove(i);
                     self.manager.free(handle.key()).expect("live");
-                    prop_assert_eq!(self.manager.free(handle.key()), Err(Error::FreedSequence));
+                    prop_assert_eq!(
+                        self.manager.free(handle.key()),
+                        Err(Error::FreedSequence {
+                            sequence: handle.id()
+                        })
+                    );
                     self.model.free(handle.id());
                 }
             }
@@ -196,7 +200,10 @@ impl World {
                 len,
             } => {
                 let tokens = tokens(pattern, len);
-                let lease = self.manager.match_prefix(&tokens, &[namespace]);
+                let lease = self
+                    .manager
+                    .match_prefix(&tokens, &[namespace])
+                    .expect("short");
                 self.model.match_prefix(self.next_lease, namespace, &tokens);
                 self.keep(lease);
             }
@@ -371,8 +378,11 @@ impl World {
         for handle in &self.handles {
             let view = self.manager.view(handle.key()).expect("live");
             let seq = &self.model.seqs[&handle.id()];
-            let table: Vec<u32> = view.table.iter().map(|block| block.get()).collect();
-            prop_assert_eq!(&table, &seq.table);
+            for group in 0..self.model.groups.len() {
+                let table = view.table(group).map(|block| block.map(BlockId::get));
+                let expected = seq.table.iter().map(|row| row[group]);
+                prop_assert!(table.eq(expected), "{:?}", view);
+            }
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(
                 (view.num_computed_tokens, view.num_registered_blocks),
@@ -384,10 +394,8 @@ impl World {
             prop_assert_eq!(view.budget_left, self.model.budget());
         }
         for handle in &self.handles {
-            let alone = self.model.seqs[&handle.id()]
-                .table
-                .iter()
-                .filter(|&&block| self.model.refs(block) == 1)
+            let alone = blocks(&self.model.seqs[&handle.id()].table)
+                .filter(|&block| self.model.refs(block) == 1)
                 .count();
             prop_assert_eq!(self.manager.preview(handle.key()), Ok(alone));
         }

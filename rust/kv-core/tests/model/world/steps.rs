@@ -7,7 +7,7 @@ use kv_core::{Error, IntArray, PlanKey, Prefill, SeqHandle, StepArrays};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use super::{Inputs, Op, Row, Step, WIDTH, World};
+use super::{Inputs, Op, ROWS, Row, Step, TOKENS, WIDTH, World};
 
 /// The call must be refused with this error.
 macro_rules! refused {
@@ -248,9 +248,11 @@ impl World {
             input_ids: IntArray::I64(&a.ids),
             positions: IntArray::I32(&a.positions),
             slot_mapping: IntArray::I64(&a.slots),
+            slots_width: TOKENS,
             query_start_loc: IntArray::I32(&a.starts),
             seq_lens: IntArray::I32(&a.lens),
             block_tables: IntArray::I32(&a.tables),
+            table_rows: ROWS,
             table_width: WIDTH,
             logits_indices: IntArray::I64(&a.logits),
         };
@@ -273,16 +275,24 @@ impl World {
             .map(|(from, to)| (from.get() as usize, to.get() as usize))
             .collect();
         let view = self.manager.plan_view(plan).expect("open");
+        let groups = self.model.groups.len();
         let row = |row: usize| {
             let span = a.starts[row].get() as usize..a.starts[row + 1].get() as usize;
             let len = a.lens[row].get() as usize;
             let logits = a.logits[..view.num_samples].iter();
-            let table = a.tables[row * WIDTH..][..len.div_ceil(size)].iter();
+            let table = |group: usize| {
+                let table = &a.tables[(group * ROWS + row) * WIDTH..][..len.div_ceil(size)];
+                table.iter().map(|block| block.get() as usize).collect()
+            };
+            let slots = |group: usize| {
+                let slots = &a.slots[group * TOKENS..][span.clone()];
+                slots.iter().map(Cell::get).collect()
+            };
             Row {
                 first: a.positions[span.start].get() as usize,
                 ids: a.ids[span.clone()].iter().map(Cell::get).collect(),
-                slots: a.slots[span.clone()].iter().map(Cell::get).collect(),
-                table: table.map(|block| block.get() as usize).collect(),
+                slots: (0..groups).map(slots).collect(),
+                tables: (0..groups).map(table).collect(),
                 samples: logits
                     .filter(|at| span.contains(&(at.get() as usize)))
                     .count(),
@@ -401,24 +411,48 @@ impl World {
                     id,
                     position
                 );
-                let slot = row.table[position / size] * size + position % size;
-                match row.slots[at] {
-                    -1 => prop_assert!(self.kv[slot].is_some(), "slot {} was never written", slot),
-                    given => {
-                        prop_assert_eq!(given as usize, slot);
-                        self.kv[slot] = Some((seq.namespace, all[..=position].to_vec()));
+                for (slots, table) in row.slots.iter().zip(&row.tables) {
+                    let slot = table[position / size] * size + position % size;
+                    match slots[at] {
+                        -1 => {
+                            prop_assert!(self.kv[slot].is_some(), "slot {} was never written", slot)
+                        }
+                        given => {
+                            prop_assert_eq!(given as usize, slot);
+                            self.kv[slot] = Some((seq.namespace, all[..=position].to_vec()));
+                        }
                     }
                 }
             }
         }
         // As on a GPU: everything is written before anything is read.
         for (row, id) in inputs.rows.iter().zip(&step.rows) {
-            let (seq, all) = (&self.model.seqs[id], self.all_tokens(step, *id));
-            for position in 0..row.first + row.ids.len() {
-                let slot = row.table[position / size] * size + position % size;
-                let expected = Some((seq.namespace, all[..=position].to_vec()));
-                let read = &self.kv[slot];
-                prop_assert_eq!(read, &expected, "sequence {} position {}", id, position);
+            self.read_row(row, *id, &self.all_tokens(step, *id))?;
+        }
+        Ok(())
+    }
+
+    /// What a row's tokens read is what it should be: everything before them, or their window of it.
+    fn read_row(&self, row: &Row, id: u64, all: &[u32]) -> Result<(), TestCaseError> {
+        let size = self.model.block_size;
+        let namespace = self.model.seqs[&id].namespace;
+        for (table, window) in row.tables.iter().zip(&self.model.groups) {
+            let first = window.map_or(0, |window| (row.first + 1).saturating_sub(window));
+            for position in first..row.first + row.ids.len() {
+                let slot = table[position / size] * size + position % size;
+                let expected = Some((namespace, all[..=position].to_vec()));
+                let read = self.kv.get(slot).and_then(Option::as_ref);
+                prop_assert_eq!(
+                    read,
+                    expected.as_ref(),
+                    "sequence {} position {}",
+                    id,
+                    position
+                );
+            }
+            // What was given back reads as the trash block.
+            for &block in &table[..first / size] {
+                prop_assert!(block * size <= self.kv.len());
             }
         }
         Ok(())

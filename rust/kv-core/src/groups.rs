@@ -1,0 +1,136 @@
+//! Layer groups: one sequence, several tables.
+//!
+//! Layers that see the whole past and layers that see a sliding window of it keep different blocks of
+//! the same sequence. Every block belongs to one group at a time and all groups take from one pool, so
+//! there is one ledger; each group has the same number of layers, so there is one size of block.
+//! (The idea is that of vLLM's hybrid KV cache manager.)
+//!
+//! A *row* is a block's worth of positions: one table entry per group. Tables are row-major,
+//! `row * groups + group`; with one group that is the plain block table.
+//!
+//! ```text
+//!   tokens     0..16   16..32  32..48  48..64  64..80
+//!   full         3       4       9      12      15
+//!   window 32    -       -      10      13      16       `-`: given back, no later token sees it
+//! ```
+
+use crate::error::Error;
+
+/// The groups of a pool: how many rows before the end of a prefix each of them needs.
+#[derive(Clone, Debug)]
+pub(crate) struct Groups {
+    /// Rows that a window may reach into; all of them without a window.
+    reach: Box<[usize]>,
+    block_size: usize,
+    has_windows: bool,
+}
+
+impl Groups {
+    pub(crate) const MOST: usize = 64;
+
+    pub(crate) fn new(windows: &[Option<usize>], block_size: usize) -> Result<Self, Error> {
+        if !(1..=Self::MOST).contains(&windows.len()) {
+            return Err(Error::Groups(windows.len()));
+        }
+        if windows.contains(&Some(0)) {
+            return Err(Error::Window(0));
+        }
+        let reach = |window: &Option<usize>| window.map_or(usize::MAX, |w| w.div_ceil(block_size));
+        Ok(Self {
+            reach: windows.iter().map(reach).collect(),
+            block_size,
+            has_windows: windows.iter().any(Option::is_some),
+        })
+    }
+
+    /// How many there are: the width of a row.
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        self.reach.len()
+    }
+
+    #[inline]
+    pub(crate) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    #[inline]
+    pub(crate) fn have_windows(&self) -> bool {
+        self.has_windows
+    }
+
+    pub(crate) fn is_window(&self, group: usize) -> bool {
+        self.reach[group] != usize::MAX
+    }
+
+    /// The first row that a group needs of a prefix of `rows` full rows, whatever follows it: for a
+    /// query at its end or at its last position.
+    #[inline]
+    pub(crate) fn first_row(&self, group: usize, rows: usize) -> usize {
+        rows.saturating_sub(self.reach[group])
+    }
+
+    /// The most rows that a group holds at once on the way from `held` rows to `num_tokens` tokens, at
+    /// most `most` of them in a step.
+    pub(crate) fn peak(&self, group: usize, num_tokens: usize, most: usize) -> usize {
+        let rows = num_tokens.div_ceil(self.block_size);
+        // A step of n tokens touches at most this many rows, wherever it begins.
+        let step = most.saturating_add(2 * self.block_size - 2) / self.block_size;
+        rows.min(self.reach[group].saturating_add(step))
+    }
+
+    /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
+    /// computes at most `most` of them.
+    pub(crate) fn blocks_for(&self, num_tokens: usize, most: usize) -> usize {
+        let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, most));
+        peaks.sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_needs_the_rows_that_its_next_token_sees() {
+        for (window, block_size) in [(1, 1), (4, 4), (5, 4), (6, 4), (7, 3), (16, 16)] {
+            let groups = Groups::new(&[Some(window)], block_size).expect("valid");
+            for rows in 0..10 {
+                let tokens = rows * block_size;
+                // A full hit computes its last token again; everything else begins at the end.
+                for position in tokens.saturating_sub(1)..=tokens {
+                    let seen = (position + 1).saturating_sub(window) / block_size;
+                    assert!(groups.first_row(0, rows) <= seen);
+                    assert!(groups.first_row(0, rows) + 1 >= seen);
+                }
+            }
+        }
+        let full = Groups::new(&[None], 4).expect("valid");
+        assert_eq!(full.first_row(0, 1_000_000), 0);
+    }
+
+    #[test]
+    fn blocks_for_is_never_less_than_what_a_walk_holds() {
+        for (window, size, most) in [(4, 4, 1), (5, 4, 3), (8, 2, 7), (3, 1, 2), (16, 4, 64)] {
+            let groups = Groups::new(&[None, Some(window)], size).expect("valid");
+            for num_tokens in 1..60_usize {
+                let (mut computed, mut peak) = (0, 0);
+                while computed < num_tokens {
+                    let end = (computed + most).min(num_tokens);
+                    let (rows, from) = (end.div_ceil(size), groups.first_row(1, computed / size));
+                    peak = peak.max(rows + rows - from);
+                    computed = end;
+                }
+                assert!(peak <= groups.blocks_for(num_tokens, most));
+            }
+            assert_eq!(groups.blocks_for(1, usize::MAX), 2);
+        }
+    }
+
+    #[test]
+    fn bad_groups_are_refused() {
+        assert_eq!(Groups::new(&[], 4).err(), Some(Error::Groups(0)));
+        assert_eq!(Groups::new(&[None; 65], 4).err(), Some(Error::Groups(65)));
+        assert_eq!(Groups::new(&[Some(0)], 4).err(), Some(Error::Window(0)));
+    }
+}
