@@ -9,6 +9,7 @@ use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::plan::Plan;
 use crate::queue::List;
+use crate::retention::Priority;
 use crate::shared::Letter;
 use crate::trace::Call;
 
@@ -25,6 +26,8 @@ pub(crate) struct Block {
     pub(crate) group: u8,
     /// The content was adopted, or has come back soon after it was evicted.
     pub(crate) used_again: bool,
+    /// Its content's.
+    pub(crate) priority: Priority,
     /// The list of the queue in which the block waits, if it does.
     pub(crate) list: List,
 }
@@ -36,6 +39,7 @@ impl Block {
         step: 0,
         group: 0,
         used_again: false,
+        priority: Priority::Normal,
         list: List::Free,
     };
 
@@ -84,7 +88,7 @@ impl BlockManager {
             place.list = List::Free;
             self.queue.push_head(List::Free, block);
         } else {
-            place.list = self.policy.list(place.used_again);
+            place.list = self.policy.list(place.used_again, place.priority);
             self.queue.push_tail(place.list, block);
         }
     }
@@ -124,6 +128,7 @@ impl BlockManager {
         self.tree.set_block(node, group, block);
         let place = &mut self.blocks[block.at()];
         (place.node, place.step, place.group) = (node, step, group as u8);
+        place.priority = self.tree.priority(node);
         if self.policy.remembers() {
             let hash = self.tree.hash(node);
             let ghost = Ghost {

@@ -139,6 +139,9 @@ impl BlockManager {
                 if self.tree.block(node, usize::from(block.group)) != Some(id) {
                     return Err(format!("{id:?} holds {node:?}, which names another block"));
                 }
+                if self.tree.priority(node) != block.priority {
+                    return Err(format!("{id:?} has {:?} priority", block.priority));
+                }
                 if refs == 0 && !self.is_ready(id) {
                     return Err(format!("{id:?} is to be computed and nobody holds it"));
                 }

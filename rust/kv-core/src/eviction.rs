@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use crate::error::Error;
 use crate::queue::{FreeQueue, List};
+use crate::retention::Priority;
 
 /// How idle blocks are given up when there are no free ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,10 +72,12 @@ impl Policy {
 
     /// Where a block waits that has become idle.
     #[inline]
-    pub(crate) fn list(&self, used_again: bool) -> List {
-        match self.kind {
-            Eviction::TwoQueue if used_again => List::Protected,
-            _ => List::Probation,
+    pub(crate) fn list(&self, used_again: bool, priority: Priority) -> List {
+        match (priority, self.kind) {
+            (Priority::Low, _) => List::Low,
+            (Priority::High, _) => List::High,
+            (Priority::Normal, Eviction::TwoQueue) if used_again => List::Protected,
+            (Priority::Normal, _) => List::Probation,
         }
     }
 
@@ -82,7 +85,11 @@ impl Policy {
     #[inline]
     pub(crate) fn victim(&self, queue: &FreeQueue) -> List {
         let (once, again) = (queue.len_of(List::Probation), queue.len_of(List::Protected));
-        if again == 0 || (once > 0 && 2 * once > once + again) {
+        if queue.len_of(List::Low) > 0 {
+            List::Low
+        } else if once + again == 0 {
+            List::High
+        } else if again == 0 || (once > 0 && 2 * once > once + again) {
             List::Probation
         } else {
             List::Protected

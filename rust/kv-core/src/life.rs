@@ -296,7 +296,7 @@ impl BlockManager {
 /// Bytes of a namespace.
 const LONGEST_NAMESPACE: usize = 65_536;
 
-fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
+pub(crate) fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
     match namespace.len() {
         ..=LONGEST_NAMESPACE => Ok(()),
         bytes => Err(Error::Namespace { bytes }),

@@ -14,6 +14,7 @@ use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::matching::Match;
 use crate::plan::Plan;
 use crate::queue::{FreeQueue, List};
+use crate::retention::Retention;
 use crate::sequence::SequenceTable;
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
@@ -40,6 +41,7 @@ pub struct BlockManager {
     pub(crate) stats: Stats,
     pub(crate) events: Vec<Event>,
     pub(crate) groups: Groups,
+    pub(crate) retention: Retention,
     /// The match under way; kept to save the allocation.
     pub(crate) matched: Match,
     pub(crate) recorder: Option<Box<Recorder>>,
@@ -78,6 +80,7 @@ impl BlockManager {
             stats: Stats::default(),
             events: Vec::new(),
             groups,
+            retention: Retention::default(),
             matched: Match::default(),
             recorder: None,
             config,
@@ -187,8 +190,9 @@ impl BlockManager {
     /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
     pub fn evict_idle(&mut self) -> usize {
         self.read_mail();
-        let lists = [List::Probation, List::Protected];
-        let idle = lists.into_iter().flat_map(|list| self.queue.iter(list));
+        let idle = List::IDLE
+            .into_iter()
+            .flat_map(|list| self.queue.iter(list));
         let idle: Vec<BlockId> = idle.collect();
         let told = self.events.len();
         for &block in &idle {

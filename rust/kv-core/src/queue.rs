@@ -1,8 +1,8 @@
 //! The free queue: doubly linked lists by index in flat arrays.
 //!
 //! ```text
-//!   free                    probation                  protected
-//!   last freed first        least recently used first  least recently used first
+//!   free                low, probation, protected, high
+//!   last freed first    least recently used first
 //! ```
 //!
 //! Free blocks are handed out first; then an idle one, from the list that the eviction policy says.
@@ -10,15 +10,29 @@
 
 use crate::ids::BlockId;
 
-/// The lists of the queue. A policy that knows one kind of idle blocks uses `Probation` alone.
+/// The lists of the queue. `Low` and `High` hold idle blocks of these priorities; a policy that knows one
+/// kind of the others uses `Probation` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum List {
     Free,
+    Low,
     Probation,
     Protected,
+    High,
 }
 
-const LISTS: [List; 3] = [List::Free, List::Probation, List::Protected];
+const LISTS: [List; 5] = [
+    List::Free,
+    List::Low,
+    List::Probation,
+    List::Protected,
+    List::High,
+];
+
+impl List {
+    /// The lists of idle blocks.
+    pub(crate) const IDLE: [Self; 4] = [Self::Low, Self::Probation, Self::Protected, Self::High];
+}
 
 #[derive(Clone, Copy)]
 struct Link {

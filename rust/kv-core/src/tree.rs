@@ -15,6 +15,7 @@ use std::collections::TryReserveError;
 use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
+use crate::retention::Priority;
 
 #[derive(Clone)]
 struct Node {
@@ -27,6 +28,7 @@ struct Node {
     next: NodeIdx,
     /// The block of the first layer group.
     block: BlockId,
+    priority: Priority,
     /// Reasons to live: each block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
@@ -245,6 +247,25 @@ impl ContentTree {
         node.at() * (self.groups - 1)
     }
 
+    #[inline]
+    pub(crate) fn priority(&self, node: NodeIdx) -> Priority {
+        self.nodes[node.at()].priority
+    }
+
+    pub(crate) fn set_priority(&mut self, node: NodeIdx, priority: Priority) {
+        self.nodes[node.at()].priority = priority;
+    }
+
+    pub(crate) fn id(&self, node: NodeIdx) -> ContentId {
+        self.nodes[node.at()].id
+    }
+
+    /// Whether this slot still holds this content.
+    pub(crate) fn is_alive(&self, node: NodeIdx, content: ContentId) -> bool {
+        let slot = &self.nodes[node.at()];
+        slot.holds > 0 && slot.id == content
+    }
+
     pub(crate) fn parent(&self, node: NodeIdx) -> Option<NodeIdx> {
         self.nodes[node.at()].parent.some()
     }
@@ -334,6 +355,7 @@ impl ContentTree {
             latest_child: NodeIdx::NONE,
             next: NodeIdx::NONE,
             block: BlockId::NONE,
+            priority: Priority::Normal,
             holds: 0,
         };
         match self.free_slots.pop() {

@@ -32,6 +32,12 @@ fn run(manager: &mut BlockManager, prompt: &[u32]) -> Option<SeqHandle> {
     }
 }
 
+fn matched(manager: &mut BlockManager) -> Lease {
+    manager
+        .match_prefix(&[1, 2], b"")
+        .expect("a short namespace")
+}
+
 /// A pool of three blocks of one token each; a lease keeps the first two.
 fn leased() -> (BlockManager, Lease) {
     leased_by(BlockManager::new(Config::new(3, 1)).expect("valid"))
@@ -39,7 +45,7 @@ fn leased() -> (BlockManager, Lease) {
 
 fn leased_by(mut manager: BlockManager) -> (BlockManager, Lease) {
     drop(run(&mut manager, &[1, 2]));
-    let lease = manager.match_prefix(&[1, 2], b"");
+    let lease = matched(&mut manager);
     assert_eq!(lease.num_blocks(), 2);
     (manager, lease)
 }
@@ -95,7 +101,7 @@ fn drop_against_a_full_hit() {
 
 #[test]
 fn drop_against_another_lease() {
-    drop_against(|manager| drop(manager.match_prefix(&[1, 2], b"")));
+    drop_against(|manager| drop(matched(manager)));
 }
 
 #[test]
@@ -142,7 +148,7 @@ fn two_droppers_and_the_manager() {
     model.preemption_bound = Some(2);
     model.check(|| {
         let (mut manager, first) = leased();
-        let second = manager.match_prefix(&[1, 2], b"");
+        let second = matched(&mut manager);
         let manager = Arc::new(Mutex::new(manager));
         let droppers = [first, second].map(|lease| thread::spawn(move || drop(lease)));
         drop(run(&mut manager.lock().expect("sound"), &[1, 5]));
