@@ -58,11 +58,14 @@ soak: $(DEV) $(BUILT) ## the long runs: a million random operations, the full to
 loom: ## every interleaving of a lease's drop with the manager's work
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
 
-fuzz: ## SECONDS=600 of operations that a fuzzer chooses, against the model; needs a C++ compiler
+fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; needs a C++ compiler
 	@command -v cargo-fuzz > /dev/null || cargo install cargo-fuzz --locked
 	mkdir -p target/fuzz/corpus
 	cargo fuzz run operations --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
 	  target/fuzz/corpus rust/fuzz/corpus/operations -- -max_total_time=$(SECONDS) -max_len=1024
+	mkdir -p target/fuzz/corpus-replay
+	cargo fuzz run replay --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
+	  target/fuzz/corpus-replay rust/fuzz/corpus/replay -- -max_total_time=$(SECONDS) -max_len=4096
 
 bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; installs those (6.5 GB)
 	$(BIN)/python benches/peers/env.py

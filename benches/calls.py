@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import devnull
 from statistics import median
 from time import perf_counter_ns
 
@@ -352,6 +353,20 @@ def _(world: World) -> Iterator[Timed]:
 @case("BlockManager.contents", "contents", "8,192 contents")
 def _(world: World) -> Iterator[Timed]:
     yield world.manager.contents
+
+
+@case("BlockManager.record", "1", "a new manager, to /dev/null")
+def _(world: World) -> Iterator[Timed]:
+    manager = BlockManager(1, BLOCK)
+    yield lambda: manager.record(devnull)
+    manager.stop_recording()
+
+
+@case("BlockManager.stop_recording", "1", "to /dev/null")
+def _(world: World) -> Iterator[Timed]:
+    manager = BlockManager(1, BLOCK)
+    manager.record(devnull)
+    yield manager.stop_recording
 
 
 @case("BlockManager.check", "blocks + tokens", "16,384 blocks, 256 sequences")

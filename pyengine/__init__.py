@@ -19,10 +19,12 @@ from pyengine.cache import (
     NoRoom,
     Prefilled,
     Redirect,
+    ReplayReport,
     Sequence,
     Stats,
     StepBuffers,
     StepPlan,
+    replay,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ __all__ = [
     "NoRoom",
     "Prefilled",
     "Redirect",
+    "ReplayReport",
     "RequestOutput",
     "SamplingParams",
     "Sequence",
@@ -50,6 +53,7 @@ __all__ = [
     "StepBuffers",
     "StepPlan",
     "__version__",
+    "replay",
 ]
 
 _LAZY = {

@@ -1,6 +1,7 @@
 """The KV-cache block manager, written in Rust (`rust/kv-core`, bound by `rust/kv-py`)."""
 
 from collections.abc import Sequence as ListLike
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, final
 
@@ -13,6 +14,7 @@ __all__ = [
     "BufferError",
     "Cleared",
     "ConfigError",
+    "Divergence",
     "HandleError",
     "InvariantError",
     "KvError",
@@ -25,13 +27,16 @@ __all__ = [
     "Prefilled",
     "Redirect",
     "Removed",
+    "ReplayReport",
     "Sequence",
     "Stats",
     "StepBuffers",
     "StepPlan",
     "Stored",
     "TokenError",
+    "TraceError",
     "__version__",
+    "replay",
 ]
 
 __version__: str
@@ -47,6 +52,7 @@ class HandleError(KvError): ...
 class LeaseError(KvError): ...
 class PlanError(KvError): ...
 class BufferError(KvError): ...
+class TraceError(KvError): ...
 class InvariantError(KvError): ...
 
 @final
@@ -157,6 +163,38 @@ class NoRoom:
 
 @final
 class NoBudget: ...
+
+@final
+class Divergence:
+    @property
+    def operation(self) -> int: ...
+    @property
+    def call(self) -> str: ...
+    @property
+    def recorded(self) -> str: ...
+    @property
+    def obtained(self) -> str: ...
+
+@final
+class ReplayReport:
+    @property
+    def recorded_by(self) -> str: ...
+    @property
+    def settings(self) -> dict[str, int | bool | str | tuple[int | None, ...]]: ...
+    @property
+    def operations(self) -> dict[str, int]: ...
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def stats(self) -> Stats: ...
+    @property
+    def failed_check(self) -> str | None: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def divergence(self) -> Divergence | None: ...
+
+def replay(path: str | PathLike[str], /) -> ReplayReport: ...
 
 @final
 class Lease:
@@ -286,4 +324,6 @@ class BlockManager:
     def evict_idle(self) -> int: ...
     def take_events(self) -> list[Stored | Removed | Cleared]: ...
     def contents(self) -> list[bytes]: ...
+    def record(self, path: str | PathLike[str]) -> None: ...
+    def stop_recording(self) -> None: ...
     def check(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The command line: `pyengine generate`, `pyengine chat`, `pyengine info`."""
+"""The command line: `pyengine generate`, `chat`, `info` and `trace replay`."""
 
 import gc
 import os

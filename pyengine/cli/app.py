@@ -8,6 +8,7 @@ import typer
 from pyengine.cli.chat import chat
 from pyengine.cli.generate import generate
 from pyengine.cli.info import info
+from pyengine.cli.trace import trace
 
 app = typer.Typer(
     name="pyengine",
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
+app.add_typer(trace)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ nothing here imports torch before a command really opens a model.
 import atexit
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +69,9 @@ class Engine(Protocol):
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Run one prompt; every item holds the text so far."""
+
+    def recording(self, path: Path) -> AbstractContextManager[None]:
+        """Record what the block manager does meanwhile."""
 
     def apply_chat_template(self, messages: Any) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,10 @@ def generate(
         Path | None, typer.Option(help="Prompts, one per line: a text file or .jsonl.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results here, as JSONL.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Record the block manager here, for `pyengine trace replay`."),
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -74,6 +79,7 @@ def generate(
     with guarded():
         prompts = _collect(prompt or [], file)
         _check_writable(output)
+        _check_writable(record)
         params = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -108,10 +114,11 @@ def generate(
         )
         template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
         ready = to_engine(engine, prompts, template)
-        if len(prompts) == 1 and output is None:
-            _answer_one(engine, ready[0], params)
-        else:
-            _answer_many(engine, prompts, ready, params, output)
+        with nullcontext() if record is None else engine.recording(record):
+            if len(prompts) == 1 and output is None:
+                _answer_one(engine, ready[0], params)
+            else:
+                _answer_many(engine, prompts, ready, params, output)
 
 
 def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:

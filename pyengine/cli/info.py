@@ -1,7 +1,6 @@
 """`pyengine info`: what is installed, what it would run on, and why."""
 
 import platform
-from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import typer
@@ -9,6 +8,7 @@ import typer
 from pyengine.cli import options as opt
 from pyengine.cli.backend import EngineOptions, factory_of
 from pyengine.cli.guard import guarded
+from pyengine.cli.rows import print_rows
 
 PACKAGES = ("pyengine", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
@@ -27,7 +27,7 @@ def info(
     """Print versions, then open the model and print device, attention backend and why."""
     with guarded():
         versions = _versions()
-        _print_rows("versions", versions)
+        print_rows("versions", versions)
         engine = factory_of(context)(
             EngineOptions(
                 model=model,
@@ -40,7 +40,7 @@ def info(
             )
         )
         rows = {key: value for key, value in engine.describe().items() if key not in versions}
-        _print_rows("engine", {"model_path": engine.model_path, **rows})
+        print_rows("engine", {"model_path": engine.model_path, **rows})
 
 
 def _versions() -> dict[str, object]:
@@ -51,20 +51,3 @@ def _versions() -> dict[str, object]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _print_rows(title: str, rows: Mapping[str, object]) -> None:
-    flat = dict(_flatten(rows))
-    width = max(map(len, flat))
-    typer.secho(title, bold=True)
-    for key, value in flat.items():
-        typer.echo(f"  {key:<{width}}  {value}")
-
-
-def _flatten(rows: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in rows.items():
-        name = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}: ")
-        else:
-            yield name, value

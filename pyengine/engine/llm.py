@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from pyengine.attention import AttentionNeeds, choose_backend
-from pyengine.cache import BlockManager, ConfigError
+from pyengine.cache import BlockManager, ConfigError, TraceError
 from pyengine.cache.kv_pool import PoolSettings
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
@@ -118,6 +118,7 @@ class LLM:
         )
         self.model_path: Path = loaded.path
         self.tokenizer: Any = loaded.tokenizer
+        self._manager = manager
         self._engine = Engine(
             manager,
             Scheduler(manager, limits),
@@ -209,6 +210,21 @@ class LLM:
         """The block manager's ledger and counters, and what the scheduler is at."""
         return self._engine.stats()
 
+    @contextmanager
+    def recording(self, path: str | Path) -> Iterator[None]:
+        """Record what the block manager does meanwhile, for `pyengine trace replay`.
+
+        Only before the first request. Raises `ConfigurationError` after it, or if the file cannot
+        be written.
+        """
+        with _writing(path):
+            self._manager.record(path)
+        try:
+            yield
+        finally:
+            with _writing(path):
+                self._manager.stop_recording()
+
     def describe(self) -> dict[str, object]:
         """Versions, device, attention backend and why, and the size of the KV pool."""
         return dict(self._description)
@@ -243,6 +259,14 @@ class LLM:
             yield ids
         finally:
             self._engine.abort(ids)
+
+
+@contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (TraceError, OSError) as error:
+        raise ConfigurationError(f"cannot record into {path}: {error}") from error
 
 
 class _Progress:

@@ -14,6 +14,7 @@ import torch
 
 import pyengine
 from pyengine import LLM, SamplingParams
+from pyengine.cache import replay
 from pyengine.core.errors import ConfigurationError, InvalidRequestError, ModelLoadError
 from tests.unit.models.tiny import save_tiny_model
 
@@ -321,3 +322,18 @@ def test_ctrl_c_wherever_it_falls(folder: Path) -> None:
             failures[where] = failure
             llm = fresh()
     assert not failures, "\n".join(f"{where}: {what}" for where, what in failures.items())
+
+
+def test_a_recording_comes_before_the_first_request(folder: Path, tmp_path: Path) -> None:
+    llm, file = make(folder), tmp_path / "run.kvtrace"
+    with pytest.raises(ConfigurationError) as error, llm.recording(tmp_path / "no" / "folder"):
+        pass
+    assert_says(error, tmp_path / "no" / "folder", "No such file")
+    with llm.recording(file):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    report = replay(file)
+    assert report.is_complete and report.divergence is None
+    assert report.stats.as_dict() == dict(llm.stats().counters)
+    with pytest.raises(ConfigurationError) as error, llm.recording(tmp_path / "late"):
+        pass
+    assert_says(error, tmp_path / "late", "4 sequences")

@@ -94,6 +94,20 @@ def test_names_in_the_tables_exist() -> None:
     assert arrays == set(inspect.signature(cache.StepBuffers).parameters)
 
 
+def test_recorded_operations_are_those_of_the_format() -> None:
+    source = (ROOT / "rust/kv-core/src/trace/call.rs").read_text(encoding="utf-8")
+    real = [
+        (tag, name, re.findall(r"(\w+):", fields))
+        for tag, name, fields in re.findall(r"^    (\d+) (\w+) \w+ {(.*)}$", source, re.MULTILINE)
+    ]
+    said = [
+        (tag, name, re.findall(r"\w+", re.sub(r"\(.*\)", "", arguments)))
+        for tag, name, arguments, _ in table(DOCUMENT, "tag", "operation")
+    ]
+    assert len(said) == 23
+    assert said == real
+
+
 def test_anchors_lead_to_headings() -> None:
     text = (ROOT / DOCUMENT).read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)

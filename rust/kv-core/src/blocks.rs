@@ -11,6 +11,7 @@ use crate::plan::Plan;
 use crate::queue::List;
 use crate::retention::Priority;
 use crate::shared::Letter;
+use crate::trace::Call;
 
 /// What the manager knows of a block, apart from its references (atomic, in [`Shared`]).
 #[derive(Clone, Copy)]
@@ -69,10 +70,12 @@ impl BlockManager {
                 }
                 Letter::Sequence(key) => {
                     if self.sequences.get(key).is_ok() {
+                        self.note(|_| Call::drop_sequence(key.id), ());
                         self.drop_sequence(key.slot);
                     }
                 }
                 Letter::Plan(key) => self.roll_back_from(key),
+                Letter::Lease(lease, blocks) => self.end_lease(lease, &blocks),
             }
         }
     }

@@ -7,6 +7,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, PlanKey};
 use crate::manager::BlockManager;
 use crate::plan::{Entry, Plan, Redirect};
+use crate::trace::{Call, accepted};
 use crate::tree::Step;
 
 impl BlockManager {
@@ -48,6 +49,7 @@ impl BlockManager {
         } = self.open.pop_front().expect("checked above");
         self.shared.close_plan(key);
         let mut redirects = Vec::new();
+        let all = (tokens, counts);
         let (mut tokens, mut counts) = (tokens, counts.iter());
         // First: what a later entry announced may be the parent of what an earlier one registers.
         for entry in &entries {
@@ -80,6 +82,10 @@ impl BlockManager {
         self.lift_fence(fenced);
         self.stats.copied_blocks += copies.len() as u64;
         self.stats.committed_steps += 1;
+        self.note(
+            |_| Call::commit(key.serial, all.0, accepted(all.1)),
+            &redirects,
+        );
         Ok(redirects)
     }
 

@@ -145,6 +145,15 @@ pub enum Error {
         /// The number.
         value: u64,
     },
+    /// `record` while a recording is under way.
+    Recording,
+    /// `record` on a manager that has been used.
+    NotNew {
+        /// Sequences that it has had.
+        sequences: u64,
+        /// Steps that it has had.
+        steps: u64,
+    },
     /// No such block.
     UnknownBlock {
         /// The id asked for.
@@ -272,6 +281,14 @@ impl fmt::Display for Error {
             BufferTooNarrow { name, value } => write!(
                 f,
                 "array {name} is int32 and cannot hold {value}; use int64"
+            ),
+            Recording => write!(
+                f,
+                "this manager is being recorded already; call stop_recording() first"
+            ),
+            NotNew { sequences, steps } => write!(
+                f,
+                "a recording begins with a new manager, this one has had {sequences} sequences and {steps} steps; make a new one and record it first"
             ),
             UnknownBlock { block, num_blocks } => {
                 write!(f, "block {block} is outside the pool of {num_blocks}")

@@ -24,8 +24,13 @@ pub enum Eviction {
 }
 
 impl Eviction {
-    /// Every policy by its name.
+    /// Every policy by its name, in the order of the variants.
     pub const NAMES: [(&'static str, Self); 2] = [("lru", Self::Lru), ("2q", Self::TwoQueue)];
+
+    /// The name of the policy.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize].0
+    }
 }
 
 impl FromStr for Eviction {

@@ -57,6 +57,7 @@ mod sequence;
 mod shared;
 mod stats;
 mod sync;
+mod trace;
 mod tree;
 
 pub use config::Config;
@@ -71,3 +72,4 @@ pub use plan::{PlanView, Prefill, Redirect};
 pub use retention::Priority;
 pub use shared::{Lease, PlanHandle, SeqHandle};
 pub use stats::{BlockState, Ledger, Stats};
+pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};

@@ -6,6 +6,7 @@ use crate::manager::BlockManager;
 use crate::matching::Prompt;
 use crate::sequence::Chain;
 use crate::shared::{Lease, SeqHandle};
+use crate::trace::Call;
 
 impl BlockManager {
     /// A new sequence of at least one token. It holds no block until it is planned.
@@ -25,6 +26,7 @@ impl BlockManager {
         check_namespace(namespace)?;
         let root = self.tree.hold_root(namespace);
         let key = self.sequences.insert(tokens, root, read_cache);
+        self.note(|it| it.creation(key, namespace), key.id);
         Ok(SeqHandle::new(&self.shared, key))
     }
 
@@ -33,6 +35,7 @@ impl BlockManager {
         self.read_mail();
         check_namespace(namespace)?;
         let Some(root) = self.tree.root(namespace) else {
+            self.note(|_| Call::match_prefix(tokens, namespace), 0_usize);
             return Ok(self.grant(Box::default(), NodeIdx::NONE, 0));
         };
         let prompt = Prompt {
@@ -48,6 +51,10 @@ impl BlockManager {
         let end = found.nodes.last().copied().unwrap_or(NodeIdx::NONE);
         let lease = self.grant(found.blocks.as_slice().into(), end, found.rows());
         self.matched = found;
+        self.note(
+            |_| Call::match_prefix(tokens, namespace),
+            lease.num_blocks(),
+        );
         Ok(lease)
     }
 
@@ -67,7 +74,9 @@ impl BlockManager {
             rows -= 1;
         }
         let table = seq.table[..rows * groups].into();
-        Ok(self.grant(table, end, rows))
+        let lease = self.grant(table, end, rows);
+        self.note(|_| Call::lease(key.id), lease.num_blocks());
+        Ok(lease)
     }
 
     fn grant(&mut self, table: Box<[BlockId]>, end: NodeIdx, rows: usize) -> Lease {
@@ -77,7 +86,8 @@ impl BlockManager {
         }
         let end = if rows == 0 { NodeIdx::NONE } else { end };
         let num_tokens = rows * self.config.block_size;
-        Lease::over(&self.shared, table, end, num_tokens)
+        let serial = self.next_lease();
+        Lease::over(&self.shared, serial, table, end, num_tokens)
     }
 
     /// Puts a lease's blocks into the table of a sequence that has none. The lease stays in force.
@@ -130,6 +140,7 @@ impl BlockManager {
         for block in lease.blocks() {
             self.hold_for_sequence(block);
         }
+        self.note(|_| Call::attach(key.id, lease.serial()), ());
         Ok(())
     }
 
@@ -182,6 +193,7 @@ impl BlockManager {
         let table = seq.table[..computed.div_ceil(block_size) * groups].to_vec();
         let tokens = seq.tokens[..num_tokens].to_vec();
         let hashes = seq.hashes[..seq.hashes.len().min(num_tokens / block_size)].to_vec();
+        let sequence = seq.id;
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
         let key = self.sequences.insert(tokens, root, read_cache);
         self.tree.hold(root);
@@ -192,6 +204,7 @@ impl BlockManager {
         (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
         fork.stand(computed);
         fork.cached = cached;
+        self.note(|_| Call::fork(sequence, num_tokens), key.id);
         Ok(SeqHandle::new(&self.shared, key))
     }
 
@@ -214,6 +227,7 @@ impl BlockManager {
             return Err(Error::InPlan { sequence: seq.id });
         }
         seq.tokens.extend_from_slice(tokens);
+        self.note(|_| Call::append(key.id, tokens), ());
         Ok(())
     }
 
@@ -235,7 +249,9 @@ impl BlockManager {
         let (before, keep) = (seq.table.len(), num_tokens.div_ceil(self.config.block_size));
         let keep = keep.max(seq.chain.blocks).min(before / groups);
         self.release_table(key.slot, keep);
-        Ok(before - keep * groups)
+        let given_back = before - keep * groups;
+        self.note(|_| Call::trim(key.id, num_tokens), given_back);
+        Ok(given_back)
     }
 
     /// Takes a sequence's blocks away and keeps its tokens: preemption by recomputation.
@@ -252,6 +268,7 @@ impl BlockManager {
         seq.stand(0);
         seq.cached = 0;
         seq.chain = Chain::at_root(seq.root);
+        self.note(|_| Call::reset(key.id), ());
         Ok(())
     }
 
@@ -259,6 +276,7 @@ impl BlockManager {
     pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
         self.read_mail();
         self.sequences.get(key)?;
+        self.note(|_| Call::free(key.id), ());
         self.drop_sequence(key.slot);
         Ok(())
     }

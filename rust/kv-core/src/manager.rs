@@ -19,6 +19,7 @@ use crate::sequence::SequenceTable;
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
 use crate::sync::Arc;
+use crate::trace::{Call, Recorder};
 use crate::tree::ContentTree;
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
@@ -43,6 +44,7 @@ pub struct BlockManager {
     pub(crate) retention: Retention,
     /// The match under way; kept to save the allocation.
     pub(crate) matched: Match,
+    pub(crate) recorder: Option<Box<Recorder>>,
 }
 
 impl BlockManager {
@@ -80,6 +82,7 @@ impl BlockManager {
             groups,
             retention: Retention::default(),
             matched: Match::default(),
+            recorder: None,
             config,
         })
     }
@@ -201,6 +204,7 @@ impl BlockManager {
             self.events.truncate(told);
             self.events.push(Event::Cleared);
         }
+        self.note(|_| Call::evict_idle(), idle.len());
         idle.len()
     }
 

@@ -13,6 +13,7 @@ use crate::ids::{BlockId, PlanKey};
 use crate::manager::BlockManager;
 use crate::sequence::Chain;
 use crate::shared::PlanHandle;
+use crate::trace::Call;
 
 /// The answer to [`BlockManager::prefill`] and [`BlockManager::speculate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,6 +179,7 @@ impl BlockManager {
             copies: Vec::new(),
             fenced: Vec::new(),
         });
+        self.note(|_| Call::begin_step(token_budget), key.serial);
         Ok(PlanHandle::new(&self.shared, key))
     }
 

@@ -7,6 +7,7 @@ use crate::manager::BlockManager;
 use crate::matching::Prompt;
 use crate::plan::{Before, Entry, Prefill};
 use crate::sequence::Chain;
+use crate::trace::{Call, ids};
 use crate::tree::Step;
 
 /// What an entry takes beside the tokens that it computes.
@@ -87,6 +88,10 @@ impl BlockManager {
                 misfits.push(position);
             }
         }
+        self.note(
+            |_| Call::decode(plan.serial, ids(sequences), lookahead),
+            &misfits,
+        );
         Ok(misfits)
     }
 
@@ -165,6 +170,17 @@ impl BlockManager {
         key: SeqKey,
         drafts: &[u32],
     ) -> Result<Prefill, Error> {
+        let answer = self.plan_drafts(plan, key, drafts)?;
+        self.note(|_| Call::speculate(plan.serial, key.id, drafts), answer);
+        Ok(answer)
+    }
+
+    fn plan_drafts(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        drafts: &[u32],
+    ) -> Result<Prefill, Error> {
         self.read_mail();
         let budget = self.newest_plan(plan)?.budget_left;
         self.mark_for_decode(key)?;
@@ -201,6 +217,21 @@ impl BlockManager {
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
     /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
     pub fn prefill(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    ) -> Result<Prefill, Error> {
+        let answer = self.plan_prefill(plan, key, max_tokens, reserve)?;
+        self.note(
+            |_| Call::prefill(plan.serial, key.id, max_tokens, reserve),
+            answer,
+        );
+        Ok(answer)
+    }
+
+    fn plan_prefill(
         &mut self,
         plan: PlanKey,
         key: SeqKey,

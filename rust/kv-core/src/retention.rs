@@ -14,6 +14,7 @@ use crate::ids::{ContentId, NodeIdx};
 use crate::life::check_namespace;
 use crate::manager::BlockManager;
 use crate::matching::Prompt;
+use crate::trace::Call;
 
 /// How long a content is kept while it is idle, compared with others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -94,6 +95,7 @@ impl BlockManager {
         }
         let covered = nodes.len() * self.config.block_size;
         self.matched.nodes = nodes;
+        self.note(|_| Call::retain(tokens, namespace, priority, ttl), covered);
         Ok(covered)
     }
 
@@ -113,6 +115,7 @@ impl BlockManager {
                 self.set_priority(node, Priority::Normal);
             }
         }
+        self.note(|_| Call::tick(now), ());
     }
 
     fn set_priority(&mut self, node: NodeIdx, priority: Priority) {

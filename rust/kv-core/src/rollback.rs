@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::manager::BlockManager;
 use crate::plan::Entry;
+use crate::trace::Call;
 
 impl BlockManager {
     /// Takes a sequence out of the plan again, as if it had not been planned.
@@ -14,6 +15,7 @@ impl BlockManager {
     /// their ids, in plan order.
     pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
         self.read_mail();
+        let serial = plan.serial;
         let plan = self.newest_plan(plan)?;
         let sequence = self.sequences.get(key)?.id;
         let at = plan.entries.iter().position(|entry| entry.slot == key.slot);
@@ -32,6 +34,7 @@ impl BlockManager {
         ids.pop();
         ids.reverse();
         self.number_rows();
+        self.note(|_| Call::cancel(serial, sequence), &ids);
         Ok(ids)
     }
 
@@ -113,6 +116,7 @@ impl BlockManager {
         self.read_mail();
         self.newest_plan(plan)?;
         self.roll_back_newest();
+        self.note(|_| Call::rollback(plan.serial), ());
         Ok(())
     }
 
@@ -121,6 +125,7 @@ impl BlockManager {
         if self.open_plan(key).is_err() {
             return;
         }
+        self.note(|_| Call::drop_plan(key.serial), ());
         while self
             .open
             .back()

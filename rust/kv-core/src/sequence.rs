@@ -96,6 +96,11 @@ impl SequenceTable {
         }
     }
 
+    /// How many there have been.
+    pub(crate) fn made(&self) -> u64 {
+        self.next_id
+    }
+
     pub(crate) fn insert(&mut self, tokens: Vec<u32>, root: NodeIdx, read_cache: bool) -> SeqKey {
         self.next_id += 1;
         let tenant = Some(Sequence {

@@ -9,7 +9,7 @@ use crate::ids::{BlockId, NodeIdx, PlanKey, SeqKey};
 use crate::sync::{Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering};
 
 /// Something that was let go outside the manager.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Letter {
     /// This block's last reference went; it may have been taken up again since.
     Block(BlockId),
@@ -17,6 +17,8 @@ pub(crate) enum Letter {
     Sequence(SeqKey),
     /// This open plan's handle is gone.
     Plan(PlanKey),
+    /// This lease, granted while recording, is gone; it still holds its blocks.
+    Lease(u64, Box<[BlockId]>),
 }
 
 /// One per manager, behind an `Arc` in every handle.
@@ -94,6 +96,12 @@ impl Shared {
         self.last_closed_plan.store(key.serial, Ordering::Release);
     }
 
+    /// The manager has let go of so many block references of leases.
+    pub(crate) fn forget_lease_refs(&self, count: usize) {
+        self.lease_refs_floor.fetch_sub(count, Ordering::AcqRel);
+        self.lease_refs_ceiling.fetch_sub(count, Ordering::AcqRel);
+    }
+
     /// The least and the most block references that leases can hold right now.
     pub(crate) fn lease_refs(&self) -> (usize, usize) {
         let ceiling = self.lease_refs_ceiling.load(Ordering::Acquire);
@@ -122,6 +130,9 @@ fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
 #[derive(Debug)]
 pub struct Lease {
     shared: Arc<Shared>,
+    /// Granted while recording: its number there. Then the manager lets go of the blocks, at its next
+    /// call, so that a replay can do it at the same place.
+    serial: Option<u64>,
     /// As a sequence's table: row-major, with gaps where no token after the prefix sees a block.
     table: Box<[BlockId]>,
     num_blocks: usize,
@@ -133,6 +144,7 @@ impl Lease {
     /// Holds each block of `table` once more. Called by the manager, under its lock.
     pub(crate) fn over(
         shared: &Arc<Shared>,
+        serial: Option<u64>,
         table: Box<[BlockId]>,
         end: NodeIdx,
         num_tokens: usize,
@@ -148,6 +160,7 @@ impl Lease {
             .fetch_add(num_blocks, Ordering::AcqRel);
         Self {
             shared: Arc::clone(shared),
+            serial,
             table,
             num_blocks,
             end,
@@ -178,6 +191,10 @@ impl Lease {
         self.shared.manager
     }
 
+    pub(crate) fn serial(&self) -> u64 {
+        self.serial.expect("a recorded lease")
+    }
+
     pub(crate) fn end(&self) -> Option<NodeIdx> {
         self.end.some()
     }
@@ -186,6 +203,13 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         let shared = &self.shared;
+        if let Some(serial) = self.serial {
+            if self.num_blocks > 0 {
+                let table = std::mem::take(&mut self.table);
+                shared.post([Letter::Lease(serial, table)]);
+            }
+            return;
+        }
         shared
             .lease_refs_floor
             .fetch_sub(self.num_blocks, Ordering::AcqRel);

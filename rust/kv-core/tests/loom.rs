@@ -32,11 +32,20 @@ fn run(manager: &mut BlockManager, prompt: &[u32]) -> Option<SeqHandle> {
     }
 }
 
+fn matched(manager: &mut BlockManager) -> Lease {
+    manager
+        .match_prefix(&[1, 2], b"")
+        .expect("a short namespace")
+}
+
 /// A pool of three blocks of one token each; a lease keeps the first two.
 fn leased() -> (BlockManager, Lease) {
-    let mut manager = BlockManager::new(Config::new(3, 1)).expect("valid");
+    leased_by(BlockManager::new(Config::new(3, 1)).expect("valid"))
+}
+
+fn leased_by(mut manager: BlockManager) -> (BlockManager, Lease) {
     drop(run(&mut manager, &[1, 2]));
-    let lease = manager.match_prefix(&[1, 2], b"");
+    let lease = matched(&mut manager);
     assert_eq!(lease.num_blocks(), 2);
     (manager, lease)
 }
@@ -60,6 +69,21 @@ fn drop_against(work: fn(&mut BlockManager)) {
     });
 }
 
+/// While recording, the manager lets go of what a lease held.
+#[test]
+fn drop_of_a_recorded_lease_against_allocate() {
+    loom::model(|| {
+        let mut manager = BlockManager::new(Config::new(3, 1)).expect("valid");
+        manager.record(std::io::sink()).expect("new");
+        let (mut manager, lease) = leased_by(manager);
+        let dropper = thread::spawn(move || drop(lease));
+        drop(run(&mut manager, &[8, 9]));
+        manager.check().expect("consistent while the lease goes");
+        dropper.join().expect("no panic");
+        settle(&mut manager, 0);
+    });
+}
+
 #[test]
 fn drop_against_allocate() {
     drop_against(|manager| drop(run(manager, &[8, 9])));
@@ -77,7 +101,7 @@ fn drop_against_a_full_hit() {
 
 #[test]
 fn drop_against_another_lease() {
-    drop_against(|manager| drop(manager.match_prefix(&[1, 2], b"")));
+    drop_against(|manager| drop(matched(manager)));
 }
 
 #[test]
@@ -124,7 +148,7 @@ fn two_droppers_and_the_manager() {
     model.preemption_bound = Some(2);
     model.check(|| {
         let (mut manager, first) = leased();
-        let second = manager.match_prefix(&[1, 2], b"");
+        let second = matched(&mut manager);
         let manager = Arc::new(Mutex::new(manager));
         let droppers = [first, second].map(|lease| thread::spawn(move || drop(lease)));
         drop(run(&mut manager.lock().expect("sound"), &[1, 5]));

@@ -7,12 +7,16 @@ mod model;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 
-use kv_core::{Config, Eviction};
+use kv_core::{Config, Eviction, replay};
 use model::op::Op;
+use model::recording::Recording;
 use model::world::World;
 use proptest::prelude::*;
-use proptest::test_runner::{Config as Runs, TestRunner};
+use proptest::test_runner::{Config as Runs, TestCaseError, TestError, TestRunner};
 
 const OPS_PER_CASE: usize = 200;
 
@@ -53,6 +57,15 @@ fn op() -> impl Strategy<Value = Op> {
 
 /// Runs `KV_OPS / share` operations; returns the sum of each counter.
 fn run(share: usize, hash_bits: u32, eviction: Eviction) -> BTreeMap<&'static str, u64> {
+    run_in(World::new, share, hash_bits, eviction)
+}
+
+fn run_in(
+    new_world: fn(Config) -> World,
+    share: usize,
+    hash_bits: u32,
+    eviction: Eviction,
+) -> BTreeMap<&'static str, u64> {
     let ops: usize =
         std::env::var("KV_OPS").map_or(20_000, |ops| ops.parse().expect("KV_OPS is a number"));
     let cases = (ops / share).div_ceil(OPS_PER_CASE);
@@ -71,31 +84,35 @@ fn run(share: usize, hash_bits: u32, eviction: Eviction) -> BTreeMap<&'static st
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());
-    let outcome = runner.run(
-        &strategy,
-        |((num_blocks, block_size, groups, switches), ops)| {
-            let (prefix_caching, in_flight_sharing) = switches;
-            let mut world = World::new(Config {
-                groups,
-                prefix_caching,
-                in_flight_sharing,
-                hash_bits,
-                eviction,
-                ..Config::new(num_blocks, block_size)
-            });
-            for op in &ops {
-                world.apply(op)?;
-                world.compare()?;
-                applied.set(applied.get() + 1);
-            }
-            for (name, count) in world.end()? {
-                *totals.borrow_mut().entry(name).or_default() += count;
-            }
-            Ok(())
-        },
-    );
-    if let Err(failure) = outcome {
-        panic!("{failure}");
+    let world = |(num_blocks, block_size, groups, (prefix_caching, in_flight_sharing))| {
+        new_world(Config {
+            groups,
+            prefix_caching,
+            in_flight_sharing,
+            hash_bits,
+            eviction,
+            ..Config::new(num_blocks, block_size)
+        })
+    };
+    let outcome = runner.run(&strategy, |(pool, ops)| {
+        let mut world = world(pool.clone());
+        let recording = Recording::default();
+        world.record(recording.clone());
+        play(&mut world, &ops)?;
+        applied.set(applied.get() + ops.len());
+        compare_with_replay(&mut world, &recording)?;
+        for (name, count) in world.end()? {
+            *totals.borrow_mut().entry(name).or_default() += count;
+        }
+        Ok(())
+    });
+    match outcome {
+        Ok(()) => {}
+        Err(TestError::Fail(reason, (pool, ops))) => {
+            let command = leave_recording(world(pool.clone()), &ops);
+            panic!("{reason}\nwith {pool:?} and {ops:?}\nto see it again: {command}");
+        }
+        Err(TestError::Abort(reason)) => panic!("{reason}"),
     }
     println!(
         "{} random operations at {hash_bits} hash bits, {eviction:?}, 0 differences",
@@ -103,6 +120,52 @@ fn run(share: usize, hash_bits: u32, eviction: Eviction) -> BTreeMap<&'static st
     );
     assert!(applied.get() >= ops / share);
     totals.into_inner()
+}
+
+fn play(world: &mut World, ops: &[Op]) -> Result<(), TestCaseError> {
+    for op in ops {
+        world.apply(op)?;
+        world.compare()?;
+    }
+    Ok(())
+}
+
+/// What was recorded comes to the same again.
+fn compare_with_replay(world: &mut World, recording: &Recording) -> Result<(), TestCaseError> {
+    let (ledger, stats) = world.stop_recording();
+    let report =
+        replay(&recording.bytes()[..]).map_err(|error| TestCaseError::fail(error.to_string()))?;
+    prop_assert_eq!(&report.divergence, &None);
+    prop_assert_eq!(&report.check, &Ok(()));
+    prop_assert_eq!((report.ledger, report.stats), (ledger, stats));
+    Ok(())
+}
+
+/// Plays a failing case once more, recorded into a file; the command that replays it.
+fn leave_recording(mut world: World, ops: &[Op]) -> String {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("replays");
+    let test = std::thread::current().name().unwrap_or("case").to_owned();
+    let path = folder.join(test).with_extension("kvtrace");
+    fs::create_dir_all(&folder).expect("a folder below target");
+    world.record(File::create(&path).expect("a file below target"));
+    // It fails again; what came before is written when the world goes.
+    let _ = catch_unwind(AssertUnwindSafe(|| play(&mut world, ops)));
+    drop(world);
+    format!("pyengine trace replay {}", path.display())
+}
+
+#[test]
+fn a_case_that_fails_leaves_its_recording() {
+    let failed = catch_unwind(|| run_in(World::with_a_difference, 1, 128, Eviction::Lru));
+    let failed = failed.expect_err("the model shares nothing");
+    let message = failed.downcast_ref::<String>().expect("a message");
+    let (_, path) = message
+        .split_once("pyengine trace replay ")
+        .expect("the command");
+    let report = replay(File::open(path).expect("the recording")).expect("whole");
+    // The manager was right, so it is again.
+    assert_eq!((report.divergence, report.check), (None, Ok(())));
+    assert!(!report.operations.is_empty());
 }
 
 #[test]

@@ -49,6 +49,12 @@ create_exception!(
 );
 create_exception!(
     pyengine._kv,
+    TraceError,
+    KvError,
+    "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged."
+);
+create_exception!(
+    pyengine._kv,
     InvariantError,
     KvError,
     "`check()` found a difference: a bug in the manager, please report it."
@@ -84,6 +90,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::Accepted { .. }
         | Error::SampleCount { .. } => PlanError::new_err(text),
         Error::BufferTooSmall { .. } | Error::BufferTooNarrow { .. } => BufferError::new_err(text),
+        Error::Recording | Error::NotNew { .. } => TraceError::new_err(text),
     }
 }
 
@@ -97,5 +104,6 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LeaseError", py.get_type::<LeaseError>())?;
     module.add("PlanError", py.get_type::<PlanError>())?;
     module.add("BufferError", py.get_type::<BufferError>())?;
+    module.add("TraceError", py.get_type::<TraceError>())?;
     module.add("InvariantError", py.get_type::<InvariantError>())
 }

@@ -13,6 +13,7 @@ mod numbers;
 mod plan;
 mod sequence;
 mod tokens;
+mod trace;
 
 use pyo3::prelude::*;
 
@@ -34,5 +35,8 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Redirect>()?;
     module.add_class::<answers::Prefilled>()?;
     module.add_class::<answers::NoRoom>()?;
-    module.add_class::<answers::NoBudget>()
+    module.add_class::<answers::NoBudget>()?;
+    module.add_class::<trace::ReplayReport>()?;
+    module.add_class::<trace::Divergence>()?;
+    module.add_function(wrap_pyfunction!(trace::replay, module)?)
 }

@@ -1,5 +1,7 @@
 //! `BlockManager`: the pool.
 
+use std::fs::File;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -16,6 +18,7 @@ use crate::numbers::{number, seconds};
 use crate::plan::StepPlan;
 use crate::sequence::Sequence;
 use crate::tokens::token_ids;
+use crate::trace::os_error;
 
 /// Decides which physical block holds the KV cache of which tokens.
 ///
@@ -263,6 +266,30 @@ impl BlockManager {
         let contents = self.core.lock(py)?.contents();
         let name = |hash: u128| PyBytes::new(py, &hash.to_le_bytes());
         Ok(contents.into_iter().map(name).collect())
+    }
+
+    /// Writes every operation from now on to a new file, for `replay`.
+    ///
+    /// Only a manager that has had no sequence and no step can be recorded. If the file cannot be
+    /// written to later on, the recording ends there and the manager goes on.
+    /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
+    fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        py.detach(|| {
+            let mut core = self.core.0.lock().map_err(|_| broken())?;
+            core.settle();
+            core.may_record().map_err(raise)?;
+            let file = File::create(&path).map_err(|error| os_error(&error, Some(&path)))?;
+            core.record(file).map_err(raise)
+        })
+    }
+
+    /// Ends the recording and closes its file; without a recording it does nothing.
+    ///
+    /// Raises `OSError` if not everything could be written.
+    fn stop_recording(&self, py: Python<'_>) -> PyResult<()> {
+        let mut core = self.core.lock(py)?;
+        core.stop_recording()
+            .map_err(|error| os_error(&error, None))
     }
 
     /// Recounts everything from scratch and compares; runs without the GIL. O(blocks + tokens).

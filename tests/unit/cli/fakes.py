@@ -1,6 +1,7 @@
 """An engine without a model: it answers with its prompt, one word at a time."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,12 @@ class FakeEngine:
                 yield _output(ids, words, cached=cached)
         finally:
             self.closed += 1
+
+    @contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        assert not self.seen
+        yield
+        path.write_bytes(b"recorded")
 
     def stats(self) -> Any:
         return SimpleNamespace(counters=dict(self.counters))

@@ -162,3 +162,19 @@ def test_ctrl_c_in_a_batch_leaves_no_output_file(tmp_path: Path) -> None:
     assert result.exit_code == 130
     assert result.stderr.strip() == "interrupted"
     assert not target.exists()
+
+
+@pytest.mark.parametrize("prompts", [["one"], ["one", "two"]])
+def test_a_recording_is_begun_before_the_engine_runs(tmp_path: Path, prompts: list[str]) -> None:
+    file = tmp_path / "run.kvtrace"
+    result = run(FakeEngine(), *prompts, "--record", str(file))
+    assert result.exit_code == 0, result.output
+    assert file.read_bytes() == b"recorded"
+
+
+def test_a_recording_that_cannot_be_written_runs_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    result = run(engine, "one", "--record", str(tmp_path / "no" / "folder"))
+    assert result.exit_code == 2
+    assert "cannot write" in result.stderr
+    assert not engine.seen

@@ -2,6 +2,8 @@
 //! are named by their whole prefix, references are counted by looking at who holds what.
 
 pub(crate) mod op;
+#[allow(dead_code)] // not every test records
+pub(crate) mod recording;
 pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};

@@ -7,8 +7,8 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use kv_core::{
-    BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, PlanHandle, Priority,
-    SeqHandle, TableRows,
+    BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle,
+    Priority, SeqHandle, Stats, TableRows,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -115,6 +115,32 @@ impl World {
             rows: TableRows::default(),
             manager: BlockManager::new(config).expect("a valid config"),
         }
+    }
+
+    /// A world whose model never shares anything: it soon differs from the manager.
+    #[allow(dead_code)] // the fuzz target has no use for it
+    pub(crate) fn with_a_difference(config: Config) -> Self {
+        let model = Model::new(&Config {
+            prefix_caching: false,
+            ..config.clone()
+        });
+        Self {
+            model,
+            ..Self::new(config)
+        }
+    }
+
+    /// Writes down everything that is done from now on.
+    #[allow(dead_code)] // not every test records
+    pub(crate) fn record(&mut self, writer: impl std::io::Write + Send + 'static) {
+        self.manager.record(writer).expect("nothing was done yet");
+    }
+
+    /// Ends the recording; the ledger and the counters at its end.
+    #[allow(dead_code)]
+    pub(crate) fn stop_recording(&mut self) -> (Ledger, Stats) {
+        self.manager.stop_recording().expect("the writer is sound");
+        (self.manager.ledger(), self.manager.stats())
     }
 
     fn pick<T>(list: &[T], index: usize) -> Option<usize> {

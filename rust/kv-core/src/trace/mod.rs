@@ -1,0 +1,55 @@
+//! Record and replay: every operation of a manager in a compact log.
+//!
+//! ```text
+//! file    = magic ‖ format version ‖ frame(header) ‖ frame(operation) ...
+//! frame   = length of the body ‖ check (2 bytes) ‖ body
+//! header  = version of this crate ‖ (number of the setting, value) ...
+//! operation = tag ‖ arguments ‖ answer
+//! ```
+//!
+//! All numbers are LEB128 varints. `call.rs` says what an operation is, `code.rs` how it is spelt,
+//! `frame.rs` how it is wrapped, `settings.rs` what the header holds, `record.rs` writes and `replay.rs` reads.
+//!
+//! Operations are written after they succeeded, with their answers: a replay gives them to a manager
+//! of the same settings and seed and names the first one that is answered otherwise. What other threads
+//! let go of is written where the manager takes note of it, so that a replay does the same at the
+//! same place.
+//!
+//! ```
+//! use kv_core::{BlockManager, Config, replay};
+//! # use std::io::Write;
+//! # use std::sync::{Arc, Mutex};
+//! # #[derive(Clone, Default)]
+//! # struct File(Arc<Mutex<Vec<u8>>>);
+//! # impl Write for File {
+//! #     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> { self.0.lock().expect("sound").write(bytes) }
+//! #     fn flush(&mut self) -> std::io::Result<()> { Ok(()) }
+//! # }
+//! # let file = File::default();
+//!
+//! let mut manager = BlockManager::new(Config::new(8, 4))?;
+//! manager.record(file.clone())?;
+//! let seq = manager.sequence((0..10).collect(), b"", true)?;
+//! let plan = manager.begin_step(512)?;
+//! manager.prefill(plan.key(), seq.key(), 512, None)?;
+//! manager.commit(plan.key(), &[42])?;
+//! manager.stop_recording()?;
+//!
+//! let report = replay(&file.0.lock().expect("sound")[..])?;
+//! assert!(report.divergence.is_none() && report.complete);
+//! assert_eq!((report.ledger, report.stats), (manager.ledger(), manager.stats()));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod call;
+mod code;
+mod error;
+mod frame;
+mod record;
+mod replay;
+mod settings;
+
+pub use call::{Answer, Call};
+pub use error::TraceError;
+pub(crate) use record::{Recorder, accepted, ids};
+pub use replay::{Divergence, Limits, Report, replay, replay_within};

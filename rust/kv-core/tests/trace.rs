@@ -1,0 +1,476 @@
+//! Recordings: what is in them, what a replay says of those that are cut, damaged, altered or lies.
+//! That random operations are replayed to the same end is seen to by the property test.
+#![cfg(not(loom))]
+
+#[path = "model/recording.rs"]
+mod recording;
+
+use std::io::{self, Write};
+use std::thread;
+use std::time::Duration;
+
+use kv_core::{
+    Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Priority, Report,
+    TraceError, replay, replay_within,
+};
+use recording::Recording;
+
+/// Every kind of operation once at least: its manager, not recorded any more, and its recording.
+fn session(config: Config) -> (BlockManager, Vec<u8>) {
+    let recording = Recording::default();
+    let mut manager = BlockManager::new(config).expect("valid");
+    manager.record(recording.clone()).expect("new");
+    every_operation(&mut manager).expect("no misuse");
+    manager.stop_recording().expect("memory takes everything");
+    (manager, recording.bytes())
+}
+
+fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
+    let prompt: Vec<u32> = (0..10).map(|token| token * 20_000).collect();
+    let first = m.sequence(prompt.clone(), b"", true)?;
+    let equal = m.sequence(vec![1, 2, 3], b"tenant", true)?;
+    let also = m.sequence(vec![1, 2, 3], b"tenant", true)?;
+    let plan = m.begin_step(64)?;
+    for seq in [&first, &equal, &also] {
+        m.prefill(plan.key(), seq.key(), 64, Some(0))?;
+    }
+    m.cancel(plan.key(), also.key())?;
+    m.prefill(plan.key(), also.key(), 64, None)?;
+    m.commit(plan.key(), &[7, 7, 7])?;
+    // The blocks of both become full and equal: a merge.
+    let plan = m.begin_step(64)?;
+    m.decode(plan.key(), &[equal.key(), also.key()], 2)?;
+    m.speculate(plan.key(), first.key(), &[8, 9])?;
+    let redirects = m.commit_accepted(plan.key(), &[5, 5, 8, 4], &[1, 1, 2])?;
+    assert_eq!(redirects.len(), 1);
+    m.trim(first.key(), 12)?;
+    let fork = m.fork(first.key(), 6)?;
+    m.append(fork.key(), &[70_000, 80_000])?;
+    let lease = m.lease(first.key())?;
+    m.reset(first.key())?;
+    m.attach(first.key(), &lease)?;
+    let matched = m.match_prefix(&prompt, b"")?;
+    assert_eq!(matched.num_blocks(), 2);
+    thread::spawn(|| drop((lease, matched)))
+        .join()
+        .expect("no panic");
+    m.tick(Duration::from_millis(1));
+    let ttl = Some(Duration::from_secs(2));
+    assert_eq!(m.retain(&prompt, b"", Priority::High, ttl), Ok(8));
+    m.tick(Duration::from_secs(3));
+    m.free(also.key())?;
+    let plan = m.begin_step(1)?;
+    m.prefill(plan.key(), fork.key(), 1, Some(100))?;
+    m.rollback(plan.key())?;
+    drop(m.begin_step(9)?);
+    drop(fork);
+    m.evict_idle();
+    assert_eq!(m.ledger().num_blocks(), 9);
+    drop((first, equal));
+    Ok(())
+}
+
+/// With a seed, so that damage to its recording is the same every time.
+fn small() -> Config {
+    Config {
+        hash_seed: Some(1),
+        ..Config::new(9, 4)
+    }
+}
+
+fn verdict(recording: &[u8]) -> Result<Report, TraceError> {
+    replay_within(recording, Limits { num_blocks: 100 })
+}
+
+#[test]
+fn every_kind_is_recorded_and_replayed() {
+    for eviction in [Eviction::Lru, Eviction::TwoQueue] {
+        let config = Config {
+            eviction,
+            events: true,
+            hash_bits: 127,
+            hash_seed: None,
+            ..small()
+        };
+        let (mut manager, recording) = session(config);
+        let report = replay(&recording[..]).expect("whole");
+        assert_eq!(report.divergence, None);
+        assert_eq!(report.check, Ok(()));
+        assert!(report.complete);
+        assert_eq!(
+            (report.ledger, report.stats),
+            (manager.ledger(), manager.stats())
+        );
+        assert_eq!(report.recorded_by, env!("CARGO_PKG_VERSION"));
+        let kinds: Vec<_> = report.operations.iter().map(|(kind, _)| *kind).collect();
+        let [operations @ .., "stop_recording"] = Call::KINDS else {
+            panic!("the last kind is the end");
+        };
+        assert_eq!(kinds, operations);
+        let Config {
+            num_blocks,
+            block_size,
+            events,
+            hash_seed,
+            hash_bits,
+            ..
+        } = report.config;
+        assert_eq!(
+            (num_blocks, block_size, events, hash_bits),
+            (9, 4, true, 127)
+        );
+        assert_eq!(report.config.eviction, eviction);
+        assert_eq!(hash_seed, Some(manager.hasher().seed()));
+    }
+}
+
+#[test]
+fn a_recording_is_compact() {
+    let recording = Recording::default();
+    let mut manager = BlockManager::new(Config::new(4096, 16)).expect("valid");
+    manager.record(recording.clone()).expect("new");
+    let seqs: Vec<_> = (0..256)
+        .map(|id| manager.sequence(vec![id; 15], b"", true).expect("tokens"))
+        .collect();
+    let plan = manager.begin_step(8192).expect("none open");
+    for seq in &seqs {
+        let answer = manager.prefill(plan.key(), seq.key(), 64, Some(0));
+        assert!(matches!(answer, Ok(Prefill::Planned { .. })));
+    }
+    manager
+        .commit(plan.key(), &[40_000; 256])
+        .expect("256 samples");
+    let keys: Vec<_> = seqs.iter().map(|seq| seq.key()).collect();
+    for _ in 0..100 {
+        let plan = manager.begin_step(8192).expect("none open");
+        manager.decode(plan.key(), &keys, 0).expect("all decode");
+        manager
+            .commit(plan.key(), &[40_000; 256])
+            .expect("256 samples");
+    }
+    manager.stop_recording().expect("memory takes everything");
+    // A byte for each sequence and three for its token.
+    let len = recording.bytes().len();
+    assert!(len < 100 * (256 * 4 + 40) + 256 * 60, "{len} bytes");
+}
+
+#[test]
+fn a_cut_is_noticed_wherever_it_is() {
+    let (_, recording) = session(small());
+    let whole = replay(&recording[..]).expect("whole");
+    let count = |report: &Report| {
+        report
+            .operations
+            .iter()
+            .map(|(_, count)| count)
+            .sum::<u64>()
+    };
+    let mut boundaries = 0;
+    for len in 0..recording.len() {
+        match verdict(&recording[..len]) {
+            Ok(report) => {
+                boundaries += 1;
+                assert!(!report.complete && report.divergence.is_none());
+                assert!(count(&report) <= count(&whole));
+            }
+            Err(TraceError::Cut { byte, operation }) => {
+                assert_eq!(byte, len as u64);
+                assert!(operation <= count(&whole) + 1);
+            }
+            Err(error) => panic!("{len} bytes: {error}"),
+        }
+    }
+    assert_eq!(boundaries, count(&whole) + 1); // after the header and after each operation
+    let error = verdict(&recording[..recording.len() - 1]).expect_err("cut");
+    let last = format!(
+        "cut at byte {}, in operation {}",
+        recording.len() - 1,
+        count(&whole) + 1
+    );
+    assert!(error.to_string().contains(&last), "{error}");
+}
+
+#[test]
+fn damage_is_noticed_and_never_a_panic() {
+    let (_, recording) = session(small());
+    let mut corrupt = 0;
+    for at in 0..recording.len() {
+        for bit in 0..8 {
+            let mut damaged = recording.clone();
+            damaged[at] ^= 1 << bit;
+            match verdict(&damaged) {
+                Ok(report) => panic!("byte {at}, bit {bit} went by: {:?}", report.divergence),
+                Err(TraceError::Corrupt { .. }) => corrupt += 1,
+                Err(_) => {}
+            }
+        }
+    }
+    assert!(corrupt > recording.len() * 5, "{corrupt}");
+    let twice = [&recording[..], &recording[recording.len() - 8..]].concat();
+    assert!(verdict(&twice).is_err());
+}
+
+#[test]
+fn layer_groups_are_recorded() {
+    let recording = Recording::default();
+    let groups = vec![None, Some(5), Some(usize::MAX - 1), None];
+    let mut manager = BlockManager::new(Config {
+        groups: groups.clone(),
+        ..small()
+    })
+    .expect("valid");
+    manager.record(recording.clone()).expect("new");
+    manager.stop_recording().expect("memory takes everything");
+    let report = verdict(&recording.bytes()).expect("whole");
+    assert_eq!(report.config.groups, groups);
+    assert!(report.complete);
+}
+
+/// Where the head ends, and each frame: the length, the check, the body.
+fn frames(recording: &[u8]) -> (usize, Vec<Vec<u8>>) {
+    let (head, mut at, mut bodies) = (9, 9, Vec::new());
+    while at < recording.len() {
+        let len = usize::from(recording[at]);
+        assert!(len < 128, "short frames only");
+        bodies.push(recording[at + 3..][..len].to_vec());
+        at += 3 + len;
+    }
+    (head, bodies)
+}
+
+/// The recording with other bodies, as one who wants it to be believed would write it.
+fn forge(recording: &[u8], change: impl FnOnce(&mut Vec<Vec<u8>>)) -> Vec<u8> {
+    let (head, mut bodies) = frames(recording);
+    change(&mut bodies);
+    let mut forged = recording[..head].to_vec();
+    for (operation, body) in bodies.iter().enumerate() {
+        let check = xxhash_rust::xxh3::xxh3_64_with_seed(body, operation as u64) as u16;
+        forged.push(body.len() as u8);
+        forged.extend(check.to_le_bytes());
+        forged.extend(body);
+    }
+    forged
+}
+
+#[test]
+fn an_answer_that_is_not_given_again_is_named() {
+    let (_, recording) = session(small());
+    assert_eq!(forge(&recording, |_| ()), recording);
+    let (_, bodies) = frames(&recording);
+    let begin = bodies
+        .iter()
+        .position(|body| body[0] == 10)
+        .expect("a begin_step");
+    let forged = forge(&recording, |bodies| {
+        *bodies[begin].last_mut().expect("the serial") = 77;
+    });
+    let report = verdict(&forged).expect("readable");
+    let divergence = report.divergence.expect("the answer was altered");
+    assert_eq!(divergence.operation, begin as u64);
+    assert_eq!(divergence.call, Call::BeginStep { token_budget: 64 });
+    assert_eq!(divergence.recorded, Answer::Number(77));
+    assert_eq!(divergence.obtained, Ok(Answer::Number(1)));
+    let done: u64 = report.operations.iter().map(|(_, count)| count).sum();
+    assert_eq!(done, begin as u64 - 1, "nothing is replayed after it");
+    assert_eq!(
+        divergence.to_string(),
+        "operation 4, begin_step(token_budget=64): recorded 77; obtained 1"
+    );
+}
+
+#[test]
+fn a_call_that_is_refused_is_named() {
+    let (_, recording) = session(small());
+    let (_, bodies) = frames(&recording);
+    let rollback = bodies
+        .iter()
+        .position(|body| body[0] == 16)
+        .expect("a rollback");
+    let empty = vec![1, 0, 0, 1, 1, 1]; // a sequence without tokens or namespace; answer: number 1
+    let forged = forge(&recording, |bodies| bodies.insert(1, empty));
+    let divergence = verdict(&forged)
+        .expect("readable")
+        .divergence
+        .expect("refused");
+    assert_eq!(divergence.obtained, Err(Error::EmptySequence));
+    let forged = forge(&recording, |bodies| {
+        bodies.insert(rollback, bodies[rollback].clone())
+    });
+    let error = verdict(&forged).expect_err("a step that is not there");
+    assert!(error.to_string().contains("step 3 is not there"), "{error}");
+}
+
+#[test]
+fn headers_that_cannot_be_served() {
+    let (_, recording) = session(small());
+    assert!(matches!(
+        verdict(b"GGUF and more"),
+        Err(TraceError::NotATrace)
+    ));
+    assert!(matches!(
+        verdict(b""),
+        Err(TraceError::Cut {
+            byte: 0,
+            operation: 0
+        })
+    ));
+    let mut later = recording.clone();
+    later[8] = 9;
+    let error = verdict(&later).expect_err("another version");
+    assert!(matches!(
+        error,
+        TraceError::Version {
+            found: 9,
+            supported: 1
+        }
+    ));
+    let settings = env!("CARGO_PKG_VERSION").len() + 1;
+    let unknown = forge(&recording, |bodies| bodies[0].extend([60, 1]));
+    assert!(matches!(
+        verdict(&unknown),
+        Err(TraceError::UnknownSetting { setting: 60, .. })
+    ));
+    let none = forge(&recording, |bodies| bodies[0][settings + 1] = 0);
+    assert!(matches!(
+        verdict(&none),
+        Err(TraceError::Config(Error::NumBlocks(0)))
+    ));
+    // 2^31 blocks of 2^16 tokens in a short file take no memory.
+    let huge = forge(&recording, |bodies| {
+        bodies[0].extend([1, 0x80, 0x80, 0x80, 0x80, 8, 2, 0x80, 0x80, 4]);
+    });
+    let error = replay(&huge[..]).expect_err("too large");
+    let limit = TraceError::TooManyBlocks {
+        num_blocks: 1 << 31,
+        limit: 1 << 24,
+    };
+    assert_eq!(error.to_string(), limit.to_string());
+}
+
+#[test]
+fn a_recording_begins_with_a_new_manager() {
+    let recording = Recording::default();
+    let mut manager = BlockManager::new(small()).expect("valid");
+    drop(manager.match_prefix(&[1, 2, 3, 4], b"")); // finds nothing and leaves nothing
+    drop(manager.sequence(vec![1], b"", true).expect("a token"));
+    let used = Error::NotNew {
+        sequences: 1,
+        steps: 0,
+    };
+    assert_eq!(manager.record(recording.clone()), Err(used.clone()));
+    assert_eq!(manager.may_record(), Err(used));
+    assert!(recording.bytes().is_empty());
+    manager.stop_recording().expect("there is nothing to stop");
+
+    let mut manager = BlockManager::new(small()).expect("valid");
+    manager.record(recording.clone()).expect("new");
+    assert_eq!(manager.record(Recording::default()), Err(Error::Recording));
+    manager.stop_recording().expect("memory takes everything");
+    assert!(replay(&recording.bytes()[..]).expect("whole").complete);
+    // A manager that was dropped leaves what it has done, but no end.
+    let recording = Recording::default();
+    let mut manager = BlockManager::new(small()).expect("valid");
+    manager.record(recording.clone()).expect("new");
+    drop(manager.sequence(vec![1], b"", true).expect("a token"));
+    drop(manager);
+    let report = replay(&recording.bytes()[..]).expect("whole");
+    assert_eq!(
+        (report.complete, report.operations),
+        (false, vec![("sequence", 1)])
+    );
+}
+
+/// Takes a few bytes, then fails.
+struct Full(usize);
+
+impl Write for Full {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0 == 0 {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        let taken = self.0.min(bytes.len());
+        self.0 -= taken;
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_full_disk_ends_the_recording_and_nothing_else() {
+    for room in [0, 100, 9_000] {
+        let mut manager = BlockManager::new(small()).expect("valid");
+        manager.record(Full(room)).expect("new");
+        for _ in 0..20 {
+            every_operation(&mut manager).expect("goes on");
+            manager.sequence(vec![9; 4000], b"", true).expect("tokens");
+        }
+        manager.check().expect("sound");
+        let error = manager.stop_recording().expect_err("the disk is full");
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        every_operation(&mut manager).expect("goes on");
+        manager.check().expect("sound");
+        manager.stop_recording().expect("told once");
+    }
+}
+
+/// Leases that other threads drop while the manager works: wherever that falls, it is replayed there.
+#[test]
+fn drops_on_other_threads_are_replayed_where_they_fell() {
+    let recording = Recording::default();
+    let mut manager = BlockManager::new(Config::new(8, 1)).expect("valid");
+    manager.record(recording.clone()).expect("new");
+    thread::scope(|scope| {
+        for round in 0..500_u32 {
+            let seq = manager
+                .sequence(vec![round % 5, 6, round % 3], b"", true)
+                .expect("tokens");
+            let plan = manager.begin_step(64).expect("none open");
+            match manager
+                .prefill(plan.key(), seq.key(), 64, None)
+                .expect("fresh")
+            {
+                Prefill::Planned { .. } => drop(manager.commit(plan.key(), &[1]).expect("one")),
+                _ => manager.rollback(plan.key()).expect("open"),
+            }
+            let leases = [
+                manager.lease(seq.key()).expect("live"),
+                manager
+                    .match_prefix(&[round % 5, 6], b"")
+                    .expect("a short namespace"),
+            ];
+            scope.spawn(move || drop((leases, seq)));
+            manager.check().expect("sound while they go");
+        }
+    });
+    manager.check().expect("sound");
+    manager.stop_recording().expect("memory takes everything");
+    let report = replay(&recording.bytes()[..]).expect("whole");
+    assert_eq!(report.divergence, None);
+    assert_eq!(
+        (report.ledger, report.stats),
+        (manager.ledger(), manager.stats())
+    );
+    assert_eq!((report.ledger.active, report.ledger.leased), (0, 0));
+}
+
+/// Counts that are as large as they can be are counts like others.
+#[test]
+fn the_largest_numbers_do_not_wrap() {
+    let mut manager = BlockManager::new(small()).expect("valid");
+    let seq = manager.sequence(vec![1, 2], b"", true).expect("tokens");
+    let plan = manager.begin_step(usize::MAX).expect("none open");
+    let (plan, key) = (plan.key(), seq.key());
+    manager
+        .prefill(plan, key, usize::MAX, Some(0))
+        .expect("fresh");
+    let counts = [usize::MAX, 2];
+    assert!(manager.commit_accepted(plan, &[1], &counts[..1]).is_err());
+    assert!(manager.commit_accepted(plan, &[1], &counts).is_err());
+    manager.commit(plan, &[3]).expect("one");
+    let plan = manager.begin_step(usize::MAX).expect("none open");
+    assert_eq!(manager.decode(plan.key(), &[key], usize::MAX), Ok(vec![0]));
+    manager.check().expect("sound");
+}

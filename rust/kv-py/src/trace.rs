@@ -1,0 +1,165 @@
+//! Record and replay: files for the core, its report for Python.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use kv_core::TraceError as CoreError;
+use pyo3::exceptions::PyOSError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::answers::{Ledger, Stats};
+use crate::errors::TraceError;
+
+/// An error of the system, with its number and the file, as Python would raise it itself.
+pub(crate) fn os_error(error: &io::Error, path: Option<&Path>) -> PyErr {
+    let text = error.to_string();
+    let Some(code) = error.raw_os_error() else {
+        return PyOSError::new_err(text);
+    };
+    let text = text.replace(&format!(" (os error {code})"), "");
+    match path {
+        None => PyOSError::new_err((code, text)),
+        Some(path) => PyOSError::new_err((code, text, path.display().to_string())),
+    }
+}
+
+/// What a replay came to.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct ReplayReport(kv_core::Report);
+
+#[pymethods]
+impl ReplayReport {
+    /// The version that recorded.
+    #[getter]
+    fn recorded_by(&self) -> &str {
+        &self.0.recorded_by
+    }
+
+    /// The manager's settings by their names; `hash_seed` is the one that was in force.
+    #[getter]
+    fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let kv_core::Config {
+            num_blocks,
+            block_size,
+            ref groups,
+            prefix_caching,
+            in_flight_sharing,
+            events,
+            eviction,
+            hash_seed,
+            hash_bits,
+        } = self.0.config;
+        let dict = PyDict::new(py);
+        dict.set_item("num_blocks", num_blocks)?;
+        dict.set_item("block_size", block_size)?;
+        dict.set_item("groups", PyTuple::new(py, groups)?)?;
+        dict.set_item("prefix_caching", prefix_caching)?;
+        dict.set_item("in_flight_sharing", in_flight_sharing)?;
+        dict.set_item("events", events)?;
+        dict.set_item("eviction", eviction.name())?;
+        dict.set_item("hash_seed", hash_seed)?;
+        dict.set_item("hash_bits", hash_bits)?;
+        Ok(dict)
+    }
+
+    /// How many operations of each kind were replayed.
+    #[getter]
+    fn operations<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (kind, count) in &self.0.operations {
+            dict.set_item(kind, count)?;
+        }
+        Ok(dict)
+    }
+
+    /// Where every block is at the end.
+    #[getter]
+    fn ledger(&self) -> Ledger {
+        Ledger(self.0.ledger)
+    }
+
+    /// The counters at the end.
+    #[getter]
+    fn stats(&self) -> Stats {
+        Stats(self.0.stats)
+    }
+
+    /// The first difference that `check()` found at the end; None if it found none.
+    #[getter]
+    fn failed_check(&self) -> Option<&str> {
+        self.0.check.as_ref().err().map(String::as_str)
+    }
+
+    /// Whether `stop_recording()` has ended the recording.
+    #[getter]
+    fn is_complete(&self) -> bool {
+        self.0.complete
+    }
+
+    /// The first operation that was answered otherwise; None if there is none.
+    #[getter]
+    fn divergence(&self) -> Option<Divergence> {
+        self.0.divergence.as_ref().map(|parted| Divergence {
+            operation: parted.operation,
+            call: parted.call.to_string(),
+            recorded: parted.recorded.to_string(),
+            obtained: parted.obtained_in_words(),
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let operations: u64 = self.0.operations.iter().map(|(_, count)| count).sum();
+        match &self.0.divergence {
+            None => format!("<ReplayReport, {operations} operations, no divergence>"),
+            Some(parted) => format!("<ReplayReport, {parted}>"),
+        }
+    }
+}
+
+/// An operation that a replay answered otherwise; nothing was replayed after it.
+#[pyclass(frozen, get_all, module = "pyengine._kv")]
+pub(crate) struct Divergence {
+    /// Which one, counted from 1.
+    operation: u64,
+    /// The operation, in words.
+    call: String,
+    /// Its answer in the recording, in words.
+    recorded: String,
+    /// Its answer now, in words.
+    obtained: String,
+}
+
+#[pymethods]
+impl Divergence {
+    fn __repr__(&self) -> String {
+        let Self {
+            operation,
+            call,
+            recorded,
+            obtained,
+        } = self;
+        format!(
+            "Divergence(operation={operation}, call={call:?}, recorded={recorded:?}, obtained={obtained:?})"
+        )
+    }
+}
+
+/// Replays a file that `BlockManager.record` wrote, up to the first operation that is answered
+/// otherwise. Runs without the GIL.
+///
+/// Raises `TraceError` for a file that is no recording, is of another version, cut or damaged;
+/// `OSError` for one that cannot be read.
+#[pyfunction]
+#[pyo3(signature = (path, /))]
+pub(crate) fn replay(py: Python<'_>, path: PathBuf) -> PyResult<ReplayReport> {
+    py.detach(|| {
+        let file = File::open(&path).map_err(|error| os_error(&error, Some(&path)))?;
+        match kv_core::replay(file) {
+            Ok(report) => Ok(ReplayReport(report)),
+            Err(CoreError::Io(error)) => Err(os_error(&error, Some(&path))),
+            Err(error) => Err(TraceError::new_err(error.to_string())),
+        }
+    })
+}

@@ -1,0 +1,146 @@
+"""Recordings of a manager: what a replay finds, and files that are none."""
+
+from pathlib import Path
+
+import pytest
+
+from pyengine.cache import BlockManager, KvError, TraceError, replay
+from tests.support.blocks import compute, computed, unchanged
+
+
+def record(path: Path, **settings: object) -> BlockManager:
+    """A manager after a few prompts with a common prefix, and its recording."""
+    manager = BlockManager(8, 4, **settings)
+    manager.record(path)
+    for last in range(4):
+        sequence = computed(manager, [1, 2, 3, 4, 5, 6, 7, 8, last], namespace=b"tenant")
+        with sequence.lease():
+            sequence.reset()
+    pair = [manager.sequence([9]), manager.sequence([9])]
+    compute(manager, *pair)
+    for token in (7, 8, 9):
+        plan = manager.begin_step(4)
+        plan.decode(pair)
+        plan.commit([token, token])
+    del sequence, pair
+    manager.stop_recording()
+    return manager
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.kvtrace"
+    record(path)
+    return path
+
+
+@pytest.mark.parametrize("eviction", ["lru", "2q"])
+def test_a_replay_comes_to_the_same_end(tmp_path: Path, eviction: str) -> None:
+    path = tmp_path / "a.kvtrace"
+    manager = record(path, eviction=eviction, events=True, in_flight_sharing=False)
+    report = replay(path)
+    assert report.divergence is None
+    assert report.failed_check is None
+    assert report.is_complete
+    assert report.ledger == manager.ledger()
+    assert report.stats.as_dict() == manager.stats().as_dict()
+    assert report.stats.merged_blocks == 1
+    assert report.operations["sequence"] == 6
+    assert report.operations["drop_lease"] == 4
+    assert report.operations["drop_sequence"] == 6
+    assert "stop_recording" not in report.operations
+    seed = report.settings.pop("hash_seed")
+    assert isinstance(seed, int)
+    assert report.settings | {"hash_seed": seed} == {
+        "num_blocks": 8,
+        "block_size": 4,
+        "groups": (None,),
+        "prefix_caching": True,
+        "in_flight_sharing": False,
+        "events": True,
+        "eviction": eviction,
+        "hash_seed": seed,
+        "hash_bits": 128,
+    }
+    assert repr(report).startswith("<ReplayReport, ")
+
+
+def test_paths_are_texts_or_paths(file: Path) -> None:
+    assert replay(str(file)).operations == replay(file).operations
+
+
+def test_a_used_manager_is_left_alone(tmp_path: Path) -> None:
+    manager = BlockManager(8, 4)
+    computed(manager, range(9)).free()
+    path = tmp_path / "never"
+    with unchanged(manager), pytest.raises(TraceError, match="1 sequences and 1 steps"):
+        manager.record(path)
+    assert not path.exists()
+    manager.stop_recording()
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    manager = BlockManager(8, 4)
+    manager.record(tmp_path / "first")
+    with unchanged(manager), pytest.raises(TraceError, match="recorded already"):
+        manager.record(tmp_path / "second")
+    manager.stop_recording()
+    manager.stop_recording()
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+    manager = BlockManager(8, 4)
+    with unchanged(manager), pytest.raises(FileNotFoundError) as caught:
+        manager.record(tmp_path / "no" / "folder")
+    assert caught.value.filename == str(tmp_path / "no" / "folder")
+    manager.record(tmp_path / "now")
+    manager.stop_recording()
+
+
+def test_a_disk_that_is_full() -> None:
+    manager = BlockManager(8, 4)
+    manager.record("/dev/full")
+    sequence = computed(manager, range(9))
+    with unchanged(manager), pytest.raises(OSError, match="No space left"):
+        manager.stop_recording()
+    assert sequence.num_computed_tokens == 9
+
+
+def test_a_manager_that_is_dropped_leaves_what_it_did(tmp_path: Path) -> None:
+    manager = BlockManager(8, 4)
+    manager.record(tmp_path / "a")
+    sequence = manager.sequence([1])
+    del manager, sequence
+    report = replay(tmp_path / "a")
+    assert (report.operations, report.is_complete) == ({"sequence": 1}, False)
+
+
+def test_a_cut_names_its_place(file: Path) -> None:
+    whole = file.read_bytes()
+    found = set()
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        try:
+            assert not replay(file).is_complete
+        except TraceError as error:
+            assert f"cut at byte {size}, in " in str(error)
+            found.add(str(error).split("in ", 1)[1].split(";")[0])
+    assert {"its header", "operation 1", "operation 9"} <= found
+
+
+def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[:8] + b"\x07" + whole[9:])
+    with pytest.raises(TraceError, match="version 7, this version reads 1"):
+        replay(file)
+    file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    with pytest.raises(TraceError, match=r"damaged at byte \d+, in operation \d+"):
+        replay(file)
+    file.write_bytes(b"PK\x03\x04 and so on")
+    with pytest.raises(KvError, match="no recording"):
+        replay(file)
+    with pytest.raises(FileNotFoundError):
+        replay(tmp_path / "missing")
+    with pytest.raises(IsADirectoryError):
+        replay(tmp_path)

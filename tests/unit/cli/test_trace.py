@@ -1,0 +1,130 @@
+"""`pyengine trace replay`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pyengine.cache import BlockManager
+from pyengine.cli import trace
+from pyengine.cli.app import app
+from tests.support.blocks import computed
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    manager = BlockManager(64, 4, hash_seed=5)
+    path = tmp_path / "a.kvtrace"
+    manager.record(path)
+    for _ in range(4):
+        computed(manager, range(10)).free()
+    manager.stop_recording()
+    return path
+
+
+def run(file: Path) -> Result:
+    return CliRunner().invoke(app, ["trace", "replay", str(file)])
+
+
+def rows(result: Result) -> dict[str, str]:
+    lines = [line for line in result.stdout.splitlines() if line.startswith("  ")]
+    return {name: value.strip() for name, value in (line[2:].split("  ", 1) for line in lines)}
+
+
+def test_what_happened_is_printed(file: Path) -> None:
+    result = run(file)
+    assert result.exit_code == 0, result.output
+    shown = rows(result)
+    assert shown["num blocks"] == "64"
+    assert shown["hash seed"] == "5"
+    assert (shown["sequence"], shown["commit"], shown["free"]) == ("4", "4", "62")
+    assert (shown["prompt tokens"], shown["prompt tokens cached"]) == ("40", "24")
+    assert (shown["hit rate"], shown["tokens computed"]) == ("60.0%", "16")
+    assert (shown["idle"], shown["blocks merged"], shown["contents evicted"]) == ("2", "0", "0")
+    assert float(shown["seconds"]) < 10
+    assert result.stdout.endswith("20 operations, all answered as recorded\n")
+
+
+def test_a_recording_without_an_end_says_so(file: Path) -> None:
+    whole = file.read_bytes()
+    sizes = range(len(whole) - 1, 0, -1)
+    results = (_cut(file, whole[:size]) for size in sizes)
+    result = next(result for result in results if result.exit_code == 0)
+    assert "20 operations" in result.stdout
+    assert "not ended by stop_recording()" in result.stdout
+
+
+def _cut(file: Path, data: bytes) -> Result:
+    file.write_bytes(data)
+    return run(file)
+
+
+def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parted:
+        operation = 7
+        call = "trim(sequence=3, num_tokens=9)"
+        recorded = "2"
+        obtained = "refused, this sequence was freed; make a new one"
+
+    class Report:
+        def __init__(self, path: Path) -> None:
+            self._real = trace_replay(path)
+
+        def __getattr__(self, name: str) -> object:
+            return Parted if name == "divergence" else getattr(self._real, name)
+
+    trace_replay = trace.replay
+    monkeypatch.setattr(trace, "replay", Report)
+    result = run(file)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "operation 7 is answered otherwise\n"
+        "  call      trim(sequence=3, num_tokens=9)\n"
+        "  recorded  2\n"
+        "  obtained  refused, this sequence was freed; make a new one\n"
+    )
+    assert rows(result)["sequence"] == "4"
+    assert "all answered" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"kvtrace\n\x01\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
+        (b"kvtrace\n\x02", "format version 2, this version reads 1; replay it with"),
+        (b"{}", "is no recording of a BlockManager; give a file that record() has written"),
+    ],
+)
+def test_files_that_cannot_be_replayed(tmp_path: Path, data: bytes, said: str) -> None:
+    file = tmp_path / "bad"
+    file.write_bytes(data)
+    result = run(file)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"error: {file}: ")
+    assert said in line
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, reason in (
+        (tmp_path / "missing", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+    ):
+        result = run(path)
+        assert result.exit_code == 2
+        assert result.stderr == f"error: cannot read {path}: {reason}; give a recording\n"
+
+
+def test_torch_is_not_imported(file: Path) -> None:
+    code = (
+        "import sys; from pyengine.cli import main\n"
+        f"sys.argv = ['pyengine', 'trace', 'replay', {str(file)!r}]\n"
+        "try: main()\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
