@@ -41,10 +41,15 @@ pub enum Error {
     },
     /// A handle of another manager.
     Foreign {
-        /// Sequence, lease or plan.
+        /// Sequence or plan.
         what: &'static str,
         /// Its number there.
         id: u64,
+    },
+    /// A lease of another manager.
+    ForeignLease {
+        /// Tokens that it covers.
+        tokens: usize,
     },
     /// The lease was released.
     ReleasedLease,
@@ -207,6 +212,10 @@ impl fmt::Display for Error {
                     "{what} {id} belongs to another BlockManager; use it there"
                 )
             }
+            ForeignLease { tokens } => write!(
+                f,
+                "this lease of {tokens} tokens belongs to another BlockManager; match the prefix here"
+            ),
             ReleasedLease => write!(f, "this lease was released; match the prefix again"),
             LeaseMismatch {
                 lease_tokens,

@@ -95,9 +95,8 @@ impl BlockManager {
         self.read_mail();
         let seq = self.sequences.get(key)?;
         if lease.manager() != self.shared.manager {
-            return Err(Error::Foreign {
-                what: "lease",
-                id: 0,
+            return Err(Error::ForeignLease {
+                tokens: lease.num_tokens(),
             });
         }
         if seq.planned > 0 {

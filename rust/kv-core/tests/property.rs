@@ -24,26 +24,26 @@ fn op() -> impl Strategy<Value = Op> {
     let len = 1..14_usize;
     let reserve = prop_oneof![2 => Just(None), 1 => (0..4_usize).prop_map(Some)];
     prop_oneof![
-        8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.9))
+        8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.8))
             .prop_map(|(namespace, pattern, len, read_cache)| Op::New { namespace, pattern, len, read_cache }),
         2 => any::<usize>().prop_map(Op::Drop),
         1 => any::<usize>().prop_map(Op::Free),
-        2 => any::<usize>().prop_map(Op::Reset),
+        1 => any::<usize>().prop_map(Op::Reset),
         2 => (0..2_u8, 0..4_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
         1 => any::<usize>().prop_map(Op::Lease),
         2 => any::<(usize, usize)>().prop_map(|(seq, lease)| Op::Attach(seq, lease)),
-        4 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
+        9 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
         3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
         3 => any::<usize>().prop_map(Op::DropLease),
-        10 => prop_oneof![1 => 0..4_usize, 4 => Just(64_usize)].prop_map(Op::Begin),
-        14 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve)
+        10 => prop_oneof![1 => 0..4_usize, 9 => Just(64_usize)].prop_map(Op::Begin),
+        40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve)
             .prop_map(|(seq, max_tokens, reserve)| Op::Prefill { seq, max_tokens, reserve }),
-        9 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
+        24 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
             .prop_map(|(mask, lookahead)| Op::Decode(mask, lookahead)),
-        5 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),
+        16 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),
         3 => (any::<usize>(), 0..6_usize).prop_map(|(seq, more)| Op::Trim(seq, more)),
         3 => any::<usize>().prop_map(Op::Cancel),
-        9 => any::<u8>().prop_map(Op::Commit),
+        12 => any::<u8>().prop_map(Op::Commit),
         1 => Just(Op::WrongCommit),
         1 => Just(Op::Rollback),
         1 => any::<bool>().prop_map(Op::DropPlan),
@@ -79,7 +79,7 @@ fn run_in(
         2 => Just(vec![None]),
         1 => prop::collection::vec(window, 1..4),
     ];
-    let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.7));
+    let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.5));
     let pool = (2..24_usize, 1..5_usize, groups, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);

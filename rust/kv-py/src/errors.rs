@@ -75,9 +75,10 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::OutOfMemory { .. }
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),
-        Error::FreedSequence { .. } | Error::Foreign { .. } | Error::ReleasedLease => {
-            HandleError::new_err(text)
-        }
+        Error::FreedSequence { .. }
+        | Error::Foreign { .. }
+        | Error::ForeignLease { .. }
+        | Error::ReleasedLease => HandleError::new_err(text),
         Error::LeaseMismatch { .. } | Error::NotFresh { .. } => LeaseError::new_err(text),
         Error::InPlan { .. }
         | Error::NotPlanned { .. }

@@ -76,6 +76,10 @@ struct Arrays {
     logits: Vec<Cell<i64>>,
 }
 
+/// So few that an operation soon comes back to one; the oldest goes.
+const MOST_SEQUENCES: usize = 6;
+const MOST_LEASES: usize = 3;
+
 const TOKENS: usize = 4096;
 const WIDTH: usize = 80;
 const ROWS: usize = 64;
@@ -156,6 +160,7 @@ impl World {
                 len,
                 read_cache,
             } => {
+                self.make_way();
                 let tokens = tokens(pattern, len);
                 let handle = self
                     .manager
@@ -319,11 +324,21 @@ impl World {
             let tokens = seq.tokens[..len].to_vec();
             self.model.seqs.insert(fork.id(), Seq { tokens, ..seq });
         }
+        self.make_way();
         self.handles.push(fork);
         Ok(())
     }
 
+    fn make_way(&mut self) {
+        if self.handles.len() == MOST_SEQUENCES {
+            self.model.free(self.handles.remove(0).id());
+        }
+    }
+
     fn keep(&mut self, lease: Lease) {
+        if self.leases.len() == MOST_LEASES {
+            self.model.drop_lease(self.leases.remove(0).0);
+        }
         self.leases.push((self.next_lease, lease));
         self.next_lease += 1;
     }

@@ -23,6 +23,11 @@ macro_rules! refused {
 
 impl World {
     pub(super) fn apply_step(&mut self, op: &Op) -> Result<(), TestCaseError> {
+        let plans = matches!(op, Op::Prefill { .. } | Op::Decode(..) | Op::Speculate(..));
+        let is_launched = |step: &Step| step.launched.is_some();
+        if plans && self.steps.len() < 2 && self.steps.back().is_none_or(is_launched) {
+            self.begin(64)?; // or most operations would find nothing to do
+        }
         let plan = match (op, self.steps.back()) {
             (Op::Begin(budget), _) => return self.begin(*budget),
             (_, None) => return Ok(()),
