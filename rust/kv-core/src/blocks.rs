@@ -13,11 +13,14 @@ use crate::retention::Priority;
 use crate::shared::Letter;
 use crate::trace::Call;
 
-/// What the manager knows of a block, apart from its references (atomic, in [`Shared`]).
+/// What the manager knows of a block. Its references are these two counts and those of leases, which
+/// alone are atomic (in [`Shared`](crate::shared::Shared)): nobody else lets go without the manager.
 #[derive(Clone, Copy)]
 pub(crate) struct Block {
     /// Live sequences whose table holds the block.
     pub(crate) seq_refs: u32,
+    /// Open plans that read it beside their sequences' own, once for each time.
+    pub(crate) fences: u32,
     /// The content it holds, if that is registered.
     pub(crate) node: NodeIdx,
     /// The step that computes the content, or has computed it; see `Plan`.
@@ -35,6 +38,7 @@ pub(crate) struct Block {
 impl Block {
     pub(crate) const NEW: Self = Self {
         seq_refs: 0,
+        fences: 0,
         node: NodeIdx::NONE,
         step: 0,
         group: 0,
@@ -64,7 +68,7 @@ impl BlockManager {
         for letter in self.shared.collect() {
             match letter {
                 Letter::Block(block) => {
-                    if self.shared.refs(block) == 0 && !self.queue.contains(block) {
+                    if self.is_unheld(block) && !self.queue.contains(block) {
                         self.enter_queue(block);
                     }
                 }
@@ -145,11 +149,27 @@ impl BlockManager {
         self.blocks[block.at()].is_ready(&self.open)
     }
 
+    /// All holders.
+    #[inline]
+    pub(crate) fn refs_of(&self, block: BlockId) -> u32 {
+        let Block {
+            seq_refs, fences, ..
+        } = self.blocks[block.at()];
+        seq_refs + fences + self.shared.lease_refs_of(block)
+    }
+
+    #[inline]
+    pub(crate) fn is_unheld(&self, block: BlockId) -> bool {
+        let Block {
+            seq_refs, fences, ..
+        } = self.blocks[block.at()];
+        seq_refs + fences == 0 && self.shared.lease_refs_of(block) == 0
+    }
+
     /// A table entry more.
     #[inline]
     pub(crate) fn hold_for_sequence(&mut self, block: BlockId) {
         self.leave_queue(block);
-        self.shared.hold(block);
         let seq_refs = &mut self.blocks[block.at()].seq_refs;
         self.active += usize::from(*seq_refs == 0);
         *seq_refs += 1;
@@ -160,9 +180,37 @@ impl BlockManager {
     pub(crate) fn let_go_for_sequence(&mut self, block: BlockId) {
         let seq_refs = &mut self.blocks[block.at()].seq_refs;
         *seq_refs -= 1;
-        self.active -= usize::from(*seq_refs == 0);
-        if self.shared.let_go(block) {
-            self.enter_queue(block);
+        if *seq_refs == 0 {
+            self.active -= 1;
+            if self.is_unheld(block) {
+                self.enter_queue(block);
+            }
+        }
+    }
+
+    /// The newest plan reads a block, whatever becomes of its holders.
+    pub(crate) fn fence(&mut self, block: BlockId) {
+        self.blocks[block.at()].fences += 1;
+        self.plan_mut().fenced.push(block);
+    }
+
+    /// A plan is closed.
+    pub(crate) fn lift_fence(&mut self, fenced: Vec<BlockId>) {
+        for block in fenced {
+            self.blocks[block.at()].fences -= 1;
+            if self.is_unheld(block) {
+                self.enter_queue(block);
+            }
+        }
+    }
+
+    /// So many blocks are to be allocated: brings what evicting them reads into the processor's cache.
+    pub(crate) fn expect_allocations(&self, count: usize) {
+        let short = count.saturating_sub(self.queue.len_of(List::Free));
+        if short > 1 {
+            let victims = self.queue.iter(self.policy.victim(&self.queue));
+            let nodes = victims.map(|block| self.blocks[block.at()].node);
+            self.tree.touch(nodes.take(short));
         }
     }
 

@@ -109,7 +109,7 @@ impl BlockManager {
         let (mut active, mut idle, mut by_leases) = (0, 0, 0);
         for (index, block) in self.blocks.iter().enumerate() {
             let id = BlockId::new(index);
-            let (refs, queued) = (self.shared.refs(id), self.queue.contains(id));
+            let (refs, queued) = (self.refs_of(id), self.queue.contains(id));
             if block.seq_refs != held[index] {
                 return Err(format!(
                     "{id:?} has seq_refs {}, counted {}",
@@ -117,6 +117,12 @@ impl BlockManager {
                 ));
             }
             let fences = fenced.get(&id).copied().unwrap_or(0);
+            if block.fences != fences {
+                return Err(format!(
+                    "{id:?} has {} fences, counted {fences}",
+                    block.fences
+                ));
+            }
             let Some(leases) = refs.checked_sub(held[index] + fences) else {
                 let counted = held[index] + fences;
                 return Err(format!(

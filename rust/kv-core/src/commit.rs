@@ -136,14 +136,6 @@ impl BlockManager {
         Ok(())
     }
 
-    pub(crate) fn lift_fence(&mut self, fenced: Vec<BlockId>) {
-        for block in fenced {
-            if self.shared.let_go(block) {
-                self.enter_queue(block);
-            }
-        }
-    }
-
     #[inline]
     fn commit_entry(
         &mut self,
@@ -267,9 +259,8 @@ impl BlockManager {
             seq.table[at] = first;
             seq.table_version += 1;
             // A step that is planned already may still read the duplicate.
-            if let Some(plan) = self.open.back_mut() {
-                self.shared.hold(mine);
-                plan.fenced.push(mine);
+            if !self.open.is_empty() {
+                self.fence(mine);
             }
             self.let_go_for_sequence(mine);
             self.stats.merged_blocks += 1;

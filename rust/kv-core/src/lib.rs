@@ -45,6 +45,7 @@ mod fill;
 mod groups;
 mod hash;
 mod ids;
+mod index;
 mod life;
 mod manager;
 mod matching;

@@ -102,7 +102,7 @@ impl BlockManager {
         self.read_mail();
         let seq = self.sequences.get(key)?;
         let blocks = seq.table.iter().copied().filter_map(BlockId::some);
-        Ok(blocks.filter(|&block| self.shared.refs(block) == 1).count())
+        Ok(blocks.filter(|&block| self.refs_of(block) == 1).count())
     }
 
     /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
@@ -139,7 +139,7 @@ impl BlockManager {
     /// All holders of a block: table entries and leases.
     pub fn refs(&mut self, block: u32) -> Result<u32, Error> {
         self.read_mail();
-        Ok(self.shared.refs(self.known(block)?))
+        Ok(self.refs_of(self.known(block)?))
     }
 
     /// Live sequences whose table holds a block.

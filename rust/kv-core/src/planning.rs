@@ -441,11 +441,9 @@ impl BlockManager {
         let seq = self.sequences.at_mut(slot);
         let source = std::mem::replace(&mut seq.table[at], copy);
         seq.table_version += 1;
-        self.shared.hold(source);
+        self.fence(source);
         self.let_go_for_sequence(source);
-        let plan = self.plan_mut();
-        plan.copies.push((source, copy));
-        plan.fenced.push(source);
+        self.plan_mut().copies.push((source, copy));
         source
     }
 
@@ -463,6 +461,8 @@ impl BlockManager {
         if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
             return 0;
         }
+        self.hash_ahead(slot, end / block_size);
+        self.expect_allocations((end / block_size - from) * groups);
         let step = self.plan_mut().step();
         let mut in_flight = 0;
         for row in from..end / block_size {
@@ -491,6 +491,19 @@ impl BlockManager {
             self.stand_on(slot, row, node);
         }
         in_flight
+    }
+
+    /// Hashes what is not hashed yet of the first `rows` blocks, all at once.
+    fn hash_ahead(&mut self, slot: u32, rows: usize) {
+        let block_size = self.config.block_size;
+        let seq = self.sequences.at_mut(slot);
+        let known = seq.hashes.len();
+        if rows > known {
+            let last = seq.hashes.last();
+            let parent = last.map_or_else(|| self.tree.hash(seq.root), |&hash| hash);
+            let blocks = seq.tokens[known * block_size..rows * block_size].chunks_exact(block_size);
+            self.tree.hash_ahead(parent, blocks, &mut seq.hashes);
+        }
     }
 
     /// A row more in the table: the blocks that hold `node`, and new ones where there is none.

@@ -1,4 +1,5 @@
-//! What is shared without the manager's lock: reference counts, and a mailbox for what was let go.
+//! What is shared without the manager's lock: the references of leases, and a mailbox for what was let
+//! go.
 //!
 //! A lease may be dropped by any thread at any time. It lowers the counts of its blocks itself; the
 //! blocks that reached zero are named in the mailbox and the manager puts them into its queue at its
@@ -25,6 +26,7 @@ pub(crate) enum Letter {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) manager: u32,
+    /// By block.
     refs: Box<[AtomicU32]>,
     mail: Mutex<Vec<Letter>>,
     has_mail: AtomicBool,
@@ -55,21 +57,23 @@ impl Shared {
         })
     }
 
+    /// Leases that hold the block.
     #[inline]
-    pub(crate) fn refs(&self, block: BlockId) -> u32 {
+    pub(crate) fn lease_refs_of(&self, block: BlockId) -> u32 {
+        // Acquire: what the last lease's holder read of the block happened before its reuse.
         self.refs[block.at()].load(Ordering::Acquire)
     }
 
-    /// One holder more. Only the manager, under its lock, creates holders.
+    /// One lease more. Only the manager, under its lock, makes leases.
     #[inline]
-    pub(crate) fn hold(&self, block: BlockId) {
+    fn hold(&self, block: BlockId) {
         self.refs[block.at()].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// One holder less; true if it was the last.
+    /// One lease less; true if it was the last.
     #[inline]
     pub(crate) fn let_go(&self, block: BlockId) -> bool {
-        // Release: what this holder read of the block happened before the block's reuse.
+        // Release: what this lease's holder read of the block happened before its reuse.
         // Acquire: the last one sees what all others did before they let go.
         self.refs[block.at()].fetch_sub(1, Ordering::AcqRel) == 1
     }

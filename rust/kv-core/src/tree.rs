@@ -5,16 +5,17 @@
 //! (for a root) a sequence. So an ancestor's block may go first; whoever computes it again attaches
 //! to the same node and its descendants match again.
 //!
-//! The index is a hash table of chains through the nodes themselves: no tombstones, no rehashing,
-//! no allocation. A step down the tree is a hit only if the candidate's parent *is* the node stood
+//! A step down the tree is a hit only if the candidate's parent *is* the node stood
 //! on and its tokens *are equal*; a hash collision costs a miss, never a wrong block.
 
 use std::collections::HashMap;
 use std::collections::TryReserveError;
+use std::hint::black_box;
 
 use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
+use crate::index::HashIndex;
 use crate::retention::Priority;
 
 #[derive(Clone)]
@@ -24,8 +25,6 @@ struct Node {
     parent: NodeIdx,
     /// The child that was made or matched last: the first guess of a walk. May be stale.
     latest_child: NodeIdx,
-    /// The next node of the same bucket.
-    next: NodeIdx,
     /// The block of the first layer group.
     block: BlockId,
     priority: Priority,
@@ -67,7 +66,7 @@ pub(crate) struct ContentTree {
     /// The blocks of the other groups, `groups - 1` per node slot: nothing where there is one group.
     more_blocks: Vec<BlockId>,
     free_slots: Vec<NodeIdx>,
-    buckets: Vec<NodeIdx>,
+    index: HashIndex,
     roots: HashMap<Box<[u8]>, NodeIdx>,
     next_id: u64,
     /// Blocks hashed so far.
@@ -77,7 +76,7 @@ pub(crate) struct ContentTree {
 impl ContentTree {
     /// Bytes per block of the pool, the index included.
     pub(crate) fn bytes_per_block(block_size: usize) -> usize {
-        size_of::<Node>() + block_size * size_of::<u32>() + 2 * size_of::<NodeIdx>()
+        size_of::<Node>() + block_size * size_of::<u32>() + HashIndex::BYTES_PER_BLOCK
     }
 
     pub(crate) fn new(
@@ -86,12 +85,9 @@ impl ContentTree {
         groups: usize,
         hasher: ContentHasher,
     ) -> Result<Self, TryReserveError> {
-        let (mut nodes, mut tokens, mut buckets) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut nodes, mut tokens) = (Vec::new(), Vec::new());
         nodes.try_reserve_exact(num_blocks)?;
         tokens.try_reserve_exact(num_blocks.saturating_mul(block_size))?;
-        let slots = num_blocks.next_power_of_two();
-        buckets.try_reserve_exact(slots)?;
-        buckets.resize(slots, NodeIdx::NONE);
         Ok(Self {
             block_size,
             hasher,
@@ -100,7 +96,7 @@ impl ContentTree {
             groups,
             more_blocks: Vec::new(),
             free_slots: Vec::new(),
-            buckets,
+            index: HashIndex::new(num_blocks)?,
             roots: HashMap::new(),
             next_id: 0,
             hashed: 0,
@@ -149,7 +145,7 @@ impl ContentTree {
             if parent == NodeIdx::NONE {
                 self.roots.retain(|_, root| *root != node);
             } else {
-                self.unlink_from_bucket(node);
+                self.index.remove(self.nodes[node.at()].hash, node);
             }
             self.free_slots.push(node);
             if parent == NodeIdx::NONE {
@@ -183,15 +179,37 @@ impl ContentTree {
         }
     }
 
+    /// The hashes of the blocks that follow the content hashed `parent`, added to `hashes`. Afterwards
+    /// they are soon found.
+    pub(crate) fn hash_ahead<'a>(
+        &mut self,
+        mut parent: u128,
+        blocks: impl Iterator<Item = &'a [u32]>,
+        hashes: &mut Vec<u128>,
+    ) {
+        let mut touched = 0;
+        for tokens in blocks {
+            parent = self.hasher.child(parent, tokens);
+            touched ^= self.index.touch(parent);
+            self.hashed += 1;
+            hashes.push(parent);
+        }
+        black_box(touched);
+    }
+
+    /// The contents of these blocks are about to be evicted.
+    pub(crate) fn touch(&self, nodes: impl Iterator<Item = NodeIdx>) {
+        let touch = |node: NodeIdx| self.index.touch(self.hash(node));
+        black_box(nodes.map(touch).fold(0, |all, one| all ^ one));
+    }
+
     /// A new content under `parent`. It must be given a block at once.
     #[inline]
     pub(crate) fn insert(&mut self, parent: NodeIdx, tokens: &[u32], hash: u128) -> NodeIdx {
         let node = self.new_slot(hash, parent);
         let start = node.at() * self.block_size;
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
-        let bucket = self.bucket(hash);
-        let next = std::mem::replace(&mut self.buckets[bucket], node);
-        self.nodes[node.at()].next = next;
+        self.index.insert(hash, node);
         let parent = &mut self.nodes[parent.at()];
         parent.holds += 1;
         parent.latest_child = node;
@@ -315,35 +333,9 @@ impl ContentTree {
     }
 
     #[inline]
-    fn bucket(&self, hash: u128) -> usize {
-        hash as usize & (self.buckets.len() - 1)
-    }
-
-    #[inline]
     fn find(&self, hash: u128) -> Option<NodeIdx> {
-        let mut at = self.buckets[self.bucket(hash)];
-        while at != NodeIdx::NONE {
-            let node = &self.nodes[at.at()];
-            if node.hash == hash {
-                return Some(at);
-            }
-            at = node.next;
-        }
-        None
-    }
-
-    fn unlink_from_bucket(&mut self, node: NodeIdx) {
-        let bucket = self.bucket(self.nodes[node.at()].hash);
-        let next = self.nodes[node.at()].next;
-        if self.buckets[bucket] == node {
-            self.buckets[bucket] = next;
-            return;
-        }
-        let mut at = self.buckets[bucket];
-        while self.nodes[at.at()].next != node {
-            at = self.nodes[at.at()].next;
-        }
-        self.nodes[at.at()].next = next;
+        self.index
+            .find(hash, |node| self.nodes[node.at()].hash == hash)
     }
 
     fn new_slot(&mut self, hash: u128, parent: NodeIdx) -> NodeIdx {
@@ -353,7 +345,6 @@ impl ContentTree {
             id: ContentId(self.next_id),
             parent,
             latest_child: NodeIdx::NONE,
-            next: NodeIdx::NONE,
             block: BlockId::NONE,
             priority: Priority::Normal,
             holds: 0,
@@ -428,7 +419,7 @@ impl ContentTree {
                 self.free_slots.len()
             ));
         }
-        let linked: usize = self.buckets.iter().map(|&head| self.chain_len(head)).sum();
+        let linked = self.index.len();
         if linked + self.roots.len() != self.len() {
             return Err(format!(
                 "{} contents, {linked} in the index and {} roots",
@@ -437,11 +428,5 @@ impl ContentTree {
             ));
         }
         Ok(())
-    }
-
-    fn chain_len(&self, head: NodeIdx) -> usize {
-        std::iter::successors(head.some(), |node| self.nodes[node.at()].next.some())
-            .take(self.nodes.len() + 1)
-            .count()
     }
 }

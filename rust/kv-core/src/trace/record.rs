@@ -131,7 +131,7 @@ impl BlockManager {
         self.note(|_| Call::drop_lease(lease), ());
         let blocks = table.iter().copied().filter_map(BlockId::some);
         for block in blocks.clone().rev() {
-            if self.shared.let_go(block) {
+            if self.shared.let_go(block) && self.is_unheld(block) {
                 self.enter_queue(block);
             }
         }
