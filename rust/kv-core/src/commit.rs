@@ -6,7 +6,7 @@
 use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, PlanKey};
 use crate::manager::BlockManager;
-use crate::plan::{Entry, Plan, Redirect};
+use crate::plan::{Entry, More, Plan, Redirect};
 use crate::trace::{Call, accepted};
 use crate::tree::Step;
 
@@ -17,6 +17,7 @@ impl BlockManager {
     /// first, and reports the latter. Appends the sampled tokens to their sequences. In a plan with
     /// drafts use [`BlockManager::commit_accepted`].
     pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Redirect>, Error> {
+        self.read_mail();
         let entries = &self.oldest_plan(plan)?.entries;
         let expected = entries.iter().filter(|entry| entry.samples).count();
         if sampled.len() != expected {
@@ -25,7 +26,7 @@ impl BlockManager {
                 given: sampled.len(),
             });
         }
-        self.commit_accepted(plan, sampled, &vec![1; expected])
+        Ok(self.close_oldest(sampled, None))
     }
 
     /// Takes the step as computed: `counts` says how many tokens each sampling sequence accepted, in
@@ -40,67 +41,72 @@ impl BlockManager {
     ) -> Result<Vec<Redirect>, Error> {
         self.read_mail();
         self.check_accepted(plan, tokens, counts)?;
+        Ok(self.close_oldest(tokens, Some(counts)))
+    }
+
+    /// `counts: None`: one token for each sampling sequence.
+    fn close_oldest(&mut self, tokens: &[u32], counts: Option<&[usize]>) -> Vec<Redirect> {
         let Plan {
             key,
-            entries,
+            mut entries,
             copies,
             fenced,
             ..
-        } = self.open.pop_front().expect("checked above");
+        } = self.open.pop_front().expect("checked before");
         self.shared.close_plan(key);
         let mut redirects = Vec::new();
-        let all = (tokens, counts);
-        let (mut tokens, mut counts) = (tokens, counts.iter());
         // First: what a later entry announced may be the parent of what an earlier one registers.
         for entry in &entries {
-            self.tell_announced(entry);
-        }
-        for entry in &entries {
-            let mut end = entry.start + entry.len;
-            if entry.samples
-                && let Some(&count) = counts.next()
-            {
-                let (accepted, rest) = tokens.split_at(count);
-                tokens = rest;
-                let seq = self.sequences.at_mut(entry.slot);
-                seq.tokens.extend_from_slice(accepted);
-                seq.pending -= 1;
-                end -= entry.drafts.len() + 1 - count;
-                self.stats.draft_tokens += entry.drafts.len() as u64;
-                self.stats.accepted_draft_tokens += count as u64 - 1;
+            if let Some(more) = &entry.more {
+                self.tell_announced(entry.slot, more);
             }
-            self.commit_entry(entry, end, key.serial as u32, &mut redirects);
-            self.close_entry(entry);
+        }
+        let (mut rest, mut sampling) = (tokens, 0);
+        let mut dropped = Vec::new();
+        for entry in &entries {
+            let mut accepted = &[][..];
+            if entry.samples {
+                let count = counts.map_or(1, |counts| counts[sampling]);
+                (accepted, rest) = rest.split_at(count);
+                sampling += 1;
+            }
+            self.commit_entry(entry, accepted, key.serial as u32, &mut redirects);
+            if self.close_entry(entry) {
+                dropped.push(entry.slot);
+            }
         }
         // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
-        for entry in &entries {
-            let seq = self.sequences.at(entry.slot);
-            if seq.dropped && seq.planned == 0 {
-                self.drop_sequence(entry.slot);
-            }
+        for slot in dropped {
+            self.drop_sequence(slot);
         }
+        entries.clear();
+        self.spare_entries = entries;
         self.lift_fence(fenced);
         self.stats.copied_blocks += copies.len() as u64;
         self.stats.committed_steps += 1;
         self.note(
-            |_| Call::commit(key.serial, all.0, accepted(all.1)),
+            |_| Call::commit(key.serial, tokens, counts.map_or(&[][..], accepted)),
             &redirects,
         );
-        Ok(redirects)
+        redirects
     }
 
-    /// A committed plan does not hold the sequence any more.
-    fn close_entry(&mut self, entry: &Entry) {
+    /// A committed plan does not hold the sequence any more. Whether that was all that did.
+    #[inline]
+    fn close_entry(&mut self, entry: &Entry) -> bool {
         let seq = self.sequences.at_mut(entry.slot);
         seq.planned -= 1;
-        seq.cached += entry.adopted;
-        if !entry.drafts.is_empty() {
-            seq.speculating = false;
-            seq.ahead = seq.computed;
+        if let Some(more) = &entry.more {
+            seq.cached += more.adopted;
+            if !more.drafts.is_empty() {
+                seq.speculating = false;
+                seq.ahead = seq.computed;
+            }
         }
         if seq.planned == 0 {
             seq.last_plan = 0;
         }
+        seq.planned == 0 && seq.dropped
     }
 
     fn check_accepted(&self, plan: PlanKey, tokens: &[u32], counts: &[usize]) -> Result<(), Error> {
@@ -123,42 +129,46 @@ impl BlockManager {
         for (entry, &accepted) in sampling.zip(counts) {
             let (mine, others) = rest.split_at(accepted);
             rest = others;
-            let drafts = entry.drafts.len();
-            let fits = (1..=drafts + 1).contains(&accepted);
-            if !fits || mine[..accepted - 1] != entry.drafts[..accepted - 1] {
+            let drafts = &entry.more().drafts;
+            let fits = (1..=drafts.len() + 1).contains(&accepted);
+            if !fits || mine[..accepted - 1] != drafts[..accepted - 1] {
                 return Err(Error::Accepted {
                     sequence: self.sequences.at(entry.slot).id,
                     accepted,
-                    drafts,
+                    drafts: drafts.len(),
                 });
             }
         }
         Ok(())
     }
 
+    /// Appends what the sequence accepted and registers what became full.
     #[inline]
     fn commit_entry(
         &mut self,
         entry: &Entry,
-        end: usize,
+        accepted: &[u32],
         step: u32,
         redirects: &mut Vec<Redirect>,
     ) {
-        let stats = &mut self.stats;
-        stats.computed_tokens += entry.len as u64;
-        stats.in_flight_blocks += entry.in_flight as u64;
-        stats.present_blocks += entry.present.len() as u64;
-        if entry.prefill {
-            stats.prompt_tokens += (entry.adopted + entry.len) as u64;
-            stats.cached_tokens += entry.adopted as u64;
-            stats.hit_blocks += entry.matched_blocks as u64;
-        }
         let seq = self.sequences.at_mut(entry.slot);
-        seq.computed = end;
-        let full = seq.computed / self.config.block_size;
+        seq.computed = entry.start + entry.len;
+        if let [token] = accepted {
+            seq.tokens.push(*token);
+            seq.pending -= 1;
+        } else if !accepted.is_empty() {
+            seq.tokens.extend_from_slice(accepted);
+            seq.pending -= 1;
+        }
+        self.stats.computed_tokens += entry.len as u64;
+        if let Some(more) = &entry.more {
+            self.commit_more(entry, more, accepted.len());
+        }
+        let seq = self.sequences.at(entry.slot);
+        let full = self.groups.row_of(seq.computed);
         if full > seq.chain.blocks && !seq.chain.private && self.config.prefix_caching {
-            for index in seq.chain.blocks..full {
-                if !self.register(entry.slot, index, step, redirects) {
+            for row in seq.chain.blocks..full {
+                if !self.register(entry.slot, row, step, redirects) {
                     break;
                 }
             }
@@ -166,20 +176,37 @@ impl BlockManager {
         self.slide(entry.slot, entry.before.rows);
     }
 
+    /// What only prefills and drafts do; `accepted` tokens.
+    fn commit_more(&mut self, entry: &Entry, more: &More, accepted: usize) {
+        let stats = &mut self.stats;
+        stats.in_flight_blocks += more.in_flight as u64;
+        stats.present_blocks += more.present.len() as u64;
+        if more.prefill {
+            stats.prompt_tokens += (more.adopted + entry.len) as u64;
+            stats.cached_tokens += more.adopted as u64;
+            stats.hit_blocks += more.matched_blocks as u64;
+        }
+        if !more.drafts.is_empty() {
+            stats.draft_tokens += more.drafts.len() as u64;
+            stats.accepted_draft_tokens += accepted as u64 - 1;
+            let seq = self.sequences.at_mut(entry.slot);
+            seq.computed -= more.drafts.len() + 1 - accepted;
+        }
+    }
+
     /// Contents that the entry announced are there now.
-    fn tell_announced(&mut self, entry: &Entry) {
+    fn tell_announced(&mut self, slot: u32, more: &More) {
         let groups = self.groups.len();
-        let rows = entry.announce_from..entry.announce_from + entry.announced;
-        for row in rows {
+        for row in more.announce_from..more.announce_from + more.announced {
             // A content of which a block was there before is no news.
             let entries = row * groups..(row + 1) * groups;
-            if entries.clone().any(|at| entry.is_present(at)) {
+            if entries.clone().any(|at| more.is_present(at)) {
                 continue;
             }
             self.stats.registered_blocks += 1;
             if self.config.events {
-                let block = self.sequences.at(entry.slot).table[entries.start];
-                self.tell_stored(entry.slot, self.blocks[block.at()].node);
+                let block = self.sequences.at(slot).table[entries.start];
+                self.tell_stored(slot, self.blocks[block.at()].node);
             }
         }
     }

@@ -132,7 +132,7 @@ impl BlockManager {
     /// The tokens that an entry computes: known ones, then its drafts.
     fn entry_tokens<'a>(&'a self, entry: &'a Entry) -> impl Iterator<Item = u32> + 'a {
         let seq = self.sequences.at(entry.slot);
-        let known = seq.tokens[entry.start..].iter().chain(&entry.drafts);
+        let known = seq.tokens[entry.start..].iter().chain(&entry.more().drafts);
         known.take(entry.len).copied()
     }
 
@@ -182,15 +182,15 @@ impl BlockManager {
         let (start, end) = (entry.start, entry.start + entry.len);
         let tokens = self.entry_tokens(entry).map(i64::from);
         // A pending token: -1 - (its row among the logits of the step before).
-        let is_pending = end > seq.tokens.len() + entry.drafts.len();
+        let is_pending = end > seq.tokens.len() + entry.more().drafts.len();
         let pending = entry.pending_row.filter(|_| is_pending);
         let pending = pending.map(|row| -1 - row as i64);
         arrays.input_ids.write(at, tokens.chain(pending));
         arrays.positions.write(at, start as i64..end as i64);
         for group in 0..groups {
             let slots = (start..end).map(|position| {
-                let place = position / block_size * groups + group;
-                if position < entry.write_from || entry.is_present(place) {
+                let place = self.groups.row_of(position) * groups + group;
+                if position < entry.write_from || entry.more().is_present(place) {
                     return -1;
                 }
                 (seq.table[place].at() * block_size + position % block_size) as i64

@@ -22,6 +22,8 @@ pub(crate) struct Groups {
     /// Rows that a window may reach into; all of them without a window.
     reach: Box<[usize]>,
     block_size: usize,
+    /// log2 of a block size that is a power of two: a shift is cheaper than a division.
+    shift: Option<u32>,
     has_windows: bool,
 }
 
@@ -39,6 +41,9 @@ impl Groups {
         Ok(Self {
             reach: windows.iter().map(reach).collect(),
             block_size,
+            shift: block_size
+                .is_power_of_two()
+                .then(|| block_size.trailing_zeros()),
             has_windows: windows.iter().any(Option::is_some),
         })
     }
@@ -52,6 +57,21 @@ impl Groups {
     #[inline]
     pub(crate) fn block_size(&self) -> usize {
         self.block_size
+    }
+
+    /// The row of a position: the full rows before it.
+    #[inline]
+    pub(crate) fn row_of(&self, position: usize) -> usize {
+        match self.shift {
+            Some(shift) => position >> shift,
+            None => position / self.block_size,
+        }
+    }
+
+    /// Rows that so many tokens take.
+    #[inline]
+    pub(crate) fn rows(&self, num_tokens: usize) -> usize {
+        self.row_of(num_tokens.saturating_add(self.block_size - 1))
     }
 
     #[inline]

@@ -38,6 +38,7 @@ mod blocks;
 mod check;
 mod commit;
 mod config;
+mod entering;
 mod error;
 mod events;
 mod eviction;

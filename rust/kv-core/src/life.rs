@@ -194,12 +194,17 @@ impl BlockManager {
         let hashes = seq.hashes[..seq.hashes.len().min(num_tokens / block_size)].to_vec();
         let sequence = seq.id;
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
+        let parent = key.slot;
         let key = self.sequences.insert(tokens, root, read_cache);
         self.tree.hold(root);
         for block in table.iter().copied().filter_map(BlockId::some) {
             self.hold_for_sequence(block);
         }
+        let shared_rows = self.groups.rows(computed);
+        let parent = self.sequences.at_mut(parent);
+        parent.shared_rows = parent.shared_rows.max(shared_rows);
         let fork = self.sequences.at_mut(key.slot);
+        fork.shared_rows = shared_rows;
         (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
         fork.stand(computed);
         fork.cached = cached;
@@ -265,7 +270,7 @@ impl BlockManager {
         self.release_table(key.slot, 0);
         let seq = self.sequences.at_mut(key.slot);
         seq.stand(0);
-        seq.cached = 0;
+        (seq.cached, seq.shared_rows) = (0, 0);
         seq.chain = Chain::at_root(seq.root);
         self.note(|_| Call::reset(key.id), ());
         Ok(())

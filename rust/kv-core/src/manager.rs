@@ -12,7 +12,7 @@ use crate::groups::Groups;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::matching::Match;
-use crate::plan::Plan;
+use crate::plan::{Entry, Plan};
 use crate::queue::{FreeQueue, List};
 use crate::retention::Retention;
 use crate::sequence::SequenceTable;
@@ -38,6 +38,8 @@ pub struct BlockManager {
     /// Oldest first; at most two.
     pub(crate) open: VecDeque<Plan>,
     pub(crate) plans: u64,
+    /// The memory of a closed plan's entries.
+    pub(crate) spare_entries: Vec<Entry>,
     pub(crate) stats: Stats,
     pub(crate) events: Vec<Event>,
     pub(crate) groups: Groups,
@@ -77,6 +79,7 @@ impl BlockManager {
             sequences: SequenceTable::new(id),
             open: VecDeque::new(),
             plans: 0,
+            spare_entries: Vec::new(),
             stats: Stats::default(),
             events: Vec::new(),
             groups,

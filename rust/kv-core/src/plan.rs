@@ -58,26 +58,35 @@ pub(crate) struct Before {
     pub(crate) rows: usize,
     pub(crate) ahead: usize,
     pub(crate) chain: Chain,
-    /// The partial blocks that the entry copied to write on: table entry, and what it was.
-    pub(crate) copied: Vec<(usize, BlockId)>,
 }
 
+/// A sequence's part of a step. Most of them decode one token: they are kept small.
 pub(crate) struct Entry {
     pub(crate) slot: u32,
+    /// Whether the step reaches its last known or pending token.
+    pub(crate) samples: bool,
     /// First position to compute.
     pub(crate) start: usize,
     /// Positions to compute.
     pub(crate) len: usize,
-    pub(crate) samples: bool,
-    /// The row of the plan before that samples the token it computes, if that is still pending.
-    pub(crate) pending_row: Option<usize>,
-    /// Speculated tokens after the last known one: computed, never registered unless accepted.
-    pub(crate) drafts: Box<[u32]>,
     /// Positions before this one are there already, or written by another entry of the step.
     pub(crate) write_from: usize,
-    /// Tokens adopted from the cache by this entry.
+    /// The row of the plan before that samples the token it computes, if that is still pending.
+    pub(crate) pending_row: Option<usize>,
+    pub(crate) before: Before,
+    /// What an entry has that does more than decode.
+    pub(crate) more: Option<Box<More>>,
+}
+
+/// What prefills, drafts and copies add to an entry.
+pub(crate) struct More {
+    pub(crate) prefill: bool,
+    /// Speculated tokens after the last known one: computed, never registered unless accepted.
+    pub(crate) drafts: Vec<u32>,
+    /// The partial blocks that the entry copied to write on: table entry, and what it was.
+    pub(crate) copied: Vec<(usize, BlockId)>,
+    /// Tokens adopted from the cache by this entry, in so many rows and blocks.
     pub(crate) adopted: usize,
-    /// Rows adopted, and blocks.
     pub(crate) matched: usize,
     pub(crate) matched_blocks: usize,
     /// Of the adopted blocks and of `present`, those that an open step computes.
@@ -88,15 +97,21 @@ pub(crate) struct Entry {
     pub(crate) announce_from: usize,
     /// Table entries of these rows that held the content before: computed again, not written again.
     pub(crate) present: Vec<usize>,
-    pub(crate) prefill: bool,
-    pub(crate) before: Before,
 }
 
-impl Entry {
-    /// Rows whose logits give a token.
-    pub(crate) fn rows(&self) -> usize {
-        usize::from(self.samples) + self.drafts.len()
-    }
+impl More {
+    pub(crate) const NOTHING: Self = Self {
+        prefill: false,
+        drafts: Vec::new(),
+        copied: Vec::new(),
+        adopted: 0,
+        matched: 0,
+        matched_blocks: 0,
+        in_flight: 0,
+        announced: 0,
+        announce_from: 0,
+        present: Vec::new(),
+    };
 
     /// Whether another sequence wrote the block of this table entry, or will.
     #[inline]
@@ -115,6 +130,21 @@ impl Entry {
     pub(crate) fn announced(&self, groups: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
         let from = self.announce_from * groups;
         (from..from + self.announced * groups).filter(|&at| !self.is_present(at))
+    }
+}
+
+static NOTHING: More = More::NOTHING;
+
+impl Entry {
+    #[inline]
+    pub(crate) fn more(&self) -> &More {
+        self.more.as_deref().unwrap_or(&NOTHING)
+    }
+
+    /// Rows whose logits give a token.
+    #[inline]
+    pub(crate) fn rows(&self) -> usize {
+        usize::from(self.samples) + self.more().drafts.len()
     }
 }
 
@@ -172,7 +202,7 @@ impl BlockManager {
         };
         self.open.push_back(Plan {
             key,
-            entries: Vec::new(),
+            entries: std::mem::take(&mut self.spare_entries),
             budget_left: token_budget,
             num_tokens: 0,
             num_samples: 0,

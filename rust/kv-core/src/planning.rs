@@ -1,46 +1,12 @@
-//! Planning: decodes, drafts, prefills; matching, adopting, sharing in flight, copying on write.
+//! Planning: decodes, drafts, prefills; whether there is room and budget. What goes in: `entering.rs`.
 
 use crate::blocks::Block;
 use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, PlanKey, SeqKey};
 use crate::manager::BlockManager;
 use crate::matching::Prompt;
-use crate::plan::{Before, Entry, Prefill};
-use crate::sequence::Chain;
+use crate::plan::{More, Prefill};
 use crate::trace::{Call, ids};
-use crate::tree::Step;
-
-/// What an entry takes beside the tokens that it computes.
-struct Extent {
-    prefill: bool,
-    lookahead: usize,
-    drafts: Box<[u32]>,
-}
-
-impl Extent {
-    fn prefill() -> Self {
-        Self {
-            prefill: true,
-            lookahead: 0,
-            drafts: Box::default(),
-        }
-    }
-
-    fn reserving(lookahead: usize) -> Self {
-        Self {
-            prefill: false,
-            lookahead,
-            drafts: Box::default(),
-        }
-    }
-
-    fn speculating(drafts: &[u32]) -> Self {
-        Self {
-            drafts: drafts.into(),
-            ..Self::reserving(0)
-        }
-    }
-}
 
 /// How many of `rest` tokens from `start` on to compute when `most` may be.
 fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
@@ -125,10 +91,10 @@ impl BlockManager {
     /// The table entries that writing at `position` must not change: other sequences hold their blocks
     /// too, or they are registered contents of which a fork kept the beginning only.
     #[inline]
-    fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
+    pub(crate) fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
         let seq = self.sequences.at(slot);
-        let (groups, row) = (self.groups.len(), position / self.config.block_size);
-        let partial = row >= seq.chain.blocks && row * groups < seq.table.len();
+        let (groups, row) = (self.groups.len(), self.groups.row_of(position));
+        let partial = (seq.chain.blocks..seq.shared_rows).contains(&row);
         let entries = row * groups..(row + usize::from(partial)) * groups;
         entries.filter(|&at| {
             let Block { seq_refs, node, .. } = self.blocks[seq.table[at].at()];
@@ -138,12 +104,11 @@ impl BlockManager {
 
     #[inline]
     fn plan_decode(&mut self, slot: u32, lookahead: usize) -> bool {
-        if self.plan_mut().budget_left == 0
-            || self.blocks_to_write(slot, lookahead.saturating_add(1)) > self.queue.len()
-        {
+        let needed = self.blocks_to_write(slot, lookahead.saturating_add(1));
+        if self.plan_mut().budget_left == 0 || (needed > 0 && needed > self.queue.len()) {
             return false;
         }
-        self.push_entry(slot, 1, Extent::reserving(lookahead));
+        self.push_entry(slot, 1, lookahead, None);
         true
     }
 
@@ -151,13 +116,11 @@ impl BlockManager {
     #[inline]
     fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
         let seq = self.sequences.at(slot);
-        let rows = seq
-            .ahead
-            .saturating_add(len)
-            .div_ceil(self.config.block_size);
-        rows.saturating_mul(self.groups.len())
-            .saturating_sub(seq.table.len())
-            + self.must_copy(slot, seq.ahead).count()
+        let rows = self.groups.rows(seq.ahead.saturating_add(len));
+        let new = rows
+            .saturating_mul(self.groups.len())
+            .saturating_sub(seq.table.len());
+        new + self.must_copy(slot, seq.ahead).count()
     }
 
     /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
@@ -197,7 +160,11 @@ impl BlockManager {
         } else if needed > available {
             Prefill::NoRoom { needed, available }
         } else {
-            self.push_entry(key.slot, len, Extent::speculating(drafts));
+            let more = More {
+                drafts: drafts.to_vec(),
+                ..More::NOTHING
+            };
+            self.push_entry(key.slot, len, 0, Some(Box::new(more)));
             return Ok(Prefill::Planned {
                 cached_tokens: 0,
                 tokens: len,
@@ -213,7 +180,9 @@ impl BlockManager {
     /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
     /// a block boundary the index is asked first: what is cached is adopted, and neither charged
     /// nor computed, including what sequences planned before it in this step compute. A sequence whose
-    /// every token is cached computes its last one, takes no block and writes nothing. `reserve: None` asks for the blocks of this step's tokens only;
+    /// every token is cached computes its last one, takes no block and writes nothing.
+    ///
+    /// `reserve: None` asks for the blocks of this step's tokens only;
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
     /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
     pub fn prefill(
@@ -282,7 +251,11 @@ impl BlockManager {
         let samples = start + len == seq.tokens.len();
         seq.planned += 1;
         seq.last_plan = plan.serial;
-        self.push_entry(key.slot, len, Extent::prefill());
+        let more = More {
+            prefill: true,
+            ..More::NOTHING
+        };
+        self.push_entry(key.slot, len, 0, Some(Box::new(more)));
         Ok(Prefill::Planned {
             cached_tokens,
             tokens: len,
@@ -342,229 +315,5 @@ impl BlockManager {
         let blocks = self.matched.blocks.iter().copied();
         let blocks = blocks.filter_map(BlockId::some);
         blocks.filter(|&block| self.queue.contains(block)).count()
-    }
-
-    /// Puts a sequence into the plan: adopts the match under way if it is a prefill, then allocates
-    /// for `len` tokens and what is reserved beyond. Room and budget were counted before.
-    #[inline]
-    fn push_entry(&mut self, slot: u32, len: usize, extent: Extent) {
-        let Extent {
-            prefill,
-            lookahead,
-            drafts,
-        } = extent;
-        let (block_size, groups) = (self.config.block_size, self.groups.len());
-        let seq = self.sequences.at(slot);
-        let mut before = Before {
-            rows: seq.table.len() / groups,
-            ahead: seq.ahead,
-            chain: seq.chain,
-            copied: Vec::new(),
-        };
-        let (matched, matched_blocks, mut in_flight) = match prefill {
-            true => self.adopt(slot),
-            false => (0, 0, 0),
-        };
-        let seq = self.sequences.at(slot);
-        let (start, announce_from) = (seq.ahead, seq.chain.blocks);
-        let end = start + len;
-        let samples = end == seq.tokens.len() + seq.pending + drafts.len();
-        let pending_row = (seq.pending > 0).then_some(seq.sample_row);
-        let copied = self.must_copy(slot, start);
-        // Collected only if there are any: a decode step must not allocate memory.
-        if let Some(first) = copied.min() {
-            before.copied = self.copy_row(slot, first);
-        }
-        let mut present = Vec::new();
-        if prefill {
-            in_flight += self.announce(slot, end, &mut present);
-        }
-        self.extend_table(slot, (end + lookahead).div_ceil(block_size));
-        let announced = self.sequences.at(slot).chain.blocks - announce_from;
-        let plan = self.plan_mut();
-        plan.budget_left -= len;
-        plan.num_tokens += len;
-        let entry = Entry {
-            slot,
-            start,
-            len,
-            samples,
-            pending_row,
-            drafts,
-            write_from: announce_from * block_size,
-            adopted: start - before.ahead,
-            matched,
-            matched_blocks,
-            in_flight,
-            announced,
-            announce_from,
-            present,
-            prefill,
-            before,
-        };
-        let row = plan.num_samples;
-        plan.num_samples += entry.rows();
-        let speculates = !entry.drafts.is_empty();
-        plan.entries.push(entry);
-        let seq = self.sequences.at_mut(slot);
-        seq.ahead = end;
-        seq.speculating = speculates;
-        if samples {
-            seq.pending += 1;
-            seq.sample_row = row;
-        }
-    }
-
-    /// Allocates until the table has `rows` rows.
-    #[inline]
-    fn extend_table(&mut self, slot: u32, rows: usize) {
-        let len = rows * self.groups.len();
-        while self.sequences.at(slot).table.len() < len {
-            let block = self.allocate();
-            self.sequences.at_mut(slot).table.push(block);
-        }
-    }
-
-    /// Copies what `must_copy` named, the first of which is `first`. Returns the entries and what they
-    /// were.
-    fn copy_row(&mut self, slot: u32, first: usize) -> Vec<(usize, BlockId)> {
-        let position = first / self.groups.len() * self.config.block_size;
-        let entries: Vec<usize> = self.must_copy(slot, position).collect();
-        let copy = |at| (at, self.copy_block(slot, at));
-        entries.into_iter().map(copy).collect()
-    }
-
-    /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
-    /// until it is closed: whatever becomes of its other holders, it is still to be read.
-    fn copy_block(&mut self, slot: u32, at: usize) -> BlockId {
-        let copy = self.allocate();
-        let seq = self.sequences.at_mut(slot);
-        let source = std::mem::replace(&mut seq.table[at], copy);
-        seq.table_version += 1;
-        self.fence(source);
-        self.let_go_for_sequence(source);
-        self.plan_mut().copies.push((source, copy));
-        source
-    }
-
-    /// In-flight sharing: contents that will be full at `end` enter the tree now, as computed by this
-    /// step, so that sequences planned later in it share them. Of a content that has lost some of its
-    /// blocks, those that are there go into the table as they are (`present`) and only the others are
-    /// written. Stops at a content that the commit must settle: a collision, or a block of this
-    /// sequence's own for a content that another block holds.
-    ///
-    /// Returns how many of `present` an open step computes.
-    fn announce(&mut self, slot: u32, end: usize, present: &mut Vec<usize>) -> usize {
-        let (block_size, groups) = (self.config.block_size, self.groups.len());
-        let seq = self.sequences.at(slot);
-        let from = seq.chain.blocks;
-        if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
-            return 0;
-        }
-        self.hash_ahead(slot, end / block_size);
-        self.expect_allocations((end / block_size - from) * groups);
-        let step = self.plan_mut().step();
-        let mut in_flight = 0;
-        for row in from..end / block_size {
-            let seq = self.sequences.at(slot);
-            let tip = seq.chain.tip;
-            let tokens = &seq.tokens[row * block_size..][..block_size];
-            let has_row = row * groups < seq.table.len();
-            let found = self.tree.step(tip, tokens, seq.hashes.get(row).copied());
-            let node = match found {
-                Step::Missing(hash) => self.tree.insert(tip, tokens, hash),
-                Step::Found(node) if !has_row || !self.tree.has_block(node) => node,
-                Step::Found(_) | Step::Collision(_) => break,
-            };
-            self.tree.hold(node); // allocating may evict whatever else keeps it alive
-            if !has_row {
-                in_flight += self.take_present(slot, node, present);
-            }
-            for group in 0..groups {
-                let at = row * groups + group;
-                let mine = self.sequences.at(slot).table[at];
-                if self.tree.block(node, group).is_none() {
-                    self.store(node, group, mine, step);
-                }
-            }
-            self.tree.unhold(node);
-            self.stand_on(slot, row, node);
-        }
-        in_flight
-    }
-
-    /// Hashes what is not hashed yet of the first `rows` blocks, all at once.
-    fn hash_ahead(&mut self, slot: u32, rows: usize) {
-        let block_size = self.config.block_size;
-        let seq = self.sequences.at_mut(slot);
-        let known = seq.hashes.len();
-        if rows > known {
-            let last = seq.hashes.last();
-            let parent = last.map_or_else(|| self.tree.hash(seq.root), |&hash| hash);
-            let blocks = seq.tokens[known * block_size..rows * block_size].chunks_exact(block_size);
-            self.tree.hash_ahead(parent, blocks, &mut seq.hashes);
-        }
-    }
-
-    /// A row more in the table: the blocks that hold `node`, and new ones where there is none.
-    #[inline]
-    fn take_present(&mut self, slot: u32, node: NodeIdx, present: &mut Vec<usize>) -> usize {
-        let mut in_flight = 0;
-        for group in 0..self.groups.len() {
-            let held = self.tree.block(node, group);
-            let block = match held {
-                Some(block) => {
-                    self.hold_for_sequence(block);
-                    in_flight += usize::from(!self.is_ready(block));
-                    block
-                }
-                None => self.allocate(),
-            };
-            let table = &mut self.sequences.at_mut(slot).table;
-            if held.is_some() {
-                present.push(table.len());
-            }
-            table.push(block);
-        }
-        in_flight
-    }
-
-    /// The sequence's block `index` holds `node`.
-    #[inline]
-    pub(crate) fn stand_on(&mut self, slot: u32, index: usize, node: NodeIdx) {
-        let hash = self.tree.hash(node);
-        let seq = self.sequences.at_mut(slot);
-        seq.note_hash(index, hash);
-        seq.chain.tip = node;
-        seq.chain.blocks = index + 1;
-    }
-
-    /// Adopts the match under way. Returns its rows, its blocks, and how many of these an open step
-    /// computes.
-    fn adopt(&mut self, slot: u32) -> (usize, usize, usize) {
-        let matched = std::mem::take(&mut self.matched);
-        let rows = matched.rows();
-        let Some(&tip) = matched.nodes.last() else {
-            self.matched = matched;
-            return (0, 0, 0);
-        };
-        let (mut blocks, mut in_flight) = (0, 0);
-        for block in matched.blocks.iter().copied().filter_map(BlockId::some) {
-            self.blocks[block.at()].used_again = true;
-            self.hold_for_sequence(block);
-            blocks += 1;
-            in_flight += usize::from(!self.is_ready(block));
-        }
-        let seq = self.sequences.at_mut(slot);
-        seq.table.extend_from_slice(&matched.blocks);
-        let blocks_before = seq.chain.blocks;
-        seq.chain = Chain {
-            tip,
-            blocks: blocks_before + rows,
-            private: false,
-        };
-        seq.ahead = (seq.chain.blocks * self.config.block_size).min(seq.tokens.len() - 1);
-        self.matched = matched;
-        (rows, blocks, in_flight)
     }
 }

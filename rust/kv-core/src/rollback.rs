@@ -55,8 +55,10 @@ impl BlockManager {
     /// The entry at `first` and all later ones that adopted, directly or not, what it computes.
     fn dependents(&mut self, first: usize) -> Vec<usize> {
         let entries = &self.plan_mut().entries;
-        let in_flight = entries[first..].iter().any(|entry| entry.in_flight > 0);
-        if entries[first].announced == 0 || !in_flight {
+        let in_flight = entries[first..]
+            .iter()
+            .any(|entry| entry.more().in_flight > 0);
+        if entries[first].more().announced == 0 || !in_flight {
             return vec![first];
         }
         let groups = self.groups.len();
@@ -65,26 +67,26 @@ impl BlockManager {
         let mut gone: HashSet<BlockId> = HashSet::new();
         for (at, entry) in entries.iter().enumerate().skip(first) {
             let table = &self.sequences.at(entry.slot).table;
-            let mut shared = entry.shared(groups).map(|at| table[at]);
-            let depends = entry.in_flight > 0 && shared.any(|block| gone.contains(&block));
+            let mut shared = entry.more().shared(groups).map(|at| table[at]);
+            let depends = entry.more().in_flight > 0 && shared.any(|block| gone.contains(&block));
             if depends {
                 out.push(at);
             }
             if depends || at == first {
-                gone.extend(entry.announced(groups).map(|at| table[at]));
+                gone.extend(entry.more().announced(groups).map(|at| table[at]));
             }
         }
         out
     }
 
     fn undo(&mut self, entry: Entry) {
-        let (slot, before) = (entry.slot, &entry.before);
-        for at in entry.announced(self.groups.len()).rev() {
+        let (slot, before, more) = (entry.slot, &entry.before, entry.more());
+        for at in more.announced(self.groups.len()).rev() {
             let block = self.sequences.at(slot).table[at];
             self.forget(block);
         }
         self.release_table(slot, before.rows);
-        for &(at, source) in &before.copied {
+        for &(at, source) in &more.copied {
             self.hold_for_sequence(source);
             let seq = self.sequences.at_mut(slot);
             let copy = std::mem::replace(&mut seq.table[at], source);
@@ -100,7 +102,7 @@ impl BlockManager {
         seq.pending -= usize::from(entry.samples);
         seq.speculating = false;
         // Otherwise the chain is what it was, or what a commit of the plan before has made of it.
-        if entry.matched > 0 || entry.announced > 0 {
+        if more.matched > 0 || more.announced > 0 {
             seq.chain = before.chain;
         }
         if let (true, Some(row)) = (seq.pending > 0, entry.pending_row) {

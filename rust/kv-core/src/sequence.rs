@@ -40,6 +40,8 @@ pub(crate) struct Sequence {
     pub(crate) hashes: Vec<u128>,
     /// False: always computes its prompt (its blocks are registered all the same).
     pub(crate) read_cache: bool,
+    /// Rows before this one may be shared with a fork although no content is registered for them.
+    pub(crate) shared_rows: usize,
     /// Where the open plans that hold it will have brought it; `computed` if none does.
     pub(crate) ahead: usize,
     /// Tokens that open plans sample for it: their positions are known, their values are not.
@@ -113,6 +115,7 @@ impl SequenceTable {
             chain: Chain::at_root(root),
             hashes: Vec::new(),
             read_cache,
+            shared_rows: 0,
             ahead: 0,
             pending: 0,
             sample_row: 0,

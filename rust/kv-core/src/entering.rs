@@ -1,0 +1,214 @@
+//! Entering a plan: adopting what is cached, sharing in flight, copying on write, allocating.
+
+use crate::ids::{BlockId, NodeIdx};
+use crate::manager::BlockManager;
+use crate::plan::{Before, Entry, More};
+use crate::sequence::Chain;
+use crate::tree::Step;
+
+impl BlockManager {
+    /// Puts a sequence into the plan: adopts the match under way if it is a prefill, then allocates
+    /// for `len` tokens and `lookahead` more. Room and budget were counted before.
+    #[inline]
+    pub(crate) fn push_entry(
+        &mut self,
+        slot: u32,
+        len: usize,
+        lookahead: usize,
+        mut more: Option<Box<More>>,
+    ) {
+        let seq = self.sequences.at(slot);
+        let before = Before {
+            rows: seq.table.len() / self.groups.len(),
+            ahead: seq.ahead,
+            chain: seq.chain,
+        };
+        if let Some(more) = more.as_mut().filter(|more| more.prefill) {
+            self.adopt(slot, more);
+        }
+        let seq = self.sequences.at(slot);
+        let (start, end) = (seq.ahead, seq.ahead + len);
+        let write_from = seq.chain.blocks * self.config.block_size;
+        let drafts = more.as_ref().map_or(0, |more| more.drafts.len());
+        let samples = end == seq.tokens.len() + seq.pending + drafts;
+        let pending_row = (seq.pending > 0).then_some(seq.sample_row);
+        let copied = self.must_copy(slot, start).min();
+        if let Some(first) = copied {
+            let more = more.get_or_insert_with(|| Box::new(More::NOTHING));
+            more.copied = self.copy_row(slot, first);
+        }
+        if let Some(more) = more.as_mut().filter(|more| more.prefill) {
+            self.announce(slot, end, more);
+        }
+        self.extend_table(slot, self.groups.rows(end + lookahead));
+        let plan = self.plan_mut();
+        plan.budget_left -= len;
+        plan.num_tokens += len;
+        let row = plan.num_samples;
+        let entry = Entry {
+            slot,
+            samples,
+            start,
+            len,
+            write_from,
+            pending_row,
+            before,
+            more,
+        };
+        plan.num_samples += entry.rows();
+        plan.entries.push(entry);
+        let seq = self.sequences.at_mut(slot);
+        seq.ahead = end;
+        seq.speculating = drafts > 0;
+        if samples {
+            seq.pending += 1;
+            seq.sample_row = row;
+        }
+    }
+
+    /// Allocates until the table has `rows` rows.
+    #[inline]
+    fn extend_table(&mut self, slot: u32, rows: usize) {
+        let len = rows * self.groups.len();
+        while self.sequences.at(slot).table.len() < len {
+            let block = self.allocate();
+            self.sequences.at_mut(slot).table.push(block);
+        }
+    }
+
+    /// Copies what `must_copy` named, the first of which is `first`. Returns the entries and what they
+    /// were.
+    fn copy_row(&mut self, slot: u32, first: usize) -> Vec<(usize, BlockId)> {
+        let position = first / self.groups.len() * self.config.block_size;
+        let entries: Vec<usize> = self.must_copy(slot, position).collect();
+        let copy = |at| (at, self.copy_block(slot, at));
+        entries.into_iter().map(copy).collect()
+    }
+
+    /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
+    /// until it is closed: whatever becomes of its other holders, it is still to be read.
+    fn copy_block(&mut self, slot: u32, at: usize) -> BlockId {
+        let copy = self.allocate();
+        let seq = self.sequences.at_mut(slot);
+        let source = std::mem::replace(&mut seq.table[at], copy);
+        seq.table_version += 1;
+        self.fence(source);
+        self.let_go_for_sequence(source);
+        self.plan_mut().copies.push((source, copy));
+        source
+    }
+
+    /// In-flight sharing: contents that will be full at `end` enter the tree now, as computed by this
+    /// step, so that sequences planned later in it share them. Of a content that has lost some of its
+    /// blocks, those that are there go into the table as they are (`present`) and only the others are
+    /// written. Stops at a content that the commit must settle: a collision, or a block of this
+    /// sequence's own for a content that another block holds.
+    fn announce(&mut self, slot: u32, end: usize, more: &mut More) {
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
+        let seq = self.sequences.at(slot);
+        let from = seq.chain.blocks;
+        more.announce_from = from;
+        if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
+            return;
+        }
+        self.hash_ahead(slot, end / block_size);
+        self.expect_allocations((end / block_size - from) * groups);
+        let step = self.plan_mut().step();
+        for row in from..end / block_size {
+            let seq = self.sequences.at(slot);
+            let tip = seq.chain.tip;
+            let tokens = &seq.tokens[row * block_size..][..block_size];
+            let has_row = row * groups < seq.table.len();
+            let found = self.tree.step(tip, tokens, seq.hashes.get(row).copied());
+            let node = match found {
+                Step::Missing(hash) => self.tree.insert(tip, tokens, hash),
+                Step::Found(node) if !has_row || !self.tree.has_block(node) => node,
+                Step::Found(_) | Step::Collision(_) => break,
+            };
+            self.tree.hold(node); // allocating may evict whatever else keeps it alive
+            if !has_row {
+                self.take_present(slot, node, more);
+            }
+            for group in 0..groups {
+                let at = row * groups + group;
+                let mine = self.sequences.at(slot).table[at];
+                if self.tree.block(node, group).is_none() {
+                    self.store(node, group, mine, step);
+                }
+            }
+            self.tree.unhold(node);
+            self.stand_on(slot, row, node);
+            more.announced += 1;
+        }
+    }
+
+    /// Hashes what is not hashed yet of the first `rows` blocks, all at once.
+    fn hash_ahead(&mut self, slot: u32, rows: usize) {
+        let block_size = self.config.block_size;
+        let seq = self.sequences.at_mut(slot);
+        let known = seq.hashes.len();
+        if rows > known {
+            let last = seq.hashes.last();
+            let parent = last.map_or_else(|| self.tree.hash(seq.root), |&hash| hash);
+            let blocks = seq.tokens[known * block_size..rows * block_size].chunks_exact(block_size);
+            self.tree.hash_ahead(parent, blocks, &mut seq.hashes);
+        }
+    }
+
+    /// A row more in the table: the blocks that hold `node`, and new ones where there is none.
+    #[inline]
+    fn take_present(&mut self, slot: u32, node: NodeIdx, more: &mut More) {
+        for group in 0..self.groups.len() {
+            let held = self.tree.block(node, group);
+            let block = match held {
+                Some(block) => {
+                    self.hold_for_sequence(block);
+                    more.in_flight += usize::from(!self.is_ready(block));
+                    block
+                }
+                None => self.allocate(),
+            };
+            let table = &mut self.sequences.at_mut(slot).table;
+            if held.is_some() {
+                more.present.push(table.len());
+            }
+            table.push(block);
+        }
+    }
+
+    /// The sequence's block `index` holds `node`.
+    #[inline]
+    pub(crate) fn stand_on(&mut self, slot: u32, index: usize, node: NodeIdx) {
+        let hash = self.tree.hash(node);
+        let seq = self.sequences.at_mut(slot);
+        seq.note_hash(index, hash);
+        seq.chain.tip = node;
+        seq.chain.blocks = index + 1;
+    }
+
+    /// Adopts the match under way.
+    fn adopt(&mut self, slot: u32, more: &mut More) {
+        let matched = std::mem::take(&mut self.matched);
+        if let Some(&tip) = matched.nodes.last() {
+            for block in matched.blocks.iter().copied().filter_map(BlockId::some) {
+                self.blocks[block.at()].used_again = true;
+                self.hold_for_sequence(block);
+                more.matched_blocks += 1;
+                more.in_flight += usize::from(!self.is_ready(block));
+            }
+            more.matched = matched.rows();
+            let seq = self.sequences.at_mut(slot);
+            seq.table.extend_from_slice(&matched.blocks);
+            seq.chain = Chain {
+                tip,
+                blocks: seq.chain.blocks + matched.rows(),
+                private: false,
+            };
+            let covered = seq.chain.blocks * self.config.block_size;
+            let ahead = covered.min(seq.tokens.len() - 1);
+            more.adopted = ahead - seq.ahead;
+            seq.ahead = ahead;
+        }
+        self.matched = matched;
+    }
+}
