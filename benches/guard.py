@@ -117,13 +117,14 @@ def main(update: bool) -> int:
     recorded = json.loads(LIMITS.read_text())
     there, tolerance = recorded["toolchain"], TOLERANCE
     if here["machine"] != there["machine"]:
-        print(f"SKIPPED: counts are of {there['machine']}, this is {here['machine']}")
+        print(f"make guard: SKIPPED, counts are of {there['machine']}, this is {here['machine']}")
         return 0
     if here != there:
         tolerance = OTHER_TOOLCHAIN
         print(f"recorded with {there}, this is {here}: {tolerance:.0%} are allowed")
     wrong = compare(counts, recorded["instructions"], tolerance)
     if not wrong:
+        print(f"make guard: {len(counts)} operations passed")
         return 0
     print("\nmake guard: the block manager does more work than it did.", *wrong, sep="\n  ")
     print(
