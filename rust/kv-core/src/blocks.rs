@@ -248,13 +248,16 @@ impl BlockManager {
     }
 
     /// Gives back what no later token of the sequence can see: the rows before the windows of its
-    /// last full row. Rows that are yet to be registered wait. Before row `since` the gaps come first:
-    /// a match has left others after it.
+    /// last full row. Rows that are yet to be registered wait. Among the first `since` table entries the
+    /// gaps come first: a match has left others after them.
     #[inline]
     pub(crate) fn slide(&mut self, slot: u32, since: usize) {
-        if !self.groups.have_windows() {
-            return;
+        if self.groups.have_windows() {
+            self.slide_windows(slot, since);
         }
+    }
+
+    fn slide_windows(&mut self, slot: u32, since: usize) {
         let groups = self.groups.len();
         let seq = self.sequences.at(slot);
         let nameless = seq.chain.private || !self.config.prefix_caching;
@@ -269,7 +272,7 @@ impl BlockManager {
                 let seq = self.sequences.at_mut(slot);
                 let entry = &mut seq.table[row * groups + group];
                 let Some(block) = std::mem::replace(entry, BlockId::NONE).some() else {
-                    if row < since {
+                    if row * groups < since {
                         break; // what comes before it went earlier
                     }
                     continue;

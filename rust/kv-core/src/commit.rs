@@ -173,7 +173,7 @@ impl BlockManager {
                 }
             }
         }
-        self.slide(entry.slot, entry.before.rows);
+        self.slide(entry.slot, entry.before.table_len);
     }
 
     /// What only prefills and drafts do; `accepted` tokens.

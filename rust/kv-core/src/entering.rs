@@ -9,7 +9,6 @@ use crate::tree::Step;
 impl BlockManager {
     /// Puts a sequence into the plan: adopts the match under way if it is a prefill, then allocates
     /// for `len` tokens and `lookahead` more. Room and budget were counted before.
-    #[inline]
     pub(crate) fn push_entry(
         &mut self,
         slot: u32,
@@ -17,35 +16,68 @@ impl BlockManager {
         lookahead: usize,
         mut more: Option<Box<More>>,
     ) {
-        let seq = self.sequences.at(slot);
-        let before = Before {
-            rows: seq.table.len() / self.groups.len(),
-            ahead: seq.ahead,
-            chain: seq.chain,
-        };
+        let before = self.before(slot);
         if let Some(more) = more.as_mut().filter(|more| more.prefill) {
             self.adopt(slot, more);
         }
-        let seq = self.sequences.at(slot);
-        let (start, end) = (seq.ahead, seq.ahead + len);
-        let write_from = seq.chain.blocks * self.config.block_size;
-        let drafts = more.as_ref().map_or(0, |more| more.drafts.len());
-        let samples = end == seq.tokens.len() + seq.pending + drafts;
-        let pending_row = (seq.pending > 0).then_some(seq.sample_row);
+        let start = self.sequences.at(slot).ahead;
         let copied = self.must_copy(slot, start).min();
         if let Some(first) = copied {
             let more = more.get_or_insert_with(|| Box::new(More::NOTHING));
             more.copied = self.copy_row(slot, first);
         }
         if let Some(more) = more.as_mut().filter(|more| more.prefill) {
-            self.announce(slot, end, more);
+            self.announce(slot, start + len, more);
         }
-        self.extend_table(slot, self.groups.rows(end + lookahead));
-        let plan = self.plan_mut();
+        self.extend_table(slot, self.groups.rows(start + len + lookahead));
+        self.note_entry(slot, before, len, more);
+    }
+
+    /// What the sequence is.
+    #[inline]
+    pub(crate) fn before(&self, slot: u32) -> Before {
+        let seq = self.sequences.at(slot);
+        Before {
+            table_len: seq.table.len(),
+            ahead: seq.ahead,
+            chain: seq.chain,
+        }
+    }
+
+    /// The plan computes the next `len` positions of a sequence, whose blocks are in its table.
+    #[inline]
+    pub(crate) fn note_entry(
+        &mut self,
+        slot: u32,
+        before: Before,
+        len: usize,
+        more: Option<Box<More>>,
+    ) {
+        let (mut drafts, mut held) = (0, before.chain.blocks);
+        if let Some(more) = &more {
+            drafts = more.drafts.len();
+            held = if more.prefill {
+                more.announce_from
+            } else {
+                held
+            };
+        }
+        let write_from = held * self.config.block_size;
+        let seq = self.sequences.at_mut(slot);
+        let (start, end) = (seq.ahead, seq.ahead + len);
+        let samples = end == seq.tokens.len() + seq.pending + drafts;
+        let pending_row = (seq.pending > 0).then_some(seq.sample_row);
+        seq.ahead = end;
+        seq.speculating = drafts > 0;
+        let plan = self.open.back_mut().expect("checked before");
+        if samples {
+            seq.pending += 1;
+            seq.sample_row = plan.num_samples;
+        }
         plan.budget_left -= len;
         plan.num_tokens += len;
-        let row = plan.num_samples;
-        let entry = Entry {
+        plan.num_samples += usize::from(samples) + drafts;
+        plan.entries.push(Entry {
             slot,
             samples,
             start,
@@ -54,16 +86,7 @@ impl BlockManager {
             pending_row,
             before,
             more,
-        };
-        plan.num_samples += entry.rows();
-        plan.entries.push(entry);
-        let seq = self.sequences.at_mut(slot);
-        seq.ahead = end;
-        seq.speculating = drafts > 0;
-        if samples {
-            seq.pending += 1;
-            seq.sample_row = row;
-        }
+        });
     }
 
     /// Allocates until the table has `rows` rows.

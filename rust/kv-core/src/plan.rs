@@ -55,7 +55,7 @@ pub struct Redirect {
 
 /// What a sequence was before the plan touched it.
 pub(crate) struct Before {
-    pub(crate) rows: usize,
+    pub(crate) table_len: usize,
     pub(crate) ahead: usize,
     pub(crate) chain: Chain,
 }

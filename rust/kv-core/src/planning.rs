@@ -40,7 +40,7 @@ impl BlockManager {
         self.read_mail();
         self.newest_plan(plan)?;
         for (position, &key) in sequences.iter().enumerate() {
-            if let Err(error) = self.mark_for_decode(key) {
+            if let Err(error) = self.mark_for_decode(plan, key) {
                 for key in &sequences[..position] {
                     self.unmark(key.slot);
                 }
@@ -62,8 +62,8 @@ impl BlockManager {
     }
 
     #[inline]
-    fn mark_for_decode(&mut self, key: SeqKey) -> Result<(), Error> {
-        let serial = self.plan_mut().key.serial;
+    fn mark_for_decode(&mut self, plan: PlanKey, key: SeqKey) -> Result<(), Error> {
+        let serial = plan.serial;
         let seq = self.sequences.get_mut(key)?;
         let (sequence, uncomputed) = (seq.id, seq.left());
         if seq.last_plan == serial || seq.speculating {
@@ -108,7 +108,10 @@ impl BlockManager {
         if self.plan_mut().budget_left == 0 || (needed > 0 && needed > self.queue.len()) {
             return false;
         }
-        self.push_entry(slot, 1, lookahead, None);
+        match needed {
+            0 => self.note_entry(slot, self.before(slot), 1, None),
+            _ => self.push_entry(slot, 1, lookahead, None),
+        }
         true
     }
 
@@ -146,7 +149,7 @@ impl BlockManager {
     ) -> Result<Prefill, Error> {
         self.read_mail();
         let budget = self.newest_plan(plan)?.budget_left;
-        self.mark_for_decode(key)?;
+        self.mark_for_decode(plan, key)?;
         let seq = self.sequences.at(key.slot);
         if seq.pending > 0 {
             let sequence = seq.id;

@@ -85,7 +85,7 @@ impl BlockManager {
             let block = self.sequences.at(slot).table[at];
             self.forget(block);
         }
-        self.release_table(slot, before.rows);
+        self.release_table(slot, before.table_len / self.groups.len());
         for &(at, source) in &more.copied {
             self.hold_for_sequence(source);
             let seq = self.sequences.at_mut(slot);
