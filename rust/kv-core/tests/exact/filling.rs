@@ -1,114 +1,19 @@
-//! What is written into a step's arrays, cell by cell, and what is left alone.
+//! What is written into a step's arrays, cell by cell.
 
 use std::cell::Cell;
 
 use kv_core::{
-    BlockManager, Config, Error, IntArray, PlanKey, Prefill, SeqHandle, StepArrays, TableRows,
+    BlockManager, Config, Error, IntArray, PlanHandle, Prefill, SeqHandle, StepArrays, TableRows,
 };
 
+use super::arrays::{Arrays, IDS, LEFT, LENS, LOGITS, POSITIONS, SLOTS, STARTS, Sizes, TABLES};
 use super::tools::{
     PLENTY, SAMPLED, begin, commit, computed, manager, prefill, prompt, sequence, settings, table,
     with,
 };
 
-/// What is in a cell that nobody has written to.
-const LEFT: i64 = -777;
-
-/// Arrays that hold so many elements each; a cell more than the caller says.
-struct Arrays {
-    cells: [Vec<Cell<i64>>; 7],
-    narrow: Vec<Cell<i32>>,
-    sizes: Sizes,
-}
-
-#[derive(Clone, Copy)]
-struct Sizes {
-    groups: usize,
-    tokens: usize,
-    slots: usize,
-    starts: usize,
-    sequences: usize,
-    rows: usize,
-    columns: usize,
-    samples: usize,
-}
-
-impl Sizes {
-    /// Exactly what a plan of so many tokens, sequences, columns and samples needs.
-    fn exactly(tokens: usize, sequences: usize, columns: usize, samples: usize) -> Self {
-        Self {
-            groups: 1,
-            tokens,
-            slots: tokens,
-            starts: sequences + 1,
-            sequences,
-            rows: sequences,
-            columns,
-            samples,
-        }
-    }
-}
-
-impl Arrays {
-    fn new(sizes: Sizes) -> Self {
-        let lens = [
-            sizes.tokens,
-            sizes.tokens,
-            sizes.groups * sizes.slots,
-            sizes.starts,
-            sizes.sequences,
-            sizes.groups * sizes.rows * sizes.columns,
-            sizes.samples,
-        ];
-        Self {
-            cells: lens.map(|len| vec![Cell::new(LEFT); len]),
-            narrow: vec![Cell::new(LEFT as i32); sizes.tokens],
-            sizes,
-        }
-    }
-
-    fn views(&self) -> StepArrays<'_> {
-        let [ids, positions, slots, starts, lens, tables, logits] =
-            self.cells.each_ref().map(|cells| IntArray::I64(cells));
-        StepArrays {
-            input_ids: ids,
-            positions,
-            slot_mapping: slots,
-            slots_width: self.sizes.slots,
-            query_start_loc: starts,
-            seq_lens: lens,
-            block_tables: tables,
-            table_rows: self.sizes.rows,
-            table_width: self.sizes.columns,
-            logits_indices: logits,
-        }
-    }
-
-    fn fill(&self, m: &BlockManager, plan: PlanKey) -> Result<(), Error> {
-        m.fill(plan, &self.views(), &mut TableRows::default())
-    }
-
-    /// Of an array, in the order of `StepArrays`.
-    fn values(&self, array: usize) -> Vec<i64> {
-        self.cells[array].iter().map(Cell::get).collect()
-    }
-
-    fn untouched(&self) -> bool {
-        let mut cells = self.cells.iter().flatten();
-        cells.all(|cell| cell.get() == LEFT)
-    }
-}
-
-const IDS: usize = 0;
-const POSITIONS: usize = 1;
-const SLOTS: usize = 2;
-const STARTS: usize = 3;
-const LENS: usize = 4;
-const TABLES: usize = 5;
-const LOGITS: usize = 6;
-
 /// A step of two prompts: six and three tokens, in blocks 0, 1 and 2.
-fn two_prompts(m: &mut BlockManager) -> (kv_core::PlanHandle, [SeqHandle; 2]) {
+fn two_prompts(m: &mut BlockManager) -> (PlanHandle, [SeqHandle; 2]) {
     let seqs = [vec![10, 11, 12, 13, 14, 15], vec![20, 21, 22]].map(|tokens| sequence(m, tokens));
     let plan = begin(m, PLENTY);
     seqs.iter().for_each(|seq| prefill(m, plan.key(), seq));
@@ -178,7 +83,7 @@ fn an_array_that_is_too_small_is_named_and_nothing_is_written() {
         assert!(arrays.untouched(), "{name}");
     }
     let arrays = Arrays::new(exact);
-    let few = [Cell::new(0); 8];
+    let few = [0; 8].map(Cell::new);
     let views = StepArrays {
         positions: IntArray::I64(&few),
         ..arrays.views()
@@ -247,93 +152,6 @@ fn every_group_has_its_part() {
         let answer = m.fill(plan.key(), &views, &mut TableRows::default());
         assert_eq!(answer, Err(error));
     }
-}
-
-#[test]
-fn a_row_is_written_on_where_it_ended() {
-    for groups in [1, 2] {
-        let mut m = with(Config {
-            groups: vec![None; groups],
-            ..settings(16)
-        });
-        let seqs = [4, 7].map(|len| computed(&mut m, prompt(len)));
-        let keys = seqs.each_ref().map(SeqHandle::key);
-        let sizes = Sizes {
-            groups,
-            columns: 4,
-            ..Sizes::exactly(2, 2, 4, 2)
-        };
-        let (arrays, mut rows) = (Arrays::new(sizes), TableRows::default());
-        let mut step = |m: &mut BlockManager| {
-            let plan = begin(m, PLENTY);
-            assert_eq!(m.decode(plan.key(), &keys, 0), Ok(vec![]));
-            assert_eq!(m.fill(plan.key(), &arrays.views(), &mut rows), Ok(()));
-            commit(m, plan.key());
-            let written = arrays.values(TABLES);
-            arrays.cells[TABLES].iter().for_each(|cell| cell.set(LEFT));
-            written
-        };
-        let row = |m: &BlockManager, group: usize, seq: usize, from: usize| {
-            let blocks = table(m, &seqs[seq], group);
-            let id = |at| match blocks.get(at) {
-                Some(Some(block)) if at >= from => i64::from(*block),
-                _ => LEFT,
-            };
-            (0..4).map(id).collect::<Vec<_>>()
-        };
-        let rows = |m: &BlockManager, from: [usize; 2]| {
-            let both = |group| [row(m, group, 0, from[0]), row(m, group, 1, from[1])].concat();
-            (0..groups).flat_map(both).collect::<Vec<_>>()
-        };
-        // Both whole; then the second one's third block; then nothing.
-        assert_eq!(step(&mut m), rows(&m, [0, 0]));
-        assert_eq!(step(&mut m), rows(&m, [9, 2]));
-        assert_eq!(step(&mut m), rows(&m, [9, 9]));
-    }
-}
-
-#[test]
-fn a_row_that_has_changed_is_written_whole() {
-    let mut m = manager(8);
-    let seqs = [(); 2].map(|()| computed(&mut m, prompt(3)));
-    let keys = seqs.each_ref().map(SeqHandle::key);
-    let arrays = Arrays::new(Sizes::exactly(2, 2, 2, 2));
-    let mut rows = TableRows::default();
-    let mut step = |m: &mut BlockManager, keys: &[_]| {
-        arrays.cells[TABLES].iter().for_each(|cell| cell.set(LEFT));
-        let plan = begin(m, PLENTY);
-        assert_eq!(m.decode(plan.key(), keys, 0), Ok(vec![]));
-        assert_eq!(m.fill(plan.key(), &arrays.views(), &mut rows), Ok(()));
-        commit(m, plan.key());
-        arrays.values(TABLES)
-    };
-    assert_eq!(step(&mut m, &keys), [0, LEFT, 1, LEFT]);
-    // Its commit has merged the second one's block with the first one's.
-    assert_eq!(step(&mut m, &keys), [LEFT, 1, 0, 2]);
-    // Another sequence in the row.
-    assert_eq!(step(&mut m, &[keys[1], keys[0]]), [0, 2, 0, 1]);
-    // Another manager's sequence of the same number.
-    let mut other = manager(8);
-    let theirs = [(); 2].map(|()| computed(&mut other, prompt(1)));
-    let keys = [theirs[1].key(), theirs[0].key()];
-    assert_eq!(step(&mut other, &keys), [1, LEFT, 0, LEFT]);
-}
-
-#[test]
-fn what_was_given_back_reads_as_the_trash_block() {
-    let mut m = with(Config {
-        groups: vec![Some(4)],
-        ..settings(8)
-    });
-    let seq = computed(&mut m, prompt(12));
-    let plan = begin(&mut m, PLENTY);
-    assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
-    let arrays = Arrays::new(Sizes::exactly(1, 1, 4, 1));
-    assert_eq!(arrays.fill(&m, plan.key()), Ok(()));
-    let ids = table(&m, &seq, 0);
-    assert_eq!(ids[..2], [None, None]);
-    let [third, fourth] = [ids[2], ids[3]].map(|id| i64::from(id.expect("a block")));
-    assert_eq!(arrays.values(TABLES), [8, 8, third, fourth]);
 }
 
 #[test]
@@ -451,18 +269,14 @@ fn tokens_that_int32_holds_and_one_that_it_does_not() {
                 assert_eq!(answer, Err(error));
                 assert_eq!(ids, [LEFT as i32; 3]);
                 assert_eq!(arrays.fill(&m, plan.key()), Ok(()));
-                assert_eq!(arrays.values(IDS), tokens.map_ids());
+                assert_eq!(
+                    arrays.values(IDS),
+                    tokens
+                        .iter()
+                        .map(|&token| i64::from(token))
+                        .collect::<Vec<_>>()
+                );
             }
         }
-    }
-}
-
-trait MapIds {
-    fn map_ids(&self) -> Vec<i64>;
-}
-
-impl MapIds for Vec<u32> {
-    fn map_ids(&self) -> Vec<i64> {
-        self.iter().map(|&token| i64::from(token)).collect()
     }
 }

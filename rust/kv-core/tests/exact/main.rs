@@ -2,6 +2,7 @@
 //! see, or see too seldom.
 #![cfg(not(loom))]
 
+mod arrays;
 mod budgets;
 mod cancelling;
 mod errors;
@@ -11,8 +12,9 @@ mod figures;
 mod filling;
 mod handles;
 mod limits;
-//mod recordings;
+mod recordings;
 mod retention;
 mod statistics;
+mod tables;
 mod tools;
 mod windows;
