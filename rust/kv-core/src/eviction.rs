@@ -121,3 +121,82 @@ impl Policy {
         self.known_ghosts.contains(&ghost)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ghost(hash: u128, group: u8) -> Ghost {
+        Ghost { hash, group }
+    }
+
+    #[test]
+    fn as_many_are_remembered_as_the_pool_has_blocks() {
+        let mut policy = Policy::new(Eviction::TwoQueue, 3);
+        let knows = |policy: &Policy| -> Vec<u128> {
+            let known = |hash: &u128| policy.comes_back(ghost(*hash, 0));
+            (1..=5).filter(known).collect()
+        };
+        assert!(policy.remembers() && knows(&policy).is_empty());
+        for hash in [1, 2, 3] {
+            policy.evicted(ghost(hash, 0));
+        }
+        assert_eq!(knows(&policy), [1, 2, 3]);
+        policy.evicted(ghost(1, 0)); // again: it keeps its place
+        assert_eq!(knows(&policy), [1, 2, 3]);
+        policy.evicted(ghost(4, 0));
+        assert_eq!(knows(&policy), [2, 3, 4]);
+        policy.evicted(ghost(5, 0));
+        assert_eq!(knows(&policy), [3, 4, 5]);
+        assert_eq!((policy.ghosts.len(), policy.known_ghosts.len()), (3, 3));
+    }
+
+    #[test]
+    fn groups_are_remembered_one_by_one() {
+        let mut policy = Policy::new(Eviction::TwoQueue, 3);
+        policy.evicted(ghost(1, 2));
+        assert!(policy.comes_back(ghost(1, 2)) && !policy.comes_back(ghost(1, 0)));
+    }
+
+    #[test]
+    fn lru_remembers_nothing() {
+        let mut policy = Policy::new(Eviction::Lru, 3);
+        policy.evicted(ghost(1, 0));
+        assert!(!policy.remembers() && !policy.comes_back(ghost(1, 0)));
+        assert_eq!((policy.ghosts.len(), policy.known_ghosts.len()), (0, 0));
+    }
+
+    /// A queue with so many blocks in each list of idle ones.
+    fn queue(low: usize, once: usize, again: usize, high: usize) -> FreeQueue {
+        let mut queue = FreeQueue::over(32).expect("small");
+        let lists = List::IDLE.into_iter().zip([low, once, again, high]);
+        let lists = lists.flat_map(|(list, count)| std::iter::repeat_n(list, count));
+        for (block, list) in lists.enumerate() {
+            queue.push_tail(list, crate::ids::BlockId::new(block));
+        }
+        queue
+    }
+
+    #[test]
+    fn the_list_that_gives() {
+        use List::{High, Low, Probation, Protected};
+        let policy = Policy::new(Eviction::TwoQueue, 32);
+        for (lens, list) in [
+            ((1, 2, 2, 2), Low),
+            ((0, 0, 0, 1), High),
+            ((0, 1, 0, 1), Probation),
+            ((0, 0, 1, 1), Protected),
+            ((0, 1, 1, 0), Protected),
+            ((0, 1, 2, 0), Protected),
+            ((0, 2, 1, 0), Probation),
+            ((0, 3, 2, 0), Probation),
+            ((0, 3, 3, 0), Protected),
+            ((0, 5, 6, 0), Protected),
+            ((0, 7, 6, 0), Probation),
+        ] {
+            let (low, once, again, high) = lens;
+            let queue = queue(low, once, again, high);
+            assert_eq!(policy.victim(&queue), list, "{lens:?}");
+        }
+    }
+}

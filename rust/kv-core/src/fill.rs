@@ -227,3 +227,47 @@ impl BlockManager {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    /// Arrays of one element each, the slots in 32 bits.
+    fn slots_in_32_bits(manager: &BlockManager, plan: PlanKey) -> Result<(), Error> {
+        let (cells, slots) = ([0; 2].map(Cell::new), [Cell::new(0)]);
+        let array = IntArray::I64(&cells);
+        let arrays = StepArrays {
+            input_ids: array,
+            positions: array,
+            slot_mapping: IntArray::I32(&slots),
+            slots_width: 1,
+            query_start_loc: array,
+            seq_lens: array,
+            block_tables: array,
+            table_rows: 1,
+            table_width: 1,
+            logits_indices: array,
+        };
+        manager.fill(plan, &arrays, &mut TableRows::default())
+    }
+
+    /// The pool says that it is larger than it is: nobody has the memory for a real one.
+    #[test]
+    fn the_last_slot_that_32_bits_hold() {
+        let mut manager = BlockManager::new(Config::new(4, 4)).expect("valid");
+        let seq = manager.sequence(vec![1], b"", true).expect("a token");
+        let open = manager.begin_step(1).expect("none open");
+        let plan = open.key();
+        let answer = manager.prefill(plan, seq.key(), 1, None);
+        answer.expect("room for one");
+        manager.config.num_blocks = 1 << 29;
+        assert_eq!(slots_in_32_bits(&manager, plan), Ok(()));
+        manager.config.num_blocks += 1;
+        let error = Error::BufferTooNarrow {
+            name: "slot_mapping",
+            value: (1 << 31) + 3,
+        };
+        assert_eq!(slots_in_32_bits(&manager, plan), Err(error));
+    }
+}

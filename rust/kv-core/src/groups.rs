@@ -147,6 +147,41 @@ mod tests {
         }
     }
 
+    /// A window of 8 reaches into two rows of 4; a step of n tokens touches some more.
+    #[test]
+    fn peaks() {
+        let groups = Groups::new(&[Some(8), None], 4).expect("valid");
+        for (most, rows) in [(1, 1), (2, 2), (5, 2), (6, 3), (9, 3), (10, 4)] {
+            assert_eq!(groups.peak(0, 100, most), 2 + rows, "{most} tokens");
+            assert_eq!(groups.peak(1, 100, most), 25);
+            assert_eq!(groups.blocks_for(100, most), 25 + 2 + rows);
+        }
+        for (num_tokens, rows) in [(0, 0), (4, 1), (5, 2), (9, 3), (17, 4)] {
+            assert_eq!(groups.peak(0, num_tokens, 2), rows, "{num_tokens} tokens");
+        }
+        assert_eq!(groups.peak(0, 100, usize::MAX), 25);
+    }
+
+    #[test]
+    fn rows_of_positions() {
+        for block_size in [1, 3, 4, 6, 16] {
+            let groups = Groups::new(&[None], block_size).expect("valid");
+            for position in 0..40 {
+                assert_eq!(groups.row_of(position), position / block_size);
+                assert_eq!(groups.rows(position), position.div_ceil(block_size));
+            }
+            assert_eq!((groups.len(), groups.block_size()), (1, block_size));
+            assert!(!groups.have_windows() && !groups.is_window(0));
+        }
+        let groups = Groups::new(&[None, Some(5)], 4).expect("valid");
+        assert!(groups.have_windows() && groups.is_window(1) && !groups.is_window(0));
+        assert_eq!(groups.len(), 2);
+        assert_eq!(
+            [1, 2, 3, 4].map(|rows| groups.first_row(1, rows)),
+            [0, 0, 1, 2]
+        );
+    }
+
     #[test]
     fn bad_groups_are_refused() {
         assert_eq!(Groups::new(&[], 4).err(), Some(Error::Groups(0)));

@@ -98,3 +98,22 @@ impl PlanKey {
         self.serial
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_numbers() {
+        assert_eq!(ContentId(7).get(), 7);
+        assert_eq!(BlockId::from(8).get(), 8);
+        assert_eq!(
+            format!("{:?} {:?}", BlockId::new(9), NodeIdx::NONE),
+            "BlockId(9) NodeIdx(none)"
+        );
+        assert_eq!(
+            (BlockId::NONE.some(), BlockId::from(3).some()),
+            (None, Some(BlockId(3)))
+        );
+    }
+}

@@ -179,4 +179,26 @@ mod tests {
         let taken = |entry: &&Entry| entry.node != NodeIdx::NONE;
         assert_eq!(index.entries.iter().filter(taken).count(), map.len());
     }
+
+    /// An index of `slots` entries that holds as many as it may.
+    fn filled(contents: usize, taken: usize) -> HashIndex {
+        let mut index = HashIndex::new(contents).expect("small");
+        for node in 0..taken {
+            let hash = (node as u128).wrapping_mul(0x9e37_79b9);
+            index.insert(hash, NodeIdx::new(node));
+        }
+        index
+    }
+
+    #[test]
+    fn it_grows_when_three_quarters_are_not_enough() {
+        for contents in [1, 2, 3, 4, 6, 12, 100, 1_000] {
+            let slots = filled(contents, 0).entries.len();
+            assert!(slots.is_power_of_two());
+            assert_eq!(filled(contents, contents).entries.len(), slots);
+            let most = slots / 4 * 3;
+            assert_eq!(filled(contents, most).entries.len(), slots);
+            assert_eq!(filled(contents, most + 1).entries.len(), 2 * slots);
+        }
+    }
 }

@@ -271,6 +271,9 @@ mod tests {
     fn what_cannot_be_is_refused() {
         let too_long = [0xff; 11];
         assert!(u64::take(&mut Bytes::new(&too_long)).is_err());
+        let mut too_large = [0xff; 10];
+        too_large[9] = 2;
+        assert!(u64::take(&mut Bytes::new(&too_large)).is_err());
         assert!(u32::take(&mut Bytes::new(&[0xff, 0xff, 0xff, 0xff, 0x1f])).is_err());
         assert!(bool::take(&mut Bytes::new(&[2])).is_err());
         // A list that says it has 2^63 elements takes no memory.
@@ -282,6 +285,8 @@ mod tests {
 
     #[test]
     fn long_lists_are_short_in_words() {
+        let eight = "[0, 1, 2, 3, 4, 5, 6, 7]";
+        assert_eq!((0..8).collect::<Vec<u64>>().words(), eight);
         assert_eq!(vec![1_u32, 2].words(), "[1, 2]");
         assert_eq!(
             (0..20).collect::<Vec<u64>>().words(),

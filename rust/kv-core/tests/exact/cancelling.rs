@@ -1,0 +1,139 @@
+//! Taking sequences out of a step: which ones depend on which.
+
+use kv_core::{BlockManager, Config, PlanKey, Prefill, SeqHandle};
+
+use super::tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
+
+fn two_groups() -> BlockManager {
+    with(Config {
+        groups: vec![None, None],
+        ..settings(32)
+    })
+}
+
+fn planned(m: &mut BlockManager, plan: PlanKey, tokens: Vec<u32>) -> SeqHandle {
+    let seq = sequence(m, tokens);
+    prefill(m, plan, &seq);
+    seq
+}
+
+/// What else went, and that the ledger is what it would be without any of them.
+fn cancelled(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle, expected: &[&SeqHandle]) {
+    let others: Vec<u64> = expected.iter().map(|seq| seq.id()).collect();
+    assert_eq!(m.cancel(plan, seq.key()), Ok(others));
+    m.check().expect("sound");
+    for gone in expected.iter().chain([&seq]) {
+        let view = m.view(gone.key()).expect("live");
+        assert_eq!((view.num_planned_tokens, view.num_pending_tokens), (0, 0));
+    }
+}
+
+#[test]
+fn who_shares_its_only_block_goes_with_it() {
+    let mut m = two_groups();
+    let plan = begin(&mut m, PLENTY);
+    let first = planned(&mut m, plan.key(), prompt(4));
+    let also = planned(&mut m, plan.key(), prompt(4));
+    let longer = planned(&mut m, plan.key(), prompt(6));
+    assert_eq!(m.ledger().active, 4);
+    cancelled(&mut m, plan.key(), &first, &[&also, &longer]);
+    assert_eq!(m.ledger().free, 32);
+}
+
+#[test]
+fn who_shares_a_later_block_goes_with_it() {
+    let mut m = two_groups();
+    let _cached = computed(&mut m, prompt(4));
+    let plan = begin(&mut m, PLENTY);
+    let first = planned(&mut m, plan.key(), prompt(8));
+    let also = planned(&mut m, plan.key(), prompt(8));
+    let before = planned(&mut m, plan.key(), prompt(5)); // shares what was cached before
+    cancelled(&mut m, plan.key(), &first, &[&also]);
+    assert_eq!(m.view(before.key()).expect("live").num_planned_tokens, 5);
+    commit(&mut m, plan.key());
+    m.check().expect("sound");
+}
+
+#[test]
+fn who_shares_with_another_one_stays() {
+    let mut m = two_groups();
+    let plan = begin(&mut m, PLENTY);
+    let first = planned(&mut m, plan.key(), prompt(4));
+    let other = planned(&mut m, plan.key(), vec![7; 4]);
+    let same = planned(&mut m, plan.key(), vec![7; 4]);
+    let longer = planned(&mut m, plan.key(), vec![7; 9]);
+    cancelled(&mut m, plan.key(), &first, &[]);
+    cancelled(&mut m, plan.key(), &longer, &[]);
+    cancelled(&mut m, plan.key(), &other, &[&same]);
+    assert_eq!(m.ledger().free, 32);
+}
+
+#[test]
+fn who_shares_with_one_that_goes_goes_too() {
+    let mut m = two_groups();
+    let plan = begin(&mut m, PLENTY);
+    let first = planned(&mut m, plan.key(), prompt(4));
+    let second = planned(&mut m, plan.key(), prompt(8));
+    let third = planned(&mut m, plan.key(), prompt(12));
+    // From the middle: each that is left depends on another one.
+    cancelled(&mut m, plan.key(), &second, &[&third]);
+    let third = planned(&mut m, plan.key(), prompt(12));
+    cancelled(&mut m, plan.key(), &first, &[&third]);
+    assert_eq!(m.ledger().free, 32);
+}
+
+#[test]
+fn the_last_one_goes_alone() {
+    let mut m = two_groups();
+    let plan = begin(&mut m, PLENTY);
+    let first = planned(&mut m, plan.key(), prompt(8));
+    let last = planned(&mut m, plan.key(), prompt(8));
+    cancelled(&mut m, plan.key(), &last, &[]);
+    assert_eq!(m.view(first.key()).expect("live").num_planned_tokens, 8);
+    commit(&mut m, plan.key());
+    assert_eq!(m.ledger().active, 4);
+}
+
+/// Of a content that has lost one of its groups' blocks, the other one is present.
+#[test]
+fn who_shares_one_group_only_goes_with_it() {
+    let mut m = with(Config {
+        groups: vec![None, Some(4)],
+        ..settings(6)
+    });
+    let seq = computed(&mut m, prompt(12)); // two blocks of the window are idle
+    let taker = computed(&mut m, vec![7, 7]); // both go
+    drop(taker);
+    m.evict_idle();
+    drop(seq);
+    m.settle();
+    let plan = begin(&mut m, PLENTY);
+    let first = sequence(&mut m, prompt(4));
+    let answer = m.prefill(plan.key(), first.key(), PLENTY, None);
+    let computes = Prefill::Planned {
+        cached_tokens: 0,
+        tokens: 4,
+        samples: true,
+    };
+    assert_eq!(answer, Ok(computes));
+    let also = planned(&mut m, plan.key(), prompt(4));
+    cancelled(&mut m, plan.key(), &first, &[&also]);
+    assert_eq!(m.stats().present_blocks, 0);
+}
+
+#[test]
+fn budget_comes_back() {
+    let mut m = two_groups();
+    let plan = begin(&mut m, 14);
+    let first = planned(&mut m, plan.key(), prompt(8));
+    let also = planned(&mut m, plan.key(), prompt(12));
+    let left = |m: &BlockManager| {
+        let view = m.plan_view(plan.key()).expect("open");
+        (view.budget_left, view.num_tokens, view.num_samples)
+    };
+    assert_eq!(left(&m), (2, 12, 2));
+    cancelled(&mut m, plan.key(), &also, &[]);
+    assert_eq!(left(&m), (6, 8, 1));
+    cancelled(&mut m, plan.key(), &first, &[]);
+    assert_eq!(left(&m), (14, 0, 0));
+}

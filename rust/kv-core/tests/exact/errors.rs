@@ -1,0 +1,211 @@
+//! What an error says names what was wrong.
+
+use std::io;
+
+use kv_core::{Error, TraceError};
+
+/// Every variant, and what must be in its words.
+fn errors() -> Vec<(Error, &'static [&'static str])> {
+    use Error::*;
+    vec![
+        (BlockSize(70_001), &["block_size", "1 to 65536", "70001"]),
+        (NumBlocks(0), &["num_blocks", "1 to 2147483648", "got 0"]),
+        (Groups(65), &["layer groups", "1 to 64", "65"]),
+        (Window(0), &["window", "at least 1", "got 0"]),
+        (UnknownPolicy("mru".into()), &["\"mru\"", "lru, 2q"]),
+        (
+            UnknownPriority("urgent".into()),
+            &["\"urgent\"", "low, normal, high"],
+        ),
+        (HashBits(129), &["hash_bits", "0 to 128", "129"]),
+        (OutOfMemory { num_blocks: 77 }, &["77 blocks", "memory"]),
+        (Namespace { bytes: 65_537 }, &["65536 bytes", "65537"]),
+        (EmptySequence, &["at least one token"]),
+        (FreedSequence { sequence: 71 }, &["sequence 71", "freed"]),
+        (
+            Foreign {
+                what: "plan",
+                id: 72,
+            },
+            &["plan 72", "another BlockManager"],
+        ),
+        (
+            ForeignLease { tokens: 73 },
+            &["73 tokens", "another BlockManager"],
+        ),
+        (ReleasedLease, &["released"]),
+        (
+            LeaseMismatch {
+                lease_tokens: 74,
+                sequence_tokens: 75,
+            },
+            &["lease's 74 tokens", "sequence's 75"],
+        ),
+        (
+            ForkLength {
+                num_tokens: 76,
+                sequence_tokens: 77,
+            },
+            &["1 to 77 tokens", "got 76"],
+        ),
+        (NotFresh { blocks: 78 }, &["holds 78"]),
+        (InPlan { sequence: 79 }, &["sequence 79", "open plan"]),
+        (
+            NotPlanned { sequence: 80 },
+            &["sequence 80", "not in this plan"],
+        ),
+        (
+            NotDecoding {
+                sequence: 81,
+                uncomputed: 82,
+            },
+            &["sequence 81", "82 left"],
+        ),
+        (NothingToCompute { sequence: 83 }, &["sequence 83"]),
+        (PlanOpen { plan: 84 }, &["commit step 84"]),
+        (
+            PlanOrder {
+                plan: 85,
+                first: 86,
+            },
+            &["step 85 is out of turn", "step 86"],
+        ),
+        (PlanClosed { plan: 87 }, &["step 87"]),
+        (
+            TrimBelowComputed {
+                num_tokens: 88,
+                computed: 89,
+            },
+            &["89 tokens", "to 88"],
+        ),
+        (
+            Accepted {
+                sequence: 90,
+                accepted: 91,
+                drafts: 92,
+            },
+            &["sequence 90", "92 drafts", "1 to 93", "got 91"],
+        ),
+        (
+            SampleCount {
+                expected: 94,
+                given: 95,
+            },
+            &["samples 94", "given 95"],
+        ),
+        (
+            BufferTooSmall {
+                name: "positions",
+                needed: 96,
+                given: 97,
+            },
+            &["array positions", "holds 97", "needs 96"],
+        ),
+        (
+            BufferTooNarrow {
+                name: "input_ids",
+                value: 98,
+            },
+            &["array input_ids", "int32", "98"],
+        ),
+        (Recording, &["recorded already"]),
+        (
+            NotNew {
+                sequences: 99,
+                steps: 100,
+            },
+            &["99 sequences", "100 steps"],
+        ),
+        (
+            UnknownBlock {
+                block: 101,
+                num_blocks: 102,
+            },
+            &["block 101", "pool of 102"],
+        ),
+    ]
+}
+
+#[test]
+fn an_error_names_its_values() {
+    for (error, words) in errors() {
+        let text = error.to_string();
+        for word in words {
+            assert!(text.contains(word), "{error:?}: {text:?} lacks {word:?}");
+        }
+    }
+}
+
+#[test]
+fn a_trace_error_names_its_values() {
+    let disk = || io::Error::other("the disk is gone");
+    let errors: [(TraceError, &[&str]); 9] = [
+        (disk().into(), &["cannot read", "the disk is gone"]),
+        (TraceError::NotATrace, &["no recording"]),
+        (
+            TraceError::Version {
+                found: 7,
+                supported: 1,
+            },
+            &["version 7", "reads 1"],
+        ),
+        (
+            TraceError::UnknownSetting {
+                setting: 60,
+                recorded_by: "8.9.10".into(),
+            },
+            &["setting number 60", "version 8.9.10"],
+        ),
+        (
+            TraceError::TooManyBlocks {
+                num_blocks: 11,
+                limit: 10,
+            },
+            &["11 blocks", "10 at most"],
+        ),
+        (
+            TraceError::Config(Error::BlockSize(0)),
+            &["refused", "block_size must be 1 to 65536, got 0"],
+        ),
+        (
+            TraceError::Cut {
+                byte: 12,
+                operation: 0,
+            },
+            &["byte 12", "its header"],
+        ),
+        (
+            TraceError::Cut {
+                byte: 12,
+                operation: 13,
+            },
+            &["byte 12", "operation 13"],
+        ),
+        (
+            TraceError::Corrupt {
+                byte: 14,
+                operation: 15,
+                what: "nonsense".into(),
+            },
+            &["byte 14", "operation 15", "nonsense"],
+        ),
+    ];
+    for (error, words) in errors {
+        let text = error.to_string();
+        for word in words {
+            assert!(text.contains(word), "{error:?}: {text:?} lacks {word:?}");
+        }
+    }
+}
+
+#[test]
+fn a_trace_error_has_the_source_that_it_wraps() {
+    use std::error::Error as _;
+    let source = |error: TraceError| error.source().map(ToString::to_string);
+    let disk = TraceError::from(io::Error::other("the disk is gone"));
+    assert_eq!(source(disk), Some("the disk is gone".into()));
+    let refused = Error::HashBits(129);
+    let text = refused.to_string();
+    assert_eq!(source(TraceError::Config(refused)), Some(text));
+    assert_eq!(source(TraceError::NotATrace), None);
+}

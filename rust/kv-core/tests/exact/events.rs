@@ -1,0 +1,159 @@
+//! Events: what is told, in which order, and what is not.
+
+use kv_core::{BlockManager, Config, Event};
+
+use super::tools::{
+    PLENTY, begin, block_of, commit, computed, given_up, lose_the_head, manager, prefill, prompt,
+    removed, sequence, settings, used, with,
+};
+
+/// The hashes of the blocks of a prompt.
+fn hashes(m: &BlockManager, tokens: &[u32]) -> Vec<u128> {
+    let mut parent = m.hasher().root(b"");
+    let next = |tokens| {
+        parent = m.hasher().child(parent, tokens);
+        parent
+    };
+    tokens.chunks_exact(4).map(next).collect()
+}
+
+fn stored(m: &BlockManager, tokens: &[u32]) -> Vec<Event> {
+    let hashes = hashes(m, tokens);
+    let event = |(at, tokens): (usize, &[u32])| Event::Stored {
+        hash: hashes[at],
+        parent: at.checked_sub(1).map(|before| hashes[before]),
+        tokens: tokens.into(),
+        namespace: Box::default(),
+    };
+    tokens.chunks_exact(4).enumerate().map(event).collect()
+}
+
+#[test]
+fn parents_are_stored_first_and_when_the_step_is_committed() {
+    let mut m = manager(8);
+    let seq = sequence(&mut m, prompt(14));
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &seq);
+    assert_eq!((m.take_events(), m.contents()), (vec![], vec![]));
+    commit(&mut m, plan.key());
+    assert_eq!(m.take_events(), stored(&m, &prompt(12)));
+    assert_eq!(m.take_events(), []);
+    let mut contents = m.contents();
+    let mut expected = hashes(&m, &prompt(12));
+    contents.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(contents, expected);
+}
+
+#[test]
+fn a_namespace_is_told() {
+    let mut m = manager(8);
+    let seq = m.sequence(prompt(4), b"tenant", true).expect("tokens");
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &seq);
+    commit(&mut m, plan.key());
+    let hash = m.hasher().child(m.hasher().root(b"tenant"), &prompt(4));
+    let event = Event::Stored {
+        hash,
+        parent: None,
+        tokens: prompt(4).into(),
+        namespace: (*b"tenant").into(),
+    };
+    assert_eq!(m.take_events(), [event]);
+}
+
+#[test]
+fn a_rollback_has_stored_nothing() {
+    let mut m = manager(8);
+    let seq = sequence(&mut m, prompt(9));
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &seq);
+    m.rollback(plan.key()).expect("the newest");
+    assert_eq!((m.take_events(), m.contents()), (vec![], vec![]));
+}
+
+#[test]
+fn an_eviction_is_told_content_by_content() {
+    let mut m = manager(2);
+    used(&mut m, [1, 2]);
+    m.take_events();
+    assert_eq!(given_up(&mut m, 1, &[1, 2]), [1]);
+    let expected = [m.hasher().child(m.hasher().root(b""), &block_of(2))];
+    assert_eq!(m.contents(), expected);
+}
+
+#[test]
+fn cleared_says_that_nothing_is_left() {
+    let mut m = manager(8);
+    let held = computed(&mut m, block_of(1));
+    used(&mut m, [2, 3]);
+    m.take_events();
+    // One is left: each that goes is named.
+    let gone = [2, 3].map(|name| hashes(&m, &block_of(name))[0]);
+    assert_eq!(m.evict_idle(), 2);
+    let events = m.take_events();
+    assert_eq!((removed(&events), events.len()), (gone.to_vec(), 2));
+    // None is left. What was told before is still told.
+    drop(held);
+    used(&mut m, [4]);
+    assert_eq!(m.evict_idle(), 2);
+    let expected = [stored(&m, &block_of(4)), vec![Event::Cleared]].concat();
+    assert_eq!(m.take_events(), expected);
+    // Nothing was there.
+    assert_eq!((m.evict_idle(), m.take_events()), (0, vec![]));
+}
+
+#[test]
+fn without_events_nothing_is_kept() {
+    let mut m = with(Config {
+        events: false,
+        ..settings(3)
+    });
+    used(&mut m, [1, 2, 3, 4]);
+    let _held = computed(&mut m, block_of(5));
+    m.evict_idle();
+    assert_eq!(m.stats().evicted_blocks, 4);
+    drop(_held);
+    m.evict_idle();
+    assert_eq!(m.take_events(), []);
+}
+
+#[test]
+fn a_content_is_removed_with_the_last_of_its_groups_blocks() {
+    let mut m = with(Config {
+        groups: vec![None, None],
+        ..settings(3)
+    });
+    used(&mut m, [1]);
+    m.take_events();
+    // One block is free, two hold content 1: a row takes the free one and one of those.
+    let taker = computed(&mut m, vec![7, 7]);
+    assert_eq!(removed(&m.take_events()), []);
+    assert_eq!((m.stats().evicted_blocks, m.contents().len()), (1, 1));
+    drop(taker);
+    m.evict_idle();
+    assert_eq!(m.take_events(), [Event::Cleared]);
+}
+
+#[test]
+fn a_content_that_comes_back_is_news_again() {
+    let mut m = manager(4);
+    used(&mut m, [1]);
+    m.evict_idle();
+    m.take_events();
+    used(&mut m, [1]);
+    assert_eq!(m.take_events(), stored(&m, &block_of(1)));
+    used(&mut m, [1]);
+    assert_eq!(m.take_events(), []);
+}
+
+#[test]
+fn only_what_was_missing_is_news() {
+    let mut m = manager(4);
+    lose_the_head(&mut m);
+    let head = hashes(&m, &prompt(4));
+    assert_eq!(removed(&m.take_events()), head);
+    let _again = computed(&mut m, prompt(8));
+    assert_eq!(m.take_events(), stored(&m, &prompt(4)));
+    assert_eq!(m.stats().present_blocks, 1);
+}

@@ -1,0 +1,20 @@
+//! Exact answers to small scripts: figures, limits, orders and texts that random operations do not
+//! see, or see too seldom.
+#![cfg(not(loom))]
+
+mod arrays;
+mod budgets;
+mod cancelling;
+mod errors;
+mod events;
+mod eviction;
+mod figures;
+mod filling;
+mod handles;
+mod limits;
+mod recordings;
+mod retention;
+mod statistics;
+mod tables;
+mod tools;
+mod windows;

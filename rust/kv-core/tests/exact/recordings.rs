@@ -1,0 +1,251 @@
+//! Recordings: how operations and answers read in words, and what a replay may take.
+
+#[path = "../model/recording.rs"]
+mod recording;
+
+use std::error::Error as _;
+use std::io::{self, Read};
+use std::time::Duration;
+
+use kv_core::{
+    Answer, BlockId, Call, Config, Divergence, Error, Ledger, Limits, Prefill, Priority, Redirect,
+    TraceError, replay, replay_within,
+};
+use recording::Recording;
+
+use super::tools::{PLENTY, begin, commit, prefill, prompt, sequence, settings, with};
+
+#[test]
+fn operations_in_words() {
+    let calls = [
+        (
+            Call::Sequence {
+                tokens: vec![1, 2],
+                namespace: (*b"a\xff").into(),
+                read_cache: false,
+            },
+            r#"sequence(tokens=[1, 2], namespace="a\\xff", read_cache=false)"#,
+        ),
+        (
+            Call::Retain {
+                tokens: (0..8).collect(),
+                namespace: Box::default(),
+                priority: Priority::High,
+                ttl: Some(Duration::from_millis(1_500)),
+            },
+            r#"retain(tokens=[0, 1, 2, 3, 4, 5, 6, 7], namespace="", priority=high, ttl=1.5s)"#,
+        ),
+        (
+            Call::Decode {
+                plan: 7,
+                sequences: (1..10).collect(),
+                lookahead: 3,
+            },
+            "decode(plan=7, sequences=[1, 2, 3, 4, 5, 6, 7, 8, ... 9 in all], lookahead=3)",
+        ),
+        (
+            Call::Prefill {
+                plan: 7,
+                sequence: 8,
+                max_tokens: 9,
+                reserve: None,
+            },
+            "prefill(plan=7, sequence=8, max_tokens=9, reserve=none)",
+        ),
+        (
+            Call::Commit {
+                plan: 7,
+                tokens: vec![5],
+                counts: vec![],
+            },
+            "commit(plan=7, tokens=[5], counts=[])",
+        ),
+        (Call::EvictIdle {}, "evict_idle()"),
+    ];
+    for (call, words) in calls {
+        assert_eq!(call.to_string(), words);
+    }
+}
+
+#[test]
+fn answers_in_words() {
+    let redirect = Redirect {
+        sequence: 1,
+        group: 2,
+        index: 3,
+        old_block: BlockId::from(4),
+        new_block: BlockId::from(5),
+    };
+    let planned = |samples| {
+        Answer::Prefill(Prefill::Planned {
+            cached_tokens: 4,
+            tokens: 5,
+            samples,
+        })
+    };
+    let no_room = Prefill::NoRoom {
+        needed: 6,
+        available: 7,
+    };
+    let ledger = Ledger {
+        free: 1,
+        idle: 2,
+        active: 3,
+        leased: 4,
+    };
+    let answers = [
+        (Answer::Done, "done"),
+        (Answer::Number(12), "12"),
+        (Answer::Numbers(vec![1, 2]), "[1, 2]"),
+        (
+            planned(true),
+            "planned, 4 tokens cached, 5 to compute, samples",
+        ),
+        (
+            planned(false),
+            "planned, 4 tokens cached, 5 to compute, does not sample",
+        ),
+        (
+            Answer::Prefill(no_room),
+            "no room, 6 blocks needed, 7 available",
+        ),
+        (Answer::Prefill(Prefill::NoBudget), "no budget"),
+        (
+            Answer::Redirects(vec![redirect]),
+            "redirects [sequence 1 group 2 entry 3 from block 4 to 5]",
+        ),
+        (
+            Answer::Ledger(ledger),
+            "1 blocks free, 2 idle, 3 active, 4 leased",
+        ),
+    ];
+    for (answer, words) in answers {
+        assert_eq!(answer.to_string(), words);
+    }
+}
+
+#[test]
+fn a_divergence_in_words() {
+    let mut divergence = Divergence {
+        operation: 3,
+        call: Call::Fork {
+            sequence: 1,
+            num_tokens: 2,
+        },
+        recorded: Answer::Number(2),
+        obtained: Err(Error::EmptySequence),
+    };
+    let refused = "refused, a sequence needs at least one token, got none";
+    assert_eq!(divergence.obtained_in_words(), refused);
+    let words =
+        format!("operation 3, fork(sequence=1, num_tokens=2): recorded 2; obtained {refused}");
+    assert_eq!(divergence.to_string(), words);
+    divergence.obtained = Ok(Answer::Number(4));
+    assert_eq!(divergence.obtained_in_words(), "4");
+}
+
+/// A recording of one prompt in these settings.
+fn recorded(config: Config) -> Vec<u8> {
+    let recording = Recording::default();
+    let mut m = with(config);
+    m.record(recording.clone()).expect("new");
+    let seq = sequence(&mut m, prompt(6));
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &seq);
+    commit(&mut m, plan.key());
+    m.stop_recording().expect("memory takes everything");
+    recording.bytes()
+}
+
+#[test]
+fn a_pool_of_exactly_as_many_blocks_as_are_allowed() {
+    let bytes = recorded(settings(9));
+    let within = |num_blocks| replay_within(&bytes[..], Limits { num_blocks });
+    assert!(within(9).expect("allowed").complete);
+    let error = within(8).expect_err("too large");
+    assert!(
+        matches!(
+            error,
+            TraceError::TooManyBlocks {
+                num_blocks: 9,
+                limit: 8
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(Limits::default().num_blocks, 1 << 24);
+}
+
+#[test]
+fn settings_come_back() {
+    for (prefix_caching, in_flight_sharing, events) in [
+        (true, false, true),
+        (false, true, false),
+        (true, true, true),
+    ] {
+        let config = Config {
+            groups: vec![Some(1), None, Some(7)],
+            prefix_caching,
+            in_flight_sharing,
+            events,
+            hash_bits: 5,
+            ..settings(9)
+        };
+        let report = replay(&recorded(config)[..]).expect("whole");
+        let back = &report.config;
+        assert_eq!(
+            (back.prefix_caching, back.in_flight_sharing, back.events),
+            (prefix_caching, in_flight_sharing, events)
+        );
+        assert_eq!(back.groups, [Some(1), None, Some(7)]);
+        assert_eq!((back.num_blocks, back.block_size), (9, 4));
+        assert_eq!((back.hash_bits, back.hash_seed), (5, Some(1)));
+        assert_eq!(
+            report.operations,
+            [
+                ("sequence", 1),
+                ("begin_step", 1),
+                ("prefill", 1),
+                ("commit", 1)
+            ]
+        );
+        assert_eq!((report.divergence, report.check), (None, Ok(())));
+    }
+}
+
+#[test]
+fn a_manager_with_a_past_is_not_recorded() {
+    let mut m = with(settings(9));
+    assert_eq!(m.may_record(), Ok(()));
+    drop(begin(&mut m, 1));
+    drop([(); 2].map(|()| sequence(&mut m, prompt(1))));
+    let error = Error::NotNew {
+        sequences: 2,
+        steps: 1,
+    };
+    assert_eq!(m.may_record(), Err(error.clone()));
+    assert_eq!(m.record(Recording::default()), Err(error));
+}
+
+/// A file on a disk that goes after some bytes.
+struct Gone<'a>(&'a [u8]);
+
+impl Read for Gone<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self.0.read(into)? {
+            0 => Err(io::Error::other("the disk is gone")),
+            read => Ok(read),
+        }
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_not_a_cut_one() {
+    let bytes = recorded(settings(9));
+    for len in [0, 4, 9, 12, bytes.len()] {
+        let error = replay(Gone(&bytes[..len])).expect_err("unreadable");
+        assert!(matches!(error, TraceError::Io(_)), "{error}");
+        let source = error.source().map(ToString::to_string);
+        assert_eq!(source, Some("the disk is gone".into()));
+    }
+}

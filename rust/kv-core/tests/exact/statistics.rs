@@ -1,0 +1,264 @@
+//! The counters of scripted runs, value by value.
+
+use kv_core::{Config, Prefill, Stats};
+
+use super::tools::{
+    PLENTY, begin, block_of, commit, computed, decoded, lose_the_head, manager, prefill, prompt,
+    sequence, settings, used, with,
+};
+
+#[test]
+fn a_prompt_and_its_tokens() {
+    let mut m = manager(8);
+    let seq = computed(&mut m, prompt(10));
+    let mut expected = Stats {
+        prompt_tokens: 10,
+        computed_tokens: 10,
+        allocated_blocks: 3,
+        registered_blocks: 2,
+        hashed_blocks: 2,
+        committed_steps: 1,
+        ..Stats::default()
+    };
+    assert_eq!(m.stats(), expected);
+    decoded(&mut m, &[&seq]);
+    expected.computed_tokens += 1;
+    expected.committed_steps += 1;
+    assert_eq!(m.stats(), expected);
+    decoded(&mut m, &[&seq]); // the third block is full now
+    expected.computed_tokens += 1;
+    expected.committed_steps += 1;
+    expected.registered_blocks += 1;
+    expected.hashed_blocks += 1;
+    assert_eq!(m.stats(), expected);
+}
+
+#[test]
+fn a_hit_in_chunks() {
+    let mut m = manager(16);
+    drop(computed(&mut m, prompt(9)));
+    let before = m.stats();
+    let seq = sequence(&mut m, prompt(15));
+    for most in [4, PLENTY] {
+        let plan = begin(&mut m, PLENTY);
+        let answer = m.prefill(plan.key(), seq.key(), most, None);
+        assert!(matches!(answer, Ok(Prefill::Planned { .. })));
+        commit(&mut m, plan.key());
+    }
+    let expected = Stats {
+        prompt_tokens: before.prompt_tokens + 15,
+        cached_tokens: 8,
+        computed_tokens: before.computed_tokens + 7,
+        hit_blocks: 2,
+        allocated_blocks: before.allocated_blocks + 2,
+        registered_blocks: before.registered_blocks + 1,
+        hashed_blocks: before.hashed_blocks + 1,
+        committed_steps: before.committed_steps + 2,
+        ..before
+    };
+    assert_eq!(m.stats(), expected);
+    assert_eq!(m.view(seq.key()).expect("live").num_cached_tokens, 8);
+}
+
+#[test]
+fn a_prefix_in_flight() {
+    let mut m = manager(16);
+    let seqs = [(); 3].map(|()| sequence(&mut m, prompt(9)));
+    let plan = begin(&mut m, PLENTY);
+    seqs.iter().for_each(|seq| prefill(&mut m, plan.key(), seq));
+    commit(&mut m, plan.key());
+    let expected = Stats {
+        prompt_tokens: 27,
+        cached_tokens: 16,
+        computed_tokens: 11,
+        hit_blocks: 4,
+        in_flight_blocks: 4,
+        allocated_blocks: 5,
+        registered_blocks: 2,
+        hashed_blocks: 2,
+        committed_steps: 1,
+        ..Stats::default()
+    };
+    assert_eq!(m.stats(), expected);
+}
+
+#[test]
+fn a_prefix_whose_head_was_lost() {
+    let mut m = manager(4);
+    lose_the_head(&mut m);
+    let before = m.stats();
+    assert_eq!((before.evicted_blocks, before.rolled_back_steps), (1, 1));
+    drop(computed(&mut m, prompt(8)));
+    let expected = Stats {
+        prompt_tokens: before.prompt_tokens + 8,
+        computed_tokens: before.computed_tokens + 8,
+        present_blocks: 1,
+        allocated_blocks: before.allocated_blocks + 1,
+        registered_blocks: before.registered_blocks + 1,
+        committed_steps: before.committed_steps + 1,
+        hashed_blocks: m.stats().hashed_blocks,
+        ..before
+    };
+    assert_eq!(m.stats(), expected);
+}
+
+#[test]
+fn drafts() {
+    let mut m = manager(8);
+    let seq = computed(&mut m, prompt(3));
+    let before = m.stats();
+    let mut expected = Stats { ..before };
+    for (accepted, drafts) in [(&[7, 8, 5][..], [7, 8, 9]), (&[4], [1, 2, 3])] {
+        let plan = begin(&mut m, PLENTY);
+        m.speculate(plan.key(), seq.key(), &drafts).expect("ready");
+        let counts = [accepted.len()];
+        let redirects = m.commit_accepted(plan.key(), accepted, &counts);
+        assert_eq!(redirects, Ok(vec![]));
+        expected.computed_tokens += 4;
+        expected.draft_tokens += 3;
+        expected.accepted_draft_tokens += accepted.len() as u64 - 1;
+        expected.committed_steps += 1;
+        let tokens = m.view(seq.key()).expect("live").tokens;
+        assert!(tokens.ends_with(accepted));
+    }
+    // 0 1 2 s 7 8 5 4: seven of them computed, in blocks 0 and 1; the first is full.
+    let view = m.view(seq.key()).expect("live");
+    assert_eq!((view.tokens.len(), view.num_computed_tokens), (8, 7));
+    expected.allocated_blocks = 3;
+    expected.registered_blocks = 1;
+    expected.hashed_blocks = 1;
+    assert_eq!(m.stats(), expected);
+}
+
+#[test]
+fn late_merges_and_copies() {
+    let mut m = manager(8);
+    let (a, b) = (computed(&mut m, prompt(3)), computed(&mut m, prompt(3)));
+    let before = m.stats();
+    let redirects = decoded(&mut m, &[&a, &b]); // both complete the same block
+    assert_eq!(redirects.len(), 1);
+    assert_eq!((redirects[0].sequence, redirects[0].group), (b.id(), 0));
+    assert_eq!(redirects[0].index, 0);
+    let mut expected = Stats {
+        computed_tokens: before.computed_tokens + 2,
+        registered_blocks: 1,
+        merged_blocks: 1,
+        hashed_blocks: before.hashed_blocks + 1,
+        committed_steps: before.committed_steps + 1,
+        ..before
+    };
+    assert_eq!(m.stats(), expected);
+    decoded(&mut m, &[&a]);
+    let fork = m.fork(a.key(), 5).expect("within");
+    m.append(fork.key(), &[77]).expect("in no plan");
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &fork);
+    commit(&mut m, plan.key());
+    expected.prompt_tokens += 1;
+    expected.computed_tokens += 2;
+    expected.allocated_blocks += 2; // the second block of `a`, and its copy
+    expected.copied_blocks += 1;
+    expected.committed_steps += 2;
+    assert_eq!(m.stats(), expected);
+}
+
+/// A sequence that does not read the cache computes what is idle there: its block takes over.
+#[test]
+fn contents_taken_over() {
+    let mut m = manager(8);
+    used(&mut m, [1]);
+    let before = m.stats();
+    let again = m.sequence(block_of(1), b"", false).expect("tokens");
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &again);
+    assert_eq!(commit(&mut m, plan.key()), []);
+    let expected = Stats {
+        prompt_tokens: before.prompt_tokens + 4,
+        computed_tokens: before.computed_tokens + 4,
+        present_blocks: m.stats().present_blocks,
+        allocated_blocks: m.stats().allocated_blocks,
+        taken_over_blocks: m.stats().taken_over_blocks,
+        hashed_blocks: before.hashed_blocks + 1,
+        committed_steps: before.committed_steps + 1,
+        ..before
+    };
+    assert_eq!(m.stats(), expected);
+}
+
+#[test]
+fn blocks_without_a_name() {
+    let mut m = with(Config {
+        hash_bits: 0,
+        ..settings(8)
+    });
+    let _first = computed(&mut m, block_of(1));
+    let expected = Stats {
+        prompt_tokens: 4,
+        computed_tokens: 4,
+        allocated_blocks: 1,
+        registered_blocks: 1,
+        hashed_blocks: 1,
+        committed_steps: 1,
+        ..Stats::default()
+    };
+    assert_eq!(m.stats(), expected);
+    let second = computed(&mut m, prompt(12));
+    let expected = Stats {
+        prompt_tokens: 16,
+        computed_tokens: 16,
+        allocated_blocks: 4,
+        collisions: 1,
+        hashed_blocks: 4,
+        committed_steps: 2,
+        ..expected
+    };
+    assert_eq!(m.stats(), expected);
+    assert_eq!(m.view(second.key()).expect("live").num_registered_blocks, 0);
+    assert_eq!(m.num_contents(), 2);
+}
+
+#[test]
+fn evictions_and_windows() {
+    let mut m = with(Config {
+        groups: vec![None, Some(4)],
+        ..settings(6)
+    });
+    let seq = computed(&mut m, prompt(12));
+    // Of the second group the last block is left, the others are idle.
+    let mut expected = Stats {
+        prompt_tokens: 12,
+        computed_tokens: 12,
+        allocated_blocks: 6,
+        registered_blocks: 3,
+        slid_blocks: 2,
+        hashed_blocks: 3,
+        committed_steps: 1,
+        ..Stats::default()
+    };
+    assert_eq!((m.stats(), m.ledger().idle), (expected, 2));
+    decoded(&mut m, &[&seq]); // a row more: both of these go
+    expected.computed_tokens += 1;
+    expected.allocated_blocks += 2;
+    expected.evicted_blocks += 2;
+    expected.committed_steps += 1;
+    assert_eq!((m.stats(), m.ledger().idle), (expected, 0));
+}
+
+#[test]
+fn without_a_cache_nothing_is_named() {
+    let mut m = with(Config {
+        prefix_caching: false,
+        ..settings(8)
+    });
+    for _ in 0..2 {
+        drop(computed(&mut m, prompt(8)));
+    }
+    let expected = Stats {
+        prompt_tokens: 16,
+        computed_tokens: 16,
+        allocated_blocks: 4,
+        committed_steps: 2,
+        ..Stats::default()
+    };
+    assert_eq!((m.stats(), m.ledger().free), (expected, 8));
+}

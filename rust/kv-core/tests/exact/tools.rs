@@ -1,0 +1,134 @@
+//! What the scripts are made of: blocks of four tokens, steps with room for everything.
+
+use kv_core::{
+    BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Priority, Redirect,
+    SeqHandle,
+};
+
+/// A budget that nobody uses up.
+pub(crate) const PLENTY: usize = 1_000;
+
+/// The token that every step samples.
+pub(crate) const SAMPLED: u32 = 9_000;
+
+/// Settings of a pool with blocks of four tokens, the same hashes every time and events.
+pub(crate) fn settings(num_blocks: usize) -> Config {
+    Config {
+        hash_seed: Some(1),
+        events: true,
+        ..Config::new(num_blocks, 4)
+    }
+}
+
+pub(crate) fn manager(num_blocks: usize) -> BlockManager {
+    with(settings(num_blocks))
+}
+
+pub(crate) fn with(config: Config) -> BlockManager {
+    BlockManager::new(config).expect("valid settings")
+}
+
+/// So many tokens, each its position: blocks 0, 1, 2, ... of one prompt.
+pub(crate) fn prompt(len: u32) -> Vec<u32> {
+    (0..len).collect()
+}
+
+/// One block of its own: the content `name`.
+pub(crate) fn block_of(name: u32) -> Vec<u32> {
+    vec![name; 4]
+}
+
+pub(crate) fn sequence(m: &mut BlockManager, tokens: Vec<u32>) -> SeqHandle {
+    m.sequence(tokens, b"", true).expect("tokens")
+}
+
+pub(crate) fn begin(m: &mut BlockManager, budget: usize) -> PlanHandle {
+    m.begin_step(budget).expect("less than two are open")
+}
+
+/// Plans all that is left of a sequence, which has room.
+pub(crate) fn prefill(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle) {
+    let answer = m.prefill(plan, seq.key(), PLENTY, None).expect("no misuse");
+    assert!(matches!(answer, Prefill::Planned { .. }), "{answer:?}");
+}
+
+/// Commits the oldest plan; each of its rows samples the same.
+pub(crate) fn commit(m: &mut BlockManager, plan: PlanKey) -> Vec<Redirect> {
+    let samples = m.plan_view(plan).expect("open").num_samples;
+    m.commit(plan, &vec![SAMPLED; samples]).expect("the oldest")
+}
+
+/// A sequence of these tokens whose every token was computed in a step of its own.
+pub(crate) fn computed(m: &mut BlockManager, tokens: Vec<u32>) -> SeqHandle {
+    let seq = sequence(m, tokens);
+    let plan = begin(m, PLENTY);
+    prefill(m, plan.key(), &seq);
+    commit(m, plan.key());
+    seq
+}
+
+/// A step that decodes all of these.
+pub(crate) fn decoded(m: &mut BlockManager, seqs: &[&SeqHandle]) -> Vec<Redirect> {
+    let plan = begin(m, PLENTY);
+    let keys: Vec<_> = seqs.iter().map(|seq| seq.key()).collect();
+    assert_eq!(m.decode(plan.key(), &keys, 0), Ok(vec![]));
+    commit(m, plan.key())
+}
+
+/// Contents that are computed, or adopted, and idle afterwards; one after the other.
+pub(crate) fn used(m: &mut BlockManager, names: impl IntoIterator<Item = u32>) {
+    for name in names {
+        drop(computed(m, block_of(name)));
+    }
+    m.settle();
+}
+
+/// Takes `count` blocks; the contents that were given up for them, in order.
+pub(crate) fn given_up(m: &mut BlockManager, count: u32, known: &[u32]) -> Vec<u32> {
+    m.take_events();
+    let tokens = (0..4 * count).map(|at| 1_000_000 + at).collect();
+    let taker = sequence(m, tokens);
+    let plan = begin(m, PLENTY);
+    prefill(m, plan.key(), &taker);
+    let gone = removed(&m.take_events());
+    let root = m.hasher().root(b"");
+    let name = |hash: u128| {
+        let mut known = known.iter().copied();
+        known.find(|&name| m.hasher().child(root, &block_of(name)) == hash)
+    };
+    let names = gone.into_iter().map(|hash| name(hash).expect("known"));
+    let names: Vec<u32> = names.collect();
+    m.rollback(plan.key()).expect("the newest");
+    m.check().expect("sound");
+    names
+}
+
+pub(crate) fn removed(events: &[Event]) -> Vec<u128> {
+    let hash = |event: &Event| match event {
+        Event::Removed { hash } => Some(*hash),
+        _ => None,
+    };
+    events.iter().filter_map(hash).collect()
+}
+
+/// The blocks of a sequence in a layer group.
+pub(crate) fn table(m: &BlockManager, seq: &SeqHandle, group: usize) -> Vec<Option<u32>> {
+    let view = m.view(seq.key()).expect("live");
+    view.table(group)
+        .map(|block| block.map(BlockId::get))
+        .collect()
+}
+
+/// In a pool of four blocks: the second block of a prompt is cached, the first one is not.
+pub(crate) fn lose_the_head(m: &mut BlockManager) {
+    drop(computed(m, prompt(8)));
+    for (tokens, priority) in [(8, Priority::High), (4, Priority::Low)] {
+        let covered = m.retain(&prompt(tokens), b"", priority, None);
+        assert_eq!(covered, Ok(tokens as usize));
+    }
+    m.take_events();
+    let taker = sequence(m, vec![7_000; 12]);
+    let plan = begin(m, PLENTY);
+    prefill(m, plan.key(), &taker);
+    m.rollback(plan.key()).expect("the newest");
+}

@@ -1,0 +1,198 @@
+//! Layer groups with windows: what is given back, and when.
+
+use kv_core::{BlockManager, Config, Prefill, SeqHandle};
+
+use super::tools::{
+    PLENTY, begin, commit, computed, decoded, manager, prefill, prompt, sequence, settings, table,
+    with,
+};
+
+/// A group that sees everything and one with a window, of blocks of four tokens.
+fn windowed(num_blocks: usize, window: usize) -> Config {
+    Config {
+        groups: vec![None, Some(window)],
+        ..settings(num_blocks)
+    }
+}
+
+/// Whether there is a block in each row of the window's table.
+fn kept(m: &BlockManager, seq: &SeqHandle) -> Vec<bool> {
+    let rows = table(m, seq, 1);
+    assert!(table(m, seq, 0).iter().all(Option::is_some));
+    rows.iter().map(Option::is_some).collect()
+}
+
+#[test]
+fn what_no_later_token_sees_is_given_back() {
+    for (window, tokens, expected) in [
+        (4, 12, vec![false, false, true]),
+        (4, 11, vec![false, true, true]),
+        (5, 12, vec![false, true, true]),
+        (8, 13, vec![false, true, true, true]),
+        (9, 12, vec![true; 3]),
+    ] {
+        let mut m = with(windowed(16, window));
+        let seq = computed(&mut m, prompt(tokens));
+        assert_eq!(kept(&m, &seq), expected, "window {window}, {tokens} tokens");
+        let slid = expected.iter().filter(|&&kept| !kept).count();
+        assert_eq!(m.stats().slid_blocks, slid as u64);
+        assert_eq!(m.ledger().idle, slid);
+    }
+}
+
+#[test]
+fn a_window_slides_with_every_block() {
+    let mut m = with(windowed(16, 4));
+    let seq = computed(&mut m, prompt(7));
+    let mut slid = 0;
+    for tokens in 8..21 {
+        decoded(&mut m, &[&seq]);
+        let full = tokens / 4;
+        slid = full - 1;
+        assert_eq!(m.stats().slid_blocks, slid as u64, "{tokens} computed");
+    }
+    assert_eq!(slid, 4);
+    m.check().expect("sound");
+}
+
+#[test]
+fn windows_slide_without_a_cache() {
+    let mut m = with(Config {
+        prefix_caching: false,
+        ..windowed(16, 4)
+    });
+    let seq = computed(&mut m, prompt(12));
+    assert_eq!(kept(&m, &seq), [false, false, true]);
+    assert_eq!((m.stats().slid_blocks, m.ledger().free), (2, 12));
+}
+
+/// Where every content has the same hash, only the first one has a name.
+#[test]
+fn windows_slide_over_blocks_without_a_name() {
+    let mut m = with(Config {
+        hash_bits: 0,
+        ..windowed(16, 4)
+    });
+    let seq = computed(&mut m, prompt(7));
+    assert_eq!(m.view(seq.key()).expect("live").num_registered_blocks, 1);
+    for _ in 7..12 {
+        decoded(&mut m, &[&seq]);
+    }
+    assert_eq!(kept(&m, &seq), [false, false, true]);
+    // What came before the window is gone: nobody can stand on it any more.
+    assert_eq!(m.view(seq.key()).expect("live").num_registered_blocks, 0);
+    assert_eq!((m.stats().collisions, m.stats().slid_blocks), (1, 2));
+    m.check().expect("sound");
+}
+
+/// What comes before the gaps that a match has left is given back too.
+#[test]
+fn blocks_before_the_gaps_of_a_match_are_given_back() {
+    let mut m = with(windowed(32, 12));
+    let late = sequence(&mut m, prompt(29));
+    let plan = begin(&mut m, PLENTY);
+    m.prefill(plan.key(), late.key(), 8, None).expect("room");
+    commit(&mut m, plan.key());
+    assert_eq!(kept(&m, &late), [true; 2]);
+    let first = computed(&mut m, prompt(28));
+    let slid = m.stats().slid_blocks;
+    let plan = begin(&mut m, PLENTY);
+    let answer = Prefill::Planned {
+        cached_tokens: 20,
+        tokens: 1,
+        samples: true,
+    };
+    let given = m.prefill(plan.key(), late.key(), PLENTY, None);
+    assert_eq!(given, Ok(answer));
+    let gaps = [true, true, false, false, true, true, true, true];
+    assert_eq!(kept(&m, &late), gaps);
+    commit(&mut m, plan.key());
+    let gone = [false, false, false, false, true, true, true, true];
+    assert_eq!(kept(&m, &late), gone);
+    assert_eq!(m.stats().slid_blocks, slid + 2);
+    drop(first);
+    m.check().expect("sound");
+}
+
+#[test]
+fn a_lease_holds_what_a_later_token_sees() {
+    let mut m = with(windowed(16, 4));
+    let seq = computed(&mut m, prompt(12));
+    let lease = m.lease(seq.key()).expect("live");
+    assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 4));
+    let blocks: Vec<_> = lease.blocks().map(|block| Some(block.get())).collect();
+    let (all, window) = (table(&m, &seq, 0), table(&m, &seq, 1));
+    assert_eq!(blocks, [all[0], all[1], all[2], window[2]]);
+    drop(seq);
+    assert_eq!((m.ledger().leased, m.ledger().idle), (4, 2));
+    let next = sequence(&mut m, prompt(13));
+    m.attach(next.key(), &lease).expect("its prefix");
+    assert_eq!(kept(&m, &next), [false, false, true]);
+    assert_eq!(m.preview(next.key()), Ok(0));
+    assert_eq!((m.ledger().active, m.ledger().leased), (4, 0));
+    m.check().expect("sound");
+}
+
+#[test]
+fn a_fork_before_the_window_begins_without_blocks() {
+    let mut m = with(windowed(16, 4));
+    let seq = computed(&mut m, prompt(13));
+    for (at, rows, computed) in [
+        (13, vec![false, false, true, true], 13),
+        (12, vec![false, false, true], 12),
+        (11, vec![], 0),
+        (8, vec![], 0),
+    ] {
+        let fork = m.fork(seq.key(), at).expect("within");
+        assert_eq!(kept(&m, &fork), rows, "{at} tokens");
+        let view = m.view(fork.key()).expect("live");
+        assert_eq!(view.num_computed_tokens, computed);
+    }
+    m.check().expect("sound");
+}
+
+#[test]
+fn a_match_needs_the_rows_of_the_window_only() {
+    let mut m = with(windowed(8, 4));
+    drop(computed(&mut m, prompt(12)));
+    let lease = m.match_prefix(&prompt(12), b"").expect("short");
+    assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 4));
+    // Two rows: the window's second one is idle and matches; one row: its first one.
+    for (tokens, blocks) in [(8, 3), (4, 2)] {
+        let shorter = m.match_prefix(&prompt(tokens), b"").expect("short");
+        assert_eq!(shorter.num_tokens(), tokens as usize);
+        assert_eq!(shorter.num_blocks(), blocks);
+    }
+}
+
+/// Two open steps: a content that the later one is to compute is not registered by the earlier one.
+#[test]
+fn a_content_of_the_next_step_is_asked_for_again_later() {
+    for rolled_back in [false, true] {
+        let mut m = manager(16);
+        let seq = computed(&mut m, prompt(3));
+        let first = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(first.key(), &[seq.key()], 0), Ok(vec![]));
+        let second = begin(&mut m, PLENTY);
+        let tokens = m.view(seq.key()).expect("live").tokens.to_vec();
+        let other = sequence(&mut m, [tokens, vec![5]].concat());
+        prefill(&mut m, second.key(), &other);
+        assert_eq!(commit(&mut m, first.key()), []);
+        let registered = |m: &BlockManager| {
+            let view = m.view(seq.key()).expect("live");
+            view.num_registered_blocks
+        };
+        assert_eq!((registered(&m), m.stats().registered_blocks), (0, 0));
+        assert_eq!(m.lease(seq.key()).expect("live").num_tokens(), 0);
+        if rolled_back {
+            m.rollback(second.key()).expect("the newest");
+        } else {
+            commit(&mut m, second.key());
+        }
+        let redirects = decoded(&mut m, &[&seq]);
+        assert_eq!(redirects.len(), usize::from(!rolled_back));
+        assert_eq!((registered(&m), m.stats().registered_blocks), (1, 1));
+        assert_eq!(m.stats().merged_blocks, u64::from(!rolled_back));
+        m.check().expect("sound");
+    }
+}
