@@ -35,7 +35,7 @@ fn op() -> impl Strategy<Value = Op> {
         9 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
         3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
         3 => any::<usize>().prop_map(Op::DropLease),
-        10 => prop_oneof![1 => 0..4_usize, 9 => Just(64_usize)].prop_map(Op::Begin),
+        10 => prop_oneof![2 => 0..9_usize, 3 => Just(64_usize)].prop_map(Op::Begin),
         40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve)
             .prop_map(|(seq, max_tokens, reserve)| Op::Prefill { seq, max_tokens, reserve }),
         24 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kv_core::{BlockManager, Error, Priority};
 
-use super::tools::{block_of, computed, given_up, manager, prompt, used};
+use super::tools::{block_of, computed, given_up, manager, prompt, removed, used};
 
 const ALL: [u32; 4] = [1, 2, 3, 4];
 
@@ -142,6 +142,31 @@ fn a_priority_ends_with_its_content() {
     assert_eq!(m.evict_idle(), 4);
     used(&mut m, ALL);
     assert!(!is_kept(&mut m));
+}
+
+/// The block that it is computed into may be that of its last continuation.
+#[test]
+fn a_priority_outlives_the_eviction_that_its_own_content_needs() {
+    let mut m = manager(3);
+    drop(computed(&mut m, prompt(8)));
+    let covered = m.retain(&prompt(4), b"", Priority::Low, None);
+    assert_eq!(covered, Ok(4));
+    let taker = computed(&mut m, [block_of(1), vec![1]].concat());
+    assert_eq!(
+        m.contents().len(),
+        2,
+        "the second block of the prompt is left"
+    );
+    let again = computed(&mut m, prompt(4));
+    assert_eq!(m.contents().len(), 2, "and has made way for the first");
+    // Idle now: content 1, then the prompt's, which is low; another block is free.
+    drop(taker);
+    m.settle();
+    drop(again);
+    m.take_events();
+    let _two = computed(&mut m, vec![7; 5]);
+    let head = m.hasher().child(m.hasher().root(b""), &prompt(4));
+    assert_eq!(removed(&m.take_events()), [head]);
 }
 
 /// The deadline of a content that is gone says nothing about the one that has its place now.

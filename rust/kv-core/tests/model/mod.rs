@@ -499,6 +499,8 @@ impl Model {
         let row = s.registered;
         let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
         let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
+        let content = (namespace, tokens.clone());
+        let retained = self.retained.get(&content).copied();
         let mut entries = Vec::new();
         for group in 0..self.groups.len() {
             // Allocating for one group may evict what was there for the next.
@@ -525,9 +527,11 @@ impl Model {
             entries.push(Some(block));
         }
         for (group, block) in entries.iter().enumerate() {
-            let content = ((namespace, tokens.clone()), group);
+            let content = (content.clone(), group);
             self.contents.insert(content, block.expect("just taken"));
         }
+        // It was about to be computed: what was evicted for it did not end its priority.
+        self.retained.extend(retained.map(|kept| (content, kept)));
         let s = self.seqs.get_mut(&seq).expect("live");
         s.registered += 1;
         if mine.is_none() {
