@@ -5,6 +5,7 @@ product attention, with the query heads that share a KV head as its rows, so tha
 never repeated. Softcap and sinks, which that function lacks, are computed in float32.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -32,17 +33,53 @@ class GatherBackend:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        self._scratch = Scratch(pool.device)
 
     def plan(self, inputs: StepInputs) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, when first asked for."""
-        return GatherPlan(self._pool, inputs)
+        return GatherPlan(self._pool, inputs, self._scratch)
+
+
+class Scratch:
+    """Memory for gathered keys and values, used again by every layer of every step.
+
+    On the CPU an allocation of some MiB is given back to the system when it is freed, and then
+    each layer pays for fresh pages: several times what the copy itself costs. CUDA tensors, which
+    torch keeps, and what is larger than a batch of the usual size are allocated as ever.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._limit = _BATCH_BYTES["cpu"] if device.type == "cpu" else 0
+        with torch.inference_mode(False):  # to be written inside of it and outside
+            self._keys, self._values = (
+                torch.empty(self._limit, dtype=torch.uint8, device=device) for _ in range(2)
+            )
+
+    def keys(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """`cache[blocks]`, valid until keys are asked for again."""
+        return self._select(self._keys, cache, blocks)
+
+    def values(self, cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """`cache[blocks]`, valid until values are asked for again."""
+        return self._select(self._values, cache, blocks)
+
+    def _select(
+        self, memory: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        shape = (len(blocks), *cache.shape[1:])
+        num_bytes = math.prod(shape) * cache.dtype.itemsize
+        if num_bytes > self._limit:
+            return cache.index_select(0, blocks)
+        out = memory[:num_bytes].view(cache.dtype).view(shape)
+        return torch.index_select(cache, 0, blocks, out=out)
 
 
 class GatherPlan:
     """One step of the gather backend."""
 
-    def __init__(self, pool: KVPool, inputs: StepInputs) -> None:
+    def __init__(self, pool: KVPool, inputs: StepInputs, scratch: Scratch) -> None:
         self._pool = pool
+        self._scratch = scratch
         self._layouts = [
             StepLayout(inputs.host_query_start_loc, inputs.host_seq_lens, tables, pool.block_size)
             for tables in inputs.host_block_tables
@@ -65,7 +102,8 @@ class GatherPlan:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
-            piece.attend(query, keys, values, options, out)
+            k, v = piece.gather(keys, values, self._scratch)
+            piece.attend(query, k, v, options, out)
         return out
 
     def _pieces_for(self, group: int, window: int | None) -> "list[_SpanPiece | _BatchPiece]":
@@ -100,18 +138,24 @@ class _SpanPiece:
             if window is not None:
                 self._visible &= key_positions > positions[:, None] - window
 
+    def gather(
+        self, keys: torch.Tensor, values: torch.Tensor, scratch: Scratch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The visible keys and values of the sequence: `[1, kv_heads, num_keys, d]`."""
+        return _gather(keys, values, self._blocks, self._num_keys, scratch)
+
     def attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        kv_heads = keys.shape[2]
+        """Attention of the rows over what `gather` gave, into `out`."""
+        kv_heads = key.shape[1]
         rows = _by_kv_head(query[self._rows], kv_heads).permute(1, 2, 0, 3)
-        k = _gather(keys, self._blocks, self._num_keys).transpose(0, 1)
-        v = _gather(values, self._blocks, self._num_keys).transpose(0, 1)
+        k, v = key.transpose(0, 1), value.transpose(0, 1)
         k = k.expand(-1, rows.shape[1], -1, -1)  # [kv, group, keys, d], repeated by stride 0
         v = v.expand(-1, rows.shape[1], -1, -1)
         sinks = options.sinks
@@ -137,22 +181,27 @@ class _BatchPiece:
             key = torch.arange(self._num_keys, device=device)
             self._visible = ((key >= lows) & (key < highs))[:, None, None]
 
+    def gather(
+        self, keys: torch.Tensor, values: torch.Tensor, scratch: Scratch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks of every row, padded to the longest: `[R, kv_heads, num_keys, d]`."""
+        return _gather(keys, values, self._blocks, self._num_keys, scratch)
+
     def attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> None:
-        kv_heads = keys.shape[2]
+        """Attention of the rows over what `gather` gave, into `out`."""
+        kv_heads = key.shape[1]
         rows = _by_kv_head(query.index_select(0, self._rows), kv_heads)
-        k = _gather(keys, self._blocks, self._num_keys)
-        v = _gather(values, self._blocks, self._num_keys)
         sinks = options.sinks
         if sinks is not None:
             sinks = sinks.view(1, kv_heads, -1, 1)
-        attended = _attention(rows, k, v, self._visible, options, sinks)
+        attended = _attention(rows, key, value, self._visible, options, sinks)
         out.index_copy_(0, self._rows, attended.flatten(1, 2))
 
 
@@ -178,14 +227,23 @@ def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> _BlockI
     return _BlockIndex(flat, len(blocks))
 
 
-def _gather(cache: torch.Tensor, blocks: _BlockIndex | slice, num_keys: int) -> torch.Tensor:
-    """The first `num_keys` rows of each sequence's blocks: `[R, kv_heads, num_keys, d]`."""
+def _gather(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: _BlockIndex | slice,
+    num_keys: int,
+    scratch: Scratch,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `num_keys` rows of each sequence's blocks: `[R, kv_heads, num_keys, d]` each."""
     if isinstance(blocks, slice):
-        rows = cache[blocks].flatten(0, 1)[None]
+        num_rows, k, v = 1, keys[blocks], values[blocks]
     else:
-        gathered = cache.index_select(0, blocks.flat)
-        rows = gathered.view(blocks.num_rows, -1, *cache.shape[2:])
-    return rows[:, :num_keys].transpose(1, 2)
+        num_rows = blocks.num_rows
+        k, v = scratch.keys(keys, blocks.flat), scratch.values(values, blocks.flat)
+    return (
+        k.view(num_rows, -1, *k.shape[2:])[:, :num_keys].transpose(1, 2),
+        v.view(num_rows, -1, *v.shape[2:])[:, :num_keys].transpose(1, 2),
+    )
 
 
 def _attention(

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import torch
-
 from pyengine.cache import BlockManager, Ledger
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.members import Member, collect_prompt_logprobs, prompt_rows
+from pyengine.engine.batch import Batch, make_batch
 from pyengine.engine.request_state import Completion, EndConditions, RequestState
-from pyengine.runner import ModelRunner, StepLogits
-from pyengine.sampling import Sampled, Sampler, SamplingState, TokenLogprobs
+from pyengine.runner import ModelRunner
+from pyengine.sampling import Sampler, SamplingState, TokenLogprobs
 from pyengine.scheduler import ScheduledStep, Scheduler
 
 
@@ -85,6 +83,7 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         self._running: dict[str, tuple[RequestState, Completion]] = {}
         """By the id under which the scheduler knows each sample."""
+        self._batch: Batch | None = None
 
     @property
     def has_work(self) -> bool:
@@ -171,79 +170,68 @@ class Engine:
         if step is None:
             return StepResult([], [], 0)
         try:
-            members = self._members(step)
-            logits = self._runner.execute(step.plan, extra_rows=prompt_rows(members))
-            sampled = self._sample(members, logits)
-            tokens = sampled.token_ids.tolist()
-            self._scheduler.commit(step, [tokens[one.rows.start] for one in members if one.rows])
+            batch = self._batch_of(step)
+            logits = self._runner.execute(step.plan, extra_rows=batch.prompt_rows())
+            sampled = self._sampler(batch.rows_of(logits.sampling), batch.sampling)
+            self._scheduler.commit(step, batch.own_tokens(sampled.token_ids))
         except BaseException:
             if step.plan.is_open:
                 self._scheduler.rollback(step)
             raise
-        collect_prompt_logprobs(members, logits)
-        return self._collect(members, tokens, sampled.logprobs)
+        batch.collect_prompt_logprobs(logits)
+        return self._collect(batch, sampled.token_ids.tolist(), sampled.logprobs)
 
-    def _members(self, step: ScheduledStep) -> list[Member]:
-        """Who is in the step, as of now: what is aborted while it runs is still part of it."""
-        members = []
-        rows = 0
-        for entry in step.entries:
-            state, completion = self._running[entry.request.request_id]
-            chosen = [completion] if state.is_forked else state.completions
-            count = len(chosen) if entry.samples else 0
-            members.append(Member(entry, state, chosen, range(rows, rows + count)))
-            rows += count
-        return members
-
-    def _sample(self, members: list[Member], logits: StepLogits) -> Sampled:
-        """One token per row; a new prompt's logits serve all of its completions."""
-        sampling = [one for one in members if one.rows]
-        states = [completion.sampling for one in sampling for completion in one.completions]
-        rows_of_logits = logits.sampling
-        if len(states) > len(sampling):
-            repeats = torch.tensor([len(one.rows) for one in sampling])
-            repeats = repeats.to(rows_of_logits.device)
-            rows_of_logits = rows_of_logits.repeat_interleave(repeats, dim=0)
-        return self._sampler(rows_of_logits, states)
+    def _batch_of(self, step: ScheduledStep) -> Batch:
+        """The batch of the step before, if the same jobs decode again and nothing else happens."""
+        batch = self._batch
+        if batch is None or step.chunks or step.decodes is not batch.decodes:
+            self._batch = batch = make_batch(step, self._running)
+        return batch
 
     def _collect(
-        self, members: list[Member], tokens: list[int], logprobs: list[TokenLogprobs | None]
+        self, batch: Batch, tokens: list[int], logprobs: list[TokenLogprobs | None]
     ) -> StepResult:
         """Hand every token to its completion, fork new samples, end what is done."""
-        progressed: dict[str, RequestState] = {}
-        ended: list[str] = []
-        for one in members:
-            request_id = one.entry.request.request_id
-            if not one.rows or request_id not in self._running:  # aborted meanwhile
-                continue
-            for completion, row in zip(one.completions, one.rows, strict=True):
-                completion.append(tokens[row], logprobs[row])
-            if not one.state.is_forked:
-                self._fork(one.state)
-            done = [c.request.request_id for c in one.completions if c.finish_reason is not None]
-            ended += [done_id for done_id in done if done_id in self._running]
-            progressed[one.state.request.request_id] = one.state
-        for state in progressed.values():
-            state.note_time()
-        self._end(ended)
-        finished = [state.output() for state in progressed.values() if state.is_finished]
-        for output in finished:
-            del self._states[output.request_id]
-        return StepResult(list(progressed), finished, len(tokens))
+        ended = [
+            one
+            for one, token, logprob in zip(batch.completions, tokens, logprobs, strict=True)
+            if one.finish_reason is None  # else it was aborted meanwhile
+            and one.append(token, logprob)
+        ]
+        for state in batch.beginners:
+            if self._states.get(state.request.request_id) is state:  # else it was aborted
+                self._begin(state)
+        progressed = [one for one in batch.request_ids if one in self._states]
+        return StepResult(progressed, self._finish(ended) if ended else [], len(tokens))
 
-    def _fork(self, state: RequestState) -> None:
+    def _begin(self, state: RequestState) -> None:
         """Start the samples after the first, those that did not end with their first token."""
-        state.is_forked = True
+        state.begin()
+        if len(state.completions) == 1:
+            return
         others = [one for one in state.unfinished if one.index > 0]
         samples = [(one.request, one.token_ids[-1]) for one in others]
         self._scheduler.fork(state.request.request_id, samples)
         for one in others:
             self._running[one.request.request_id] = (state, one)
 
+    def _finish(self, ended: list[Completion]) -> list[RequestOutput]:
+        """Take completions out that have ended; outputs of the requests that are through."""
+        ids = [one.request.request_id for one in ended if one.request.request_id in self._running]
+        states = dict.fromkeys(self._running[one][0] for one in ids)
+        self._end(ids)
+        through = [state for state in states if state.is_finished]
+        for state in through:
+            state.end()
+            del self._states[state.request.request_id]
+        return [state.output() for state in through]
+
     def _end(self, request_ids: list[str]) -> None:
         self._scheduler.finish(request_ids)
         for request_id in request_ids:
             self._running.pop(request_id, None)
+        if not self._running:
+            self._batch = None  # it holds what has ended
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests early; ids that are not in flight are passed over."""
@@ -252,7 +240,7 @@ class Engine:
             self._end([one.request.request_id for one in state.completions])
             for one in state.unfinished:
                 one.finish("abort")
-            state.note_time()
+            state.end()
         return [state.output() for state in states]
 
     def stats(self) -> EngineStats:

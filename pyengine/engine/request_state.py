@@ -43,9 +43,7 @@ class Completion:
         self.request = request
         self.sampling = sampling
         self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []
         self._params = params
-        self._ends = ends
         self._decode_one = token_decoder(tokenizer)
         self._stop_reason: int | str | None = None
         self._logprobs: list[dict[int, Logprob]] = []
@@ -59,24 +57,38 @@ class Completion:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
+        self._stop_ids, self._eos_ids = ends.stop_ids, ends.eos_ids
+        self._max_output = ends.max_output
+        self._is_plain = self._detokenizer is None and params.logprobs is None
 
-    def append(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Take the next token and see whether it ends the completion."""
-        self.token_ids.append(token)
-        self.sampling.append(token)
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far."""
+        return self.sampling.token_ids
+
+    def append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """Take the next token; returns whether it ends the completion."""
+        num_output = self.sampling.append(token)
+        if self._is_plain and num_output < self._max_output and token not in self._stop_ids:
+            return False
+        self._examine(token, logprobs)
+        return self.finish_reason is not None
+
+    def _examine(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Note the log-probabilities and the text of the newest token, and see if it is the end."""
         if logprobs is not None:
             self._cumulative += logprobs.logprob
             self._logprobs.append(logprobs.as_dict(self._decode_one))
-        is_stop = token in self._ends.stop_ids and len(self.token_ids) > self._params.min_tokens
+        is_stop = token in self._stop_ids and len(self.token_ids) > self._params.min_tokens
         match = None
         is_text = not is_stop or self._params.include_stop_str_in_output
         if self._detokenizer is not None and is_text:
             match = self._detokenizer.append(token)
         if is_stop:
-            self.finish("stop", None if token in self._ends.eos_ids else token)
+            self.finish("stop", None if token in self._eos_ids else token)
         elif match is not None:
             self.finish("stop", match.stop)
-        elif len(self.token_ids) >= self._ends.max_output:
+        elif len(self.token_ids) >= self._max_output:
             self.finish("length", None)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -115,7 +127,8 @@ class RequestState:
     ) -> None:
         self.completions = completions
         self.params = params
-        self.is_forked = len(completions) == 1
+        self.has_begun = False
+        """Whether its first tokens have come, one for each completion."""
         self._prompt = prompt
         self._decode_one = token_decoder(tokenizer)
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
@@ -138,12 +151,14 @@ class RequestState:
         """Completions that have not ended."""
         return [one for one in self.completions if one.finish_reason is None]
 
-    def note_time(self) -> None:
-        """Take note of when the first token and the end came. Called once per step."""
-        if self._first_token is None:
-            self._first_token = monotonic()
-        if self._finished is None and self.is_finished:
-            self._finished = monotonic()
+    def begin(self) -> None:
+        """Take note that, and when, the first tokens came."""
+        self.has_begun = True
+        self._first_token = monotonic()
+
+    def end(self) -> None:
+        """Take note of when it ended."""
+        self._finished = monotonic()
 
     def append_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
         """Take what the next positions of the prompt said about the tokens after them."""

@@ -68,6 +68,10 @@ class HostArrays:
     logits_indices: npt.NDArray[np.int64]
 
 
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""From where to where, host to device."""
+
+
 class InputBuffers:
     """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
 
@@ -96,6 +100,8 @@ class InputBuffers:
             for name, host in self._host.items()
         }
         self.arrays = HostArrays(**{name: host.numpy() for name, host in self._host.items()})
+        self._sizes = (0, 0, 0)
+        self._inputs, self._copies = self._views(*self._sizes)
 
     @cached_property
     def step_buffers(self) -> StepBuffers:
@@ -111,30 +117,43 @@ class InputBuffers:
         until the next call.
         """
         plan.fill(self.step_buffers)
-        tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
-        return StepInputs(
-            input_ids=self._on_device("input_ids", tokens),
-            positions=self._on_device("positions", tokens),
-            slot_mapping=self._on_device_by_group("slot_mapping", tokens),
-            query_start_loc=self._on_device("query_start_loc", sequences + 1),
-            seq_lens=self._on_device("seq_lens", sequences),
-            block_tables=self._on_device_by_group("block_tables", sequences),
-            logits_indices=self._on_device("logits_indices", samples),
+        sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples)
+        if sizes != self._sizes:
+            self._inputs, self._copies = self._views(*sizes)
+            self._sizes = sizes
+        for source, target in self._copies:
+            target.copy_(source, non_blocking=True)
+        return self._inputs
+
+    def _views(self, tokens: int, sequences: int, samples: int) -> tuple[StepInputs, Copies]:
+        """The buffers of a step of this size, and what to copy from the host to the device.
+
+        Decoding has the same size step after step, and then they are used again.
+        """
+        rows = {
+            "input_ids": tokens,
+            "positions": tokens,
+            "slot_mapping": tokens,
+            "query_start_loc": sequences + 1,
+            "seq_lens": sequences,
+            "block_tables": sequences,
+            "logits_indices": samples,
+        }
+        views: dict[str, torch.Tensor] = {}
+        copies: Copies = []
+        for name, count in rows.items():
+            by_group = name in ("slot_mapping", "block_tables")
+            part = (slice(None), slice(count)) if by_group else slice(count)
+            source, views[name] = self._host[name][part], self._device[name][part]
+            if source.device != views[name].device:  # each group is a copy, as they lie apart
+                pairs = (
+                    zip(source, views[name], strict=True) if by_group else [(source, views[name])]
+                )
+                copies += pairs
+        inputs = StepInputs(
+            **views,
             host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
             host_seq_lens=self.arrays.seq_lens[:sequences],
             host_block_tables=self.arrays.block_tables[:, :sequences],
         )
-
-    def _on_device(self, name: str, rows: int) -> torch.Tensor:
-        host, device = self._host[name][:rows], self._device[name][:rows]
-        if host.device != device.device:
-            device.copy_(host, non_blocking=True)
-        return device
-
-    def _on_device_by_group(self, name: str, rows: int) -> torch.Tensor:
-        """The first `rows` of every group; each group is one copy, as they lie apart."""
-        host, device = self._host[name][:, :rows], self._device[name][:, :rows]
-        if host.device != device.device:
-            for source, target in zip(host, device, strict=True):
-                target.copy_(source, non_blocking=True)
-        return device
+        return inputs, copies

@@ -1,7 +1,15 @@
 """Logits to tokens. Knows torch and plain data; nothing of models, blocks or the cache."""
 
+from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from pyengine.sampling.sampler import Sampled, Sampler
 from pyengine.sampling.state import SamplingState
 
-__all__ = ["Sampled", "Sampler", "SamplingState", "TokenLogprobs", "prompt_logprobs"]
+__all__ = [
+    "Sampled",
+    "Sampler",
+    "SamplingBatch",
+    "SamplingState",
+    "TokenLogprobs",
+    "prompt_logprobs",
+]

@@ -6,12 +6,9 @@ short top-k or a full sort). The draw then walks the remaining tokens by id. Tog
 :mod:`pyengine.sampling.uniform` this makes a row's token a function of that row alone.
 """
 
-from collections.abc import Sequence
-
 import torch
 
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling.state import SamplingState
+from pyengine.sampling.batch import DrawBatch, DrawSettings
 from pyengine.sampling.uniform import uniforms
 
 _CHUNK_ELEMENTS = 1 << 22
@@ -20,64 +17,57 @@ _NUCLEUS_HEAD = 512
 """Most nuclei end within so many tokens; only rows whose nucleus does not are sorted whole."""
 
 
-def draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+def draw(logits: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
     """Return one drawn token per row: int64 [R], on the logits' device.
 
     ``logits`` are float32 [R, V], those of requests with a temperature above 0. The draw is by
     inverse transform: the first token, in order of id, at which the cumulated weight exceeds
     u times the total, in float64.
     """
+    positions = [state.num_output for state in batch.states]
+    numbers = torch.from_numpy(uniforms(batch.seeds, positions)).unsqueeze(1)
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     parts = [
-        _draw_chunk(logits[start : start + rows], states[start : start + rows])
-        for start in range(0, len(states), rows)
+        _draw_chunk(logits[part], batch.rows(part, logits.device), numbers[part].to(logits.device))
+        for part in (slice(start, start + rows) for start in range(0, len(batch), rows))
     ]
     return torch.cat(parts)
 
 
-def _draw_chunk(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    params = [state.params for state in states]
+def _draw_chunk(
+    logits: torch.Tensor, settings: DrawSettings, numbers: torch.Tensor
+) -> torch.Tensor:
     weights = logits.double()
     weights -= weights.amax(1, keepdim=True)  # first, so that no temperature overflows
-    weights /= _column([p.temperature for p in params], logits.device)
+    weights /= settings.temperature
     weights.exp_()
-    if any(p.min_p > 0 for p in params):
-        weights.masked_fill_(weights < _column([p.min_p for p in params], logits.device), 0)
-    _filter_by_rank(logits, weights, params)
+    if settings.min_p is not None:
+        weights.masked_fill_(weights < settings.min_p, 0)
+    _filter_by_rank(logits, weights, settings)
     cumulated = weights.cumsum(1)
-    numbers = uniforms([state.seed for state in states], [state.num_output for state in states])
-    targets = _column(numbers.tolist(), logits.device) * cumulated[:, -1:]
+    targets = numbers * cumulated[:, -1:]
     drawn = torch.searchsorted(cumulated, targets, right=True).clamp_(max=logits.shape[1] - 1)
     # A parallel scan is monotone only up to rounding, and NaN logits have no distribution at
     # all: where the drawn token has no weight, take the most probable one.
     has_weight = weights.gather(1, drawn) > 0
-    return torch.where(has_weight, drawn, logits.argmax(1, keepdim=True)).squeeze(1)
+    if not bool(has_weight.all()):
+        drawn = torch.where(has_weight, drawn, logits.argmax(1, keepdim=True))
+    return drawn.squeeze(1)
 
 
-def _column(values: list[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
-
-
-def _filter_by_rank(
-    logits: torch.Tensor, weights: torch.Tensor, params: Sequence[SamplingParams]
-) -> None:
+def _filter_by_rank(logits: torch.Tensor, weights: torch.Tensor, settings: DrawSettings) -> None:
     """Set the weights that top-k, then top-p, leave out to 0, in place. Both are [R, V]."""
-    vocab_size = logits.shape[1]
-    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    has_top_k = any(k < vocab_size for k in top_k)
-    has_top_p = any(p.top_p < 1 for p in params)
-    if not has_top_k and not has_top_p:
+    vocab_size, ks, top_p = logits.shape[1], settings.top_k, settings.top_p
+    if ks is None and top_p is None:
         return
-    head = max((k for k in top_k if k < vocab_size), default=1)
-    if any(p.top_p < 1 and k == vocab_size for p, k in zip(params, top_k, strict=True)):
+    head = min(settings.largest_k, vocab_size)
+    if top_p is not None and settings.has_bare_top_p:
         head = max(head, min(_NUCLEUS_HEAD, vocab_size))
     largest, ids = logits.topk(head)
-    if has_top_k:
-        ks = torch.tensor(top_k, device=logits.device).unsqueeze(1)
-        floor = largest.gather(1, (ks - 1).clamp(max=head - 1))
-        weights.masked_fill_((logits < floor) & (ks < vocab_size), 0)
-    if has_top_p:
-        top_p = _column([p.top_p for p in params], logits.device)
+    if ks is not None:
+        floor = largest.gather(1, (ks - 1).clamp(min=0, max=head - 1))
+        weights.masked_fill_((logits < floor) & (ks > 0), 0)
+    if top_p is not None:
         floor = _nucleus_floor(logits, weights, top_p, (largest, ids))
         weights.masked_fill_((logits < floor) & (top_p < 1), 0)
 

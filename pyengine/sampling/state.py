@@ -57,13 +57,13 @@ class SamplingState:
     """
 
     __slots__ = (
-        "_num_output",
         "bias_ids",
         "bias_values",
         "counts",
         "params",
         "seed",
         "stop_ids",
+        "token_ids",
         "vocab_size",
     )
 
@@ -106,25 +106,32 @@ class SamplingState:
         if params.logit_bias:
             self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
             self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        self._num_output = 0
+        self.token_ids: list[int] = []
+        """The generated tokens."""
 
     @property
     def num_output(self) -> int:
         """How many tokens were generated; the position of the next draw."""
-        return self._num_output
+        return len(self.token_ids)
 
     @property
     def must_go_on(self) -> bool:
         """Whether stop tokens are still barred by ``min_tokens``."""
-        return self._num_output < self.params.min_tokens and len(self.stop_ids) > 0
+        return self.num_output < self.params.min_tokens and len(self.stop_ids) > 0
+
+    @property
+    def may_change_logits(self) -> bool:
+        """Whether any token, now or later, is chosen from other logits than the model's own."""
+        return self.counts is not None or len(self.bias_ids) > 0 or len(self.stop_ids) > 0
 
     @property
     def changes_logits(self) -> bool:
         """Whether the next token is chosen from other logits than the model's own."""
         return self.counts is not None or len(self.bias_ids) > 0 or self.must_go_on
 
-    def append(self, token: int) -> None:
-        """Take note of a generated token. Called once for each, in order."""
-        self._num_output += 1
+    def append(self, token: int) -> int:
+        """Take note of a generated token; returns how many there are. Once for each, in order."""
+        self.token_ids.append(token)
         if self.counts is not None:
             self.counts.add(token)
+        return len(self.token_ids)

@@ -24,14 +24,21 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+def seeds_of(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """Return seeds as :func:`uniforms` takes them, modulo 2^64."""
+    return np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64)
+
+
+def uniforms(
+    seeds: Sequence[int] | npt.NDArray[np.uint64], positions: Sequence[int]
+) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position), with 53 random bits.
 
     It is element ``position`` of the SplitMix64 stream that starts at ``mix64(seed)``: seeds
     that lie close together are scrambled first, as streams a multiple of the increment apart
     would be shifted copies of each other. Seeds are taken modulo 2^64.
     """
-    seed_array = np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64)
+    seed_array = seeds if isinstance(seeds, np.ndarray) else seeds_of(seeds)
     position_array = np.array(positions, dtype=np.uint64)
     stream = mix64(seed_array) + (position_array + np.uint64(1)) * _GOLDEN_GAMMA
     return (mix64(stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53

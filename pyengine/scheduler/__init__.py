@@ -1,6 +1,6 @@
 """Who runs next: admission, token budget, preemption. Plain data and blocks; no torch."""
 
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
-from pyengine.scheduler.step import Entry, ScheduledStep
+from pyengine.scheduler.step import Entry, Job, ScheduledStep
 
-__all__ = ["Entry", "ScheduledStep", "Scheduler", "SchedulerLimits", "StalledError"]
+__all__ = ["Entry", "Job", "ScheduledStep", "Scheduler", "SchedulerLimits", "StalledError"]

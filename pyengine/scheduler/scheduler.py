@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.cache import BlockManager, NoBudget, NoRoom, Prefilled, Redirect
+from pyengine.cache import Sequence as CachedSequence
 from pyengine.core.errors import ConfigurationError, PyEngineError
 from pyengine.core.request import Request
 from pyengine.scheduler.step import Job, ScheduledStep
@@ -55,6 +57,13 @@ class SchedulerLimits:
             )
 
 
+class _Decodes(NamedTuple):
+    """Jobs that decode, and their sequences: what the plan is given, kept from step to step."""
+
+    jobs: tuple[Job, ...] = ()
+    sequences: Sequence[CachedSequence] = ()
+
+
 class Scheduler:
     """Decides what each step computes. `waiting` and `running` are in order of arrival."""
 
@@ -65,6 +74,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._jobs: dict[str, Job] = {}
+        self._decodes = _Decodes()
         self._arrivals = 0
         self._num_preemptions = 0
 
@@ -136,7 +146,7 @@ class Scheduler:
             self._plan_chunks(step)
             if self._num_preemptions == preemptions:  # never admit into a pool that is too small
                 self._admit(step)
-            if not step.entries:
+            if not step.decodes and not step.chunks:
                 self._raise_stalled()
         except BaseException:
             self.rollback(step)
@@ -145,20 +155,30 @@ class Scheduler:
 
     def _plan_decodes(self, step: ScheduledStep) -> None:
         """One token for every job that has one left to compute: they come first (promise 4)."""
-        jobs = [job for job in self._running if job.num_uncomputed == 1]
+        jobs, sequences = self._current_decodes()
         while jobs:
-            misfits = step.plan.decode([job.sequence for job in jobs])
+            misfits = step.plan.decode(sequences)
+            if not misfits:
+                step.add_decodes(jobs)
+                return
             out = set(misfits)
-            for position, job in enumerate(jobs):
-                if position not in out:
-                    step.add_decode(job)
-            jobs = [jobs[position] for position in misfits]
-            if jobs:
-                victim = self._make_room(step, jobs[0])
-                jobs = [job for job in jobs if job is not victim]
+            step.add_decodes(tuple(job for at, job in enumerate(jobs) if at not in out))
+            left = [jobs[at] for at in misfits]
+            victim = self._make_room(step, left[0])
+            jobs = tuple(job for job in left if job is not victim)
+            sequences = [job.sequence for job in jobs]
+
+    def _current_decodes(self) -> _Decodes:
+        """Who decodes next: the same object as before, while they are the same."""
+        jobs = tuple([job for job in self._running if job.num_tokens - job.num_computed == 1])
+        if jobs != self._decodes.jobs:
+            self._decodes = _Decodes(jobs, [job.sequence for job in jobs])
+        return self._decodes
 
     def _plan_chunks(self, step: ScheduledStep) -> None:
         """The next chunk of every admitted prompt that is not through."""
+        if len(step.decodes) == len(self._running):
+            return
         for job in [job for job in self._running if job.num_uncomputed > 1]:
             if not job.is_running:  # preempted for an older one just now
                 continue
@@ -172,12 +192,17 @@ class Scheduler:
 
     def _admit(self, step: ScheduledStep) -> None:
         """Waiting jobs in their order, as long as whole prompts, budget and seats suffice."""
-        planned = {id(entry.job): entry.end for entry in step.entries}
-        reserve = sum(
+        if not self._waiting:
+            return
+        seats = self._limits.max_num_seqs - sum([job.num_seats for job in self._running])
+        if self._waiting[0].num_seats > seats:
+            return
+        planned = {id(entry.job): entry.end for entry in step.chunks}
+        reserve = sum(  # a job that decodes has all its blocks
             self._blocks_to_come(job, planned.get(id(job), job.num_computed))
             for job in self._running
+            if job.num_uncomputed > 1
         )
-        seats = self._limits.max_num_seqs - sum(job.num_seats for job in self._running)
         while self._waiting and self._waiting[0].num_seats <= seats:
             job = self._waiting[0]
             answer = step.plan.prefill(
@@ -241,9 +266,12 @@ class Scheduler:
     def commit(
         self, step: ScheduledStep, sampled: Sequence[int] | npt.NDArray[np.int64]
     ) -> list[Redirect]:
-        """Take the step as computed; `sampled` holds one token per sampling entry, in order."""
+        """Take the step as computed; `sampled` holds one token per sampling job, in order."""
         redirects = step.plan.commit(sampled)
-        for entry in step.entries:
+        for job in step.decodes:
+            job.num_computed += 1
+            job.num_tokens += 1
+        for entry in step.chunks:
             job = entry.job
             job.num_computed = entry.end
             job.num_tokens += entry.samples
@@ -254,9 +282,9 @@ class Scheduler:
     def rollback(self, step: ScheduledStep) -> None:
         """Undo a step that did not run: jobs it admitted wait again."""
         step.plan.rollback()
-        for entry in step.entries:
-            if entry.job.num_computed == 0 and entry.job.is_running:
-                self._put_back(entry.job)
+        for job in step.jobs:
+            if job.num_computed == 0 and job.is_running:
+                self._put_back(job)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests, finished or aborted; their ready blocks stay in the cache.

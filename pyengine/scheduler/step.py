@@ -55,26 +55,48 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A plan that is ready to run, and whose tokens are in it, in plan order."""
+    """A plan that is ready to run: first `decodes`, one token each, then `chunks` of prompts.
+
+    Decoding goes on for many steps with the same jobs, and then nothing is made for each of them:
+    `decodes` is the very same tuple in every such step, so whoever has worked something out for
+    it may keep that as long as it sees this tuple.
+    """
 
     plan: StepPlan
-    entries: list[Entry] = field(default_factory=list)
+    decodes: tuple[Job, ...] = ()
+    chunks: list[Entry] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Everyone who takes part, in plan order."""
+        return [*self.decodes, *(entry.job for entry in self.chunks)]
+
+    @property
+    def sampling_jobs(self) -> list[Job]:
+        """Those who get a token, in the order of the sampled logits' rows."""
+        return [*self.decodes, *(entry.job for entry in self.chunks if entry.samples)]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All parts in plan order, for those who look on; positions as of before the commit."""
+        decodes = [Entry(job, job.num_computed, 1, 0, samples=True) for job in self.decodes]
+        return decodes + self.chunks
 
     @property
     def sampling(self) -> list[Entry]:
         """The entries that get a token, in the order of the sampled logits' rows."""
         return [entry for entry in self.entries if entry.samples]
 
-    def add_decode(self, job: Job) -> None:
-        """Note a job whose next token the plan decodes."""
-        self.entries.append(Entry(job, job.num_computed, 1, 0, samples=True))
+    def add_decodes(self, jobs: tuple[Job, ...]) -> None:
+        """Note jobs whose next token the plan decodes."""
+        self.decodes = self.decodes + jobs if self.decodes else jobs
 
     def add_prefill(self, job: Job, num_tokens: int, num_cached: int) -> Entry:
         """Note a job of whose known tokens the plan computes some and adopts others."""
         start = job.num_computed + num_cached
         samples = start + num_tokens == job.num_tokens
         entry = Entry(job, start, num_tokens, num_cached, samples)
-        self.entries.append(entry)
+        self.chunks.append(entry)
         return entry
 
     def cancel(self, job: Job) -> list[Job]:
@@ -82,9 +104,10 @@ class ScheduledStep:
 
         Jobs that share what it was to compute in this step go with it; returns those.
         """
-        if all(entry.job is not job for entry in self.entries):
+        jobs = self.jobs
+        if job not in jobs:
             return []
         gone = {job.sequence.id, *self.plan.cancel(job.sequence)}
-        others = [e.job for e in self.entries if e.job is not job and e.job.sequence.id in gone]
-        self.entries = [entry for entry in self.entries if entry.job.sequence.id not in gone]
-        return others
+        self.decodes = tuple(one for one in self.decodes if one.sequence.id not in gone)
+        self.chunks = [entry for entry in self.chunks if entry.job.sequence.id not in gone]
+        return [one for one in jobs if one is not job and one.sequence.id in gone]

@@ -164,6 +164,33 @@ def test_neighbouring_blocks_are_read_in_place():
     for blocks in ([[3, 5]], [[5, 4]], [[3], [4]]):
         assert index(blocks).flat.tolist() == np.ravel(blocks).tolist()
     cache = torch.arange(7 * BLOCK, dtype=torch.float32).view(7, BLOCK, 1, 1)
-    rows = gather._gather(cache, slice(3, 5), 6)
-    assert rows.flatten().tolist() == [12, 13, 14, 15, 16, 17]
-    assert rows.data_ptr() == cache[3].data_ptr()
+    scratch = gather.Scratch(torch.device("cpu"))
+    for rows in gather._gather(cache, cache, slice(3, 5), 6, scratch):
+        assert rows.flatten().tolist() == [12, 13, 14, 15, 16, 17]
+        assert rows.data_ptr() == cache[3].data_ptr()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gathered_blocks_share_memory_from_call_to_call_on_the_cpu_only(device):
+    cache = torch.randn(9, BLOCK, 2, 3, device=device)
+    scratch = gather.Scratch(torch.device(device))
+    blocks, others = (torch.tensor(ids, device=device) for ids in ([7, 2, 2], [1]))
+    keys, values = scratch.keys(cache, blocks), scratch.values(cache, blocks)
+    assert keys.shape == values.shape == (3, BLOCK, 2, 3)
+    if device == "cpu":
+        assert torch.equal(keys, cache[[7, 2, 2]])
+        assert torch.equal(values, keys)
+        start = keys.data_ptr()
+        assert scratch.keys(cache, others).data_ptr() == start
+        assert torch.equal(values, cache[[7, 2, 2]])
+        assert scratch.values(cache.double(), others).dtype == torch.float64
+
+
+def test_more_than_the_scratch_holds_is_allocated(monkeypatch):
+    monkeypatch.setitem(gather._BATCH_BYTES, "cpu", 100)
+    scratch = gather.Scratch(torch.device("cpu"))
+    cache = torch.randn(9, BLOCK, 2, 3)
+    blocks = torch.tensor([7, 2, 2])
+    first, second = scratch.keys(cache, blocks), scratch.keys(cache, blocks)
+    assert torch.equal(first, cache[blocks])
+    assert first.data_ptr() != second.data_ptr()

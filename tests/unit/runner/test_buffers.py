@@ -67,3 +67,23 @@ def test_a_limit_of_nothing_is_refused(name):
     fields = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "max_blocks_per_seq": 1, name: 0}
     with pytest.raises(ConfigurationError, match=f"{name}=0"):
         RunnerLimits(**fields)
+
+
+def test_steps_of_one_size_share_their_views_and_not_their_contents():
+    buffers = InputBuffers(LIMITS, torch.device("cpu"))
+    manager = BlockManager(8, 4)
+    sequence = manager.sequence([5, 6, 7])
+    seen = []
+    for chunk in (3, 1, 1):
+        plan = manager.begin_step(chunk)
+        plan.prefill(sequence, chunk)
+        inputs = buffers.fill(plan)
+        seen.append((inputs, inputs.input_ids.tolist(), inputs.positions.tolist()))
+        plan.commit([10 + len(seen)])
+    assert [(ids, positions) for _, ids, positions in seen] == [
+        ([5, 6, 7], [0, 1, 2]),
+        ([11], [3]),
+        ([12], [4]),
+    ]
+    assert seen[1][0] is seen[2][0]
+    assert seen[0][0] is not seen[1][0]

@@ -1,0 +1,51 @@
+"""A batch that is used again gives what new ones give."""
+
+import torch
+
+from pyengine.core import SamplingParams
+from pyengine.sampling import Sampler, SamplingBatch, SamplingState
+
+VOCAB = 200
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, repetition_penalty=1.5),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.5, top_p=0.8, logprobs=2),
+    SamplingParams(temperature=1, min_tokens=3, stop_token_ids=[7]),
+    SamplingParams(temperature=0, logit_bias={5: 100.0}),
+]
+
+
+def states(params: list[SamplingParams]) -> list[SamplingState]:
+    return [SamplingState(one, [1], seed=at, vocab_size=VOCAB) for at, one in enumerate(params)]
+
+
+def test_a_batch_follows_its_requests_from_step_to_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kept, fresh = states(MIXED), states(MIXED)
+    batch = SamplingBatch(kept)
+    for _ in range(8):
+        logits = torch.randn(len(MIXED), VOCAB, generator=generator)
+        ours, expected = Sampler()(logits, batch), Sampler()(logits, fresh)
+        assert ours.token_ids.tolist() == expected.token_ids.tolist()
+        assert ours.logprobs == expected.logprobs
+        for one, other, token in zip(kept, fresh, ours.token_ids.tolist(), strict=True):
+            assert one.append(token) == other.append(token) == one.num_output
+
+
+def test_what_is_known_of_a_batch() -> None:
+    batch = SamplingBatch(states(MIXED))
+    assert (len(batch), batch.vocab_size, batch.random_rows) == (6, VOCAB, [2, 3, 4])
+    assert batch.wanted == {3: 2}
+    assert batch.may_change_logits
+    assert not SamplingBatch(states([MIXED[0], MIXED[2]])).may_change_logits
+
+
+def test_settings_that_no_row_asks_for_are_left_out() -> None:
+    draws = SamplingBatch(states([MIXED[2], SamplingParams(top_k=9)])).draws
+    settings = draws.rows(slice(0, 2), torch.device("cpu"))
+    assert settings.min_p is None
+    assert settings.top_p is None
+    assert settings.top_k is not None
+    assert (settings.top_k.flatten().tolist(), settings.largest_k) == ([5, 9], 9)
+    assert draws.rows(slice(0, 2), torch.device("cpu")) is settings

@@ -1,0 +1,72 @@
+"""The step itself: what is kept while the same jobs decode, and who is in it."""
+
+from pyengine.cache import BlockManager
+from pyengine.core.request import Request
+from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
+
+
+def started(*lengths: int) -> Scheduler:
+    """Prompts with nothing in common, all of them through."""
+    limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=8)
+    scheduler = Scheduler(BlockManager(64, 4), limits)
+    for name, length in enumerate(lengths):
+        submit(scheduler, str(name), length)
+    stepped(scheduler)
+    return scheduler
+
+
+def submit(scheduler: Scheduler, name: str, length: int) -> None:
+    tokens = [100 * int(name) + at for at in range(length)]
+    scheduler.add(Request(request_id=name, prompt_token_ids=tokens))
+
+
+def stepped(scheduler: Scheduler) -> ScheduledStep:
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.commit(step, [1] * len(step.sampling_jobs))
+    return step
+
+
+def names(step: ScheduledStep) -> list[str]:
+    return [job.request.request_id for job in step.decodes]
+
+
+def test_the_same_decodes_are_the_same_object() -> None:
+    scheduler = started(5, 9, 3)
+    first = stepped(scheduler)
+    assert (names(first), first.chunks) == (["0", "1", "2"], [])
+    assert all(stepped(scheduler).decodes is first.decodes for _ in range(20))
+
+
+def test_whoever_comes_or_goes_makes_them_others() -> None:
+    scheduler = started(5, 9, 3)
+    first = stepped(scheduler)
+    scheduler.finish(["1"])
+    second = stepped(scheduler)
+    assert names(second) == ["0", "2"]
+    submit(scheduler, "3", 6)
+    third = stepped(scheduler)
+    assert third.decodes is second.decodes  # the newcomer's prompt runs beside them
+    assert [entry.request.request_id for entry in third.chunks] == ["3"]
+    assert names(stepped(scheduler)) == ["0", "2", "3"]
+    assert names(first) == ["0", "1", "2"]
+
+
+def test_a_step_that_was_rolled_back_is_planned_again() -> None:
+    scheduler = started(5, 9)
+    first = scheduler.schedule()
+    assert first is not None
+    scheduler.rollback(first)
+    second = stepped(scheduler)
+    assert second.decodes is first.decodes
+
+
+def test_entries_are_in_plan_order_and_know_their_positions() -> None:
+    scheduler = started(5, 9)
+    submit(scheduler, "2", 6)
+    step = scheduler.schedule()
+    assert step is not None
+    found = [(one.request.request_id, one.start, one.end, one.samples) for one in step.entries]
+    assert found == [("0", 5, 6, True), ("1", 9, 10, True), ("2", 0, 6, True)]
+    assert [one.job for one in step.sampling] == step.sampling_jobs == step.jobs
+    scheduler.rollback(step)
