@@ -23,8 +23,8 @@ BENCH ?=
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello test check wheel soak loom fuzz bench bench-rust guard guard-update clean distclean
-.PHONY: rust-tools valgrind
+.PHONY: help hello test check wheel soak loom fuzz mutants bench bench-rust guard guard-update clean
+.PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -67,6 +67,10 @@ fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; nee
 	mkdir -p target/fuzz/corpus-replay
 	cargo fuzz run replay --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
 	  target/fuzz/corpus-replay rust/fuzz/corpus/replay -- -max_total_time=$(SECONDS) -max_len=4096
+
+mutants: ## changes kv-core in every way that cargo-mutants knows: which ones does no test notice? hours
+	@command -v cargo-mutants > /dev/null || cargo install cargo-mutants --locked
+	PROPTEST_MAX_SHRINK_ITERS=0 cargo mutants -p kv-core -j2 --timeout 60 --shuffle -o target/mutants
 
 bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; installs those (6.5 GB)
 	$(BIN)/python benches/peers/env.py

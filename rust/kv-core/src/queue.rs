@@ -8,6 +8,7 @@
 //! Free blocks are handed out first; then an idle one, from the list that the eviction policy says.
 //! Every operation is O(1) and allocates nothing.
 
+use crate::check::ensure;
 use crate::ids::BlockId;
 
 /// The lists of the queue. `Low` and `High` hold idle blocks of these priorities; a policy that knows one
@@ -155,39 +156,39 @@ impl FreeQueue {
     /// Walks the rings both ways and counts.
     pub(crate) fn check(&self) -> Result<(), String> {
         LISTS.iter().try_for_each(|&list| self.check_ring(list))?;
-        let queued = (0..self.num_blocks())
-            .filter(|&block| self.contains(BlockId::new(block)))
-            .count();
-        if queued != self.len() {
-            return Err(format!(
-                "free queue: {queued} blocks marked, {} counted",
-                self.len()
-            ));
+        let mut queued = 0;
+        for (block, link) in self.links[..self.num_blocks()].iter().enumerate() {
+            let (ahead, behind) = (link.next.some(), link.prev.some());
+            ensure(ahead.is_some() == behind.is_some(), || {
+                format!("free queue: block {block} hangs between {behind:?} and {ahead:?}")
+            })?;
+            queued += usize::from(ahead.is_some());
         }
-        Ok(())
+        let len = self.len();
+        ensure(queued == len, || {
+            format!("free queue: {queued} blocks marked, {len} counted")
+        })
     }
 
     fn check_ring(&self, list: List) -> Result<(), String> {
         let (sentinel, len) = (self.sentinel(list), self.len_of(list));
         let (mut at, mut seen) = (sentinel, 0);
+        // The way back is looked at with each link, so the walk cannot end up in a smaller circle.
         loop {
             let next = self.links[at.at()].next;
-            if next == BlockId::NONE || self.links[next.at()].prev != at {
-                return Err(format!("{list:?}: {at:?} and {next:?} disagree"));
-            }
+            let back = self.links.get(next.at()).map(|link| link.prev);
+            ensure(back == Some(at), || {
+                format!("{list:?}: {at:?} and {next:?} disagree")
+            })?;
             if next == sentinel {
                 break;
             }
             seen += 1;
-            if seen > len {
-                return Err(format!("{list:?}: more than its {len} blocks linked"));
-            }
             at = next;
         }
-        if seen != len {
-            return Err(format!("{list:?}: {seen} blocks linked, {len} counted"));
-        }
-        Ok(())
+        ensure(seen == len, || {
+            format!("{list:?}: {seen} blocks linked, {len} counted")
+        })
     }
 }
 
@@ -223,12 +224,62 @@ mod tests {
         queue.check().expect("consistent when a list is empty");
     }
 
+    /// Blocks 0 to 2 free, block 3 protected, blocks 4 and 5 in no list.
+    fn queue() -> FreeQueue {
+        let mut queue = FreeQueue::over(6).expect("six blocks fit");
+        (0..3).for_each(|block| queue.push_tail(Free, BlockId::new(block)));
+        queue.push_tail(Protected, BlockId::new(3));
+        queue
+    }
+
+    fn link(queue: &mut FreeQueue, block: usize, prev: usize, next: usize) {
+        let (prev, next) = (BlockId::new(prev), BlockId::new(next));
+        queue.links[block] = Link { prev, next };
+    }
+
+    type Case = (&'static str, fn(&mut FreeQueue));
+
+    const SPOILT: &[Case] = &[
+        ("Free: BlockId(0) and BlockId(1) disagree", |q| {
+            q.links[1].prev = BlockId::new(2);
+        }),
+        ("Free: BlockId(1) and BlockId(none) disagree", |q| {
+            q.links[1].next = BlockId::NONE;
+        }),
+        ("Protected: BlockId(3) and BlockId(9) disagree", |q| {
+            q.links[9].prev = BlockId::new(2);
+        }),
+        ("Free: 3 blocks linked, 4 counted", |q| q.lens[0] = 4),
+        ("Free: 3 blocks linked, 2 counted", |q| q.lens[0] = 2),
+        ("High: 0 blocks linked, 1 counted", |q| q.lens[4] = 1),
+        ("block 4 hangs between None and Some(BlockId(5))", |q| {
+            q.links[4].next = BlockId::new(5);
+        }),
+        ("block 5 hangs between Some(BlockId(4)) and None", |q| {
+            q.links[5].prev = BlockId::new(4);
+        }),
+        ("free queue: 6 blocks marked, 4 counted", |q| {
+            link(q, 4, 5, 5);
+            link(q, 5, 4, 4);
+        }),
+        // Two lists in one ring, each as long as it says.
+        ("free queue: 4 blocks marked, 10 counted", |q| {
+            link(q, 6, 3, 0);
+            link(q, 2, 1, 9);
+            link(q, 9, 2, 3);
+            link(q, 3, 9, 6);
+            (q.lens[0], q.lens[3]) = (5, 5);
+        }),
+    ];
+
     #[test]
-    fn check_sees_a_broken_link() {
-        let mut queue = FreeQueue::over(3).expect("three blocks fit");
-        queue.push_tail(Free, BlockId::new(0));
-        queue.push_tail(Free, BlockId::new(1));
-        queue.links[1].prev = BlockId::new(2);
-        assert!(queue.check().is_err());
+    fn check_names_what_is_spoilt() {
+        for (expected, spoil) in SPOILT {
+            let mut queue = queue();
+            assert_eq!(queue.check(), Ok(()));
+            spoil(&mut queue);
+            let found = queue.check().expect_err(expected);
+            assert!(found.contains(expected), "{found:?} is not {expected:?}");
+        }
     }
 }

@@ -8,6 +8,9 @@
 //! A step down the tree is a hit only if the candidate's parent *is* the node stood
 //! on and its tokens *are equal*; a hash collision costs a miss, never a wrong block.
 
+#[path = "check/tree.rs"]
+mod check;
+
 use std::collections::HashMap;
 use std::collections::TryReserveError;
 use std::hint::black_box;
@@ -362,71 +365,5 @@ impl ContentTree {
                 NodeIdx::new(self.nodes.len() - 1)
             }
         }
-    }
-
-    /// Recounts holds and re-finds every node. `root_holds` counts the sequences under each root.
-    pub(crate) fn check(&self, root_holds: &HashMap<NodeIdx, u32>) -> Result<(), String> {
-        let mut holds = vec![0_u32; self.nodes.len()];
-        let live = |node: &Node| node.holds > 0;
-        for node in self.nodes.iter().filter(|node| live(node)) {
-            if let Some(parent) = node.parent.some() {
-                holds[parent.at()] += 1;
-            }
-        }
-        for (root, count) in root_holds {
-            holds[root.at()] += count;
-        }
-        let mut ids = std::collections::HashSet::new();
-        for (slot, node) in self.nodes.iter().enumerate() {
-            let at = NodeIdx::new(slot);
-            let blocks = if live(node) {
-                self.blocks(at).count()
-            } else {
-                0
-            };
-            let counted = holds[slot] + blocks as u32;
-            if counted != node.holds {
-                return Err(format!(
-                    "{at:?} has {} holds, counted {counted}",
-                    node.holds
-                ));
-            }
-            if !live(node) {
-                continue;
-            }
-            if !ids.insert(node.id) || node.id.0 > self.next_id {
-                return Err(format!("{at:?} has no id of its own: {:?}", node.id));
-            }
-            let Some(parent) = node.parent.some() else {
-                continue;
-            };
-            if !live(&self.nodes[parent.at()]) {
-                return Err(format!("{at:?} has a dead parent {parent:?}"));
-            }
-            if self.find(node.hash) != Some(at) {
-                return Err(format!("{at:?} is not found by its hash"));
-            }
-            let hash = self.hasher.child(self.hash(parent), self.tokens(at));
-            if hash != node.hash {
-                return Err(format!("{at:?} has hash {:x}, counted {hash:x}", node.hash));
-            }
-        }
-        let free: std::collections::HashSet<_> = self.free_slots.iter().collect();
-        let dead = self.nodes.iter().filter(|node| !live(node)).count();
-        if free.len() != self.free_slots.len() || dead != free.len() {
-            return Err(format!(
-                "{dead} dead nodes, {} free slots",
-                self.free_slots.len()
-            ));
-        }
-        let linked = self.index.len();
-        if linked + self.roots.len() != self.len() {
-            return Err(format!(
-                "{} contents, {linked} in the index and {} roots",
-                self.len(),
-                self.roots.len()
-            ));
-        }
-        Ok(())
     }
 }

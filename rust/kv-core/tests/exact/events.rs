@@ -135,6 +135,28 @@ fn a_content_is_removed_with_the_last_of_its_groups_blocks() {
     assert_eq!(m.take_events(), [Event::Cleared]);
 }
 
+/// One of its groups had held it all the time.
+#[test]
+fn a_content_that_gets_a_lost_block_again_is_no_news() {
+    let mut m = with(Config {
+        groups: vec![None, None],
+        ..settings(7)
+    });
+    let seq = computed(&mut m, prompt(12));
+    assert_eq!(m.take_events(), stored(&m, &prompt(12)));
+    drop(seq);
+    // One block is free and six are idle: two rows take the last content's blocks, and one more.
+    drop(computed(&mut m, vec![7; 7]));
+    let lost = [hashes(&m, &prompt(12))[2]];
+    assert_eq!(removed(&m.take_events()[..1]), lost);
+    let before = m.stats();
+    assert_eq!((before.evicted_blocks, before.registered_blocks), (3, 4));
+    let _again = computed(&mut m, prompt(8));
+    let stats = m.stats();
+    assert_eq!((stats.registered_blocks, stats.present_blocks), (4, 1));
+    assert_eq!(removed(&m.take_events()), []);
+}
+
 #[test]
 fn a_content_that_comes_back_is_news_again() {
     let mut m = manager(4);

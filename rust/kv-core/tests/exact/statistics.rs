@@ -131,6 +131,29 @@ fn drafts() {
 }
 
 #[test]
+fn each_sequence_accepts_its_own_count() {
+    let mut m = manager(8);
+    let seqs = [1, 2, 3].map(|token| computed(&mut m, vec![token]));
+    let plan = begin(&mut m, PLENTY);
+    for seq in &seqs {
+        m.speculate(plan.key(), seq.key(), &[10, 11])
+            .expect("ready");
+    }
+    let tokens = [10, 5, 6, 10, 11, 7];
+    let redirects = m.commit_accepted(plan.key(), &tokens, &[2, 1, 3]);
+    assert_eq!(redirects, Ok(vec![]));
+    let tail = |seq: usize| m.view(seqs[seq].key()).expect("live").tokens[2..].to_vec();
+    assert_eq!(
+        [tail(0), tail(1), tail(2)],
+        [&tokens[..2], &[6], &tokens[3..]]
+    );
+    assert_eq!(
+        (m.stats().draft_tokens, m.stats().accepted_draft_tokens),
+        (6, 3)
+    );
+}
+
+#[test]
 fn late_merges_and_copies() {
     let mut m = manager(8);
     let (a, b) = (computed(&mut m, prompt(3)), computed(&mut m, prompt(3)));

@@ -3,7 +3,9 @@
 use kv_core::{BlockManager, Config, SeqHandle, TableRows};
 
 use super::arrays::{Arrays, LEFT, Sizes, TABLES};
-use super::tools::{PLENTY, begin, commit, computed, manager, prompt, settings, table, with};
+use super::tools::{
+    PLENTY, begin, commit, computed, manager, prefill, prompt, settings, table, with,
+};
 
 #[test]
 fn a_row_is_written_on_where_it_ended() {
@@ -90,4 +92,49 @@ fn what_was_given_back_reads_as_the_trash_block() {
     assert_eq!(ids[..2], [None, None]);
     let [third, fourth] = [ids[2], ids[3]].map(|id| i64::from(id.expect("a block")));
     assert_eq!(arrays.values(TABLES), [8, 8, third, fourth]);
+}
+
+#[test]
+fn a_row_that_slid_is_written_whole() {
+    let mut m = with(Config {
+        groups: vec![Some(4)],
+        ..settings(8)
+    });
+    let seq = computed(&mut m, prompt(7));
+    let (arrays, mut rows) = (
+        Arrays::new(Sizes::exactly(1, 1, 3, 1)),
+        TableRows::default(),
+    );
+    for expected in [[0, 1, LEFT], [8, 1, 2]] {
+        let plan = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+        assert_eq!(m.fill(plan.key(), &arrays.views(), &mut rows), Ok(()));
+        assert_eq!(arrays.values(TABLES), expected);
+        commit(&mut m, plan.key());
+    }
+}
+
+/// A fork writes on a copy; that step is rolled back and the fork is the last one to hold the block.
+#[test]
+fn a_copy_that_was_taken_back_is_written_over() {
+    for more in [1, 3] {
+        let mut m = manager(8);
+        let seq = computed(&mut m, prompt(6));
+        let fork = m.fork(seq.key(), 6).expect("within");
+        m.append(fork.key(), &vec![77; more]).expect("in no plan");
+        let sizes = Sizes::exactly(more, 1, 3, 1);
+        let (arrays, mut rows) = (Arrays::new(sizes), TableRows::default());
+        let mut step = |m: &mut BlockManager| {
+            let plan = begin(m, PLENTY);
+            prefill(m, plan.key(), &fork);
+            assert_eq!(m.fill(plan.key(), &arrays.views(), &mut rows), Ok(()));
+            let copies = m.copies(plan.key()).expect("open").len();
+            let row = arrays.values(TABLES);
+            m.rollback(plan.key()).expect("the newest");
+            (copies, row[..2].to_vec())
+        };
+        assert_eq!(step(&mut m), (1, vec![0, 2]), "{more} tokens more");
+        m.reset(seq.key()).expect("in no plan");
+        assert_eq!(step(&mut m), (0, vec![0, 1]), "{more} tokens more");
+    }
 }
