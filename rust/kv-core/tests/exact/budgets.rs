@@ -132,6 +132,21 @@ fn decodes_up_to_the_last_block() {
     assert_eq!(decoded(&mut m, &[&seq]), []);
 }
 
+/// Two sequences part on a block that both have begun: the first one to write needs a copy.
+#[test]
+fn copies_up_to_the_last_block() {
+    for (num_blocks, misfits) in [(1, vec![0, 1]), (2, vec![])] {
+        let mut m = manager(num_blocks);
+        let seq = computed(&mut m, prompt(2));
+        let fork = m.fork(seq.key(), 3).expect("within");
+        let plan = begin(&mut m, PLENTY);
+        let answer = m.decode(plan.key(), &[seq.key(), fork.key()], 0);
+        assert_eq!(answer, Ok(misfits), "{num_blocks} blocks");
+        let copies = m.copies(plan.key()).expect("open").len();
+        assert_eq!(copies, num_blocks - 1);
+    }
+}
+
 #[test]
 fn lookahead_up_to_the_last_slot() {
     let mut m = manager(2);
