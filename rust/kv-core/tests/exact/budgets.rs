@@ -1,6 +1,6 @@
 //! Budgets and pools that are used up exactly: the last thing that fits, the first that does not.
 
-use kv_core::{BlockManager, PlanView, Prefill, SeqHandle};
+use kv_core::{BlockManager, Error, PlanView, Prefill, SeqHandle};
 
 use super::tools::{PLENTY, begin, commit, computed, decoded, manager, prompt, sequence, table};
 
@@ -132,6 +132,21 @@ fn decodes_up_to_the_last_block() {
     assert_eq!(decoded(&mut m, &[&seq]), []);
 }
 
+/// Two sequences part on a block that both have begun: the first one to write needs a copy.
+#[test]
+fn copies_up_to_the_last_block() {
+    for (num_blocks, misfits) in [(1, vec![0, 1]), (2, vec![])] {
+        let mut m = manager(num_blocks);
+        let seq = computed(&mut m, prompt(2));
+        let fork = m.fork(seq.key(), 3).expect("within");
+        let plan = begin(&mut m, PLENTY);
+        let answer = m.decode(plan.key(), &[seq.key(), fork.key()], 0);
+        assert_eq!(answer, Ok(misfits), "{num_blocks} blocks");
+        let copies = m.copies(plan.key()).expect("open").len();
+        assert_eq!(copies, num_blocks - 1);
+    }
+}
+
 #[test]
 fn lookahead_up_to_the_last_slot() {
     let mut m = manager(2);
@@ -178,6 +193,23 @@ fn drafts_up_to_the_budget_and_to_the_last_block() {
         assert_eq!((view.num_tokens, view.num_samples), (tokens, samples));
         assert_eq!(view.budget_left, budget - tokens);
     }
+}
+
+#[test]
+fn a_pending_token_is_decoded_and_nothing_else() {
+    let mut m = manager(4);
+    let seq = computed(&mut m, vec![1]);
+    let first = begin(&mut m, PLENTY);
+    assert_eq!(m.decode(first.key(), &[seq.key()], 0), Ok(vec![]));
+    let second = begin(&mut m, PLENTY);
+    let busy = Error::InPlan { sequence: seq.id() };
+    let answer = m.speculate(second.key(), seq.key(), &[7]);
+    assert_eq!(answer, Err(busy.clone()));
+    let answer = m.prefill(second.key(), seq.key(), PLENTY, None);
+    assert_eq!(answer, Err(busy.clone()));
+    assert_eq!(m.decode(second.key(), &[seq.key()], 0), Ok(vec![]));
+    assert_eq!(m.decode(second.key(), &[seq.key()], 0), Err(busy));
+    m.check().expect("sound");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Taking sequences out of a step: which ones depend on which.
 
-use kv_core::{BlockManager, Config, PlanKey, Prefill, SeqHandle};
+use kv_core::{BlockManager, Config, Error, PlanKey, Prefill, SeqHandle};
 
 use super::tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
 
@@ -136,4 +136,27 @@ fn budget_comes_back() {
     assert_eq!(left(&m), (6, 8, 1));
     cancelled(&mut m, plan.key(), &first, &[]);
     assert_eq!(left(&m), (14, 0, 0));
+}
+
+/// A sequence that both open steps hold, and one that only the later one does.
+#[test]
+fn out_of_the_later_of_two_steps() {
+    let mut m = two_groups();
+    let both = computed(&mut m, vec![1]);
+    let first = begin(&mut m, PLENTY);
+    assert_eq!(m.decode(first.key(), &[both.key()], 0), Ok(vec![]));
+    let second = begin(&mut m, PLENTY);
+    assert_eq!(m.decode(second.key(), &[both.key()], 0), Ok(vec![]));
+    let later = planned(&mut m, second.key(), prompt(4));
+    assert_eq!(m.cancel(second.key(), both.key()), Ok(vec![]));
+    cancelled(&mut m, second.key(), &later, &[]);
+    m.rollback(second.key()).expect("the newest");
+    let busy = Error::InPlan {
+        sequence: both.id(),
+    };
+    let answer = m.decode(first.key(), &[both.key()], 0);
+    assert_eq!(answer, Err(busy));
+    prefill(&mut m, first.key(), &later);
+    commit(&mut m, first.key());
+    m.check().expect("sound");
 }

@@ -192,6 +192,22 @@ fn contents_are_counted_with_their_namespaces() {
 }
 
 #[test]
+fn every_group_has_blocks_of_its_own() {
+    let mut m = with(Config {
+        groups: vec![None; 3],
+        ..settings(40)
+    });
+    let seq = computed(&mut m, prompt(40));
+    let mut blocks: Vec<_> = (0..3).flat_map(|group| table(&m, &seq, group)).collect();
+    blocks.sort_unstable();
+    assert_eq!(blocks, (0..30).map(Some).collect::<Vec<_>>());
+    drop(seq);
+    let lease = m.match_prefix(&prompt(40), b"").expect("short");
+    assert_eq!((lease.num_tokens(), lease.num_blocks()), (40, 30));
+    m.check().expect("sound");
+}
+
+#[test]
 fn settings_are_shown() {
     let m = with(Config {
         groups: vec![None, Some(8)],

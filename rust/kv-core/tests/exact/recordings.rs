@@ -13,7 +13,7 @@ use kv_core::{
 };
 use recording::Recording;
 
-use super::tools::{PLENTY, begin, commit, prefill, prompt, sequence, settings, with};
+use super::tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
 
 #[test]
 fn operations_in_words() {
@@ -225,6 +225,26 @@ fn a_manager_with_a_past_is_not_recorded() {
     };
     assert_eq!(m.may_record(), Err(error.clone()));
     assert_eq!(m.record(Recording::default()), Err(error));
+}
+
+/// While it is recorded, the manager lets go of a lease's blocks; of one on nothing it says nothing.
+#[test]
+fn leases_are_recorded_until_they_go() {
+    let recording = Recording::default();
+    let mut m = with(settings(9));
+    m.record(recording.clone()).expect("new");
+    drop(computed(&mut m, prompt(6)));
+    let nothing = m.match_prefix(&[5; 4], b"").expect("short");
+    let leases = [(); 2].map(|()| m.match_prefix(&prompt(6), b"").expect("short"));
+    assert_eq!(m.ledger().leased, 1);
+    drop((nothing, leases));
+    assert_eq!((m.ledger().leased, m.ledger().idle), (0, 1));
+    m.check().expect("sound");
+    m.stop_recording().expect("memory takes everything");
+    let report = replay(&recording.bytes()[..]).expect("whole");
+    assert_eq!((report.divergence, report.check), (None, Ok(())));
+    assert!(report.operations.contains(&("match_prefix", 3)));
+    assert!(report.operations.contains(&("drop_lease", 2)));
 }
 
 /// A file on a disk that goes after some bytes.

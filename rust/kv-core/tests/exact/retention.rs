@@ -176,14 +176,13 @@ fn a_dead_contents_deadline_passes_by() {
     used(&mut m, [9]);
     retain(&mut m, 9, Priority::Low, Some(5));
     assert_eq!(m.evict_idle(), 1);
-    used(&mut m, ALL);
-    for name in ALL {
+    used(&mut m, ALL); // the first of these has its place
+    for name in [2, 3, 4, 1] {
         retain(&mut m, name, Priority::High, None);
     }
-    retain(&mut m, 4, Priority::Normal, None);
     m.tick(seconds(5));
     assert!(!m.wants_time());
-    assert_eq!(given_up(&mut m, 4, &ALL), [4, 1, 2, 3]);
+    assert_eq!(given_up(&mut m, 4, &ALL), [2, 3, 4, 1]);
     m.check().expect("sound");
 }
 
