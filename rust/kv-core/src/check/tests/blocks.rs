@@ -92,6 +92,9 @@ const HOLDERS: &[Case] = &[
         let lease = Lease::over(&s.manager.shared, None, table, NodeIdx::NONE, 3);
         s.leases.push(lease);
     }),
+    ("BlockId(70) is in the queue with refs 1", |s| {
+        s.manager.fence(BlockId::from(70));
+    }),
     ("BlockId(30) is to be computed and nobody holds it", |s| {
         s.block(30).step = s.manager.open[NEWER].step();
     }),
