@@ -190,6 +190,16 @@ mod tests {
         index
     }
 
+    /// Or every look would be a search from the beginning.
+    #[test]
+    fn homes_are_spread_over_all_slots() {
+        let index = filled(12, 0);
+        let slots = index.entries.len();
+        let homes = (0..slots).map(|slot| index.home((slot << 32).div_ceil(slots) as u32));
+        assert!(homes.eq(0..slots));
+        assert_eq!(index.home(u32::MAX), slots - 1);
+    }
+
     #[test]
     fn it_grows_when_three_quarters_are_not_enough() {
         for contents in [1, 2, 3, 4, 6, 12, 100, 1_000] {
