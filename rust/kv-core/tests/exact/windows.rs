@@ -197,3 +197,23 @@ fn a_content_of_the_next_step_is_asked_for_again_later() {
         m.check().expect("sound");
     }
 }
+
+#[test]
+fn a_lease_ends_before_the_row_that_an_open_step_computes() {
+    for groups in [vec![None; 2], vec![None; 3]] {
+        let config = Config {
+            groups,
+            ..settings(24)
+        };
+        let width = config.groups.len();
+        let mut m = with(config);
+        let seq = sequence(&mut m, prompt(12));
+        let first = begin(&mut m, 8);
+        prefill(&mut m, first.key(), &seq);
+        commit(&mut m, first.key());
+        let open = begin(&mut m, PLENTY);
+        prefill(&mut m, open.key(), &seq);
+        let lease = m.lease(seq.key()).expect("live");
+        assert_eq!((lease.num_tokens(), lease.num_blocks()), (8, 2 * width));
+    }
+}
