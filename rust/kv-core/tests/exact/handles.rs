@@ -108,6 +108,22 @@ fn a_lease_fits_its_own_tokens_and_namespace() {
 }
 
 #[test]
+fn a_planned_sequence_takes_no_lease() {
+    let mut m = manager(8);
+    let owner = computed(&mut m, prompt(8));
+    let lease = m.lease(owner.key()).expect("live");
+    let planned = sequence(&mut m, prompt(8));
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &planned);
+    let sequence = planned.id();
+    assert_eq!(
+        m.attach(planned.key(), &lease),
+        Err(Error::InPlan { sequence })
+    );
+    m.check().expect("sound");
+}
+
+#[test]
 fn keys_of_another_manager_are_foreign() {
     let (mut m, mut other) = (manager(4), manager(4));
     let seq = sequence(&mut other, prompt(4));
