@@ -2,7 +2,9 @@
 
 use kv_core::{BlockManager, Config, Error, PlanKey, Prefill, SeqHandle};
 
-use super::tools::{PLENTY, begin, commit, computed, prefill, prompt, sequence, settings, with};
+use super::tools::{
+    PLENTY, begin, commit, computed, decoded, prefill, prompt, sequence, settings, table, with,
+};
 
 fn two_groups() -> BlockManager {
     with(Config {
@@ -159,4 +161,54 @@ fn out_of_the_later_of_two_steps() {
     prefill(&mut m, first.key(), &later);
     commit(&mut m, first.key());
     m.check().expect("sound");
+}
+
+#[test]
+fn a_copy_goes_with_its_sequence() {
+    let mut m = two_groups();
+    let seq = computed(&mut m, prompt(6));
+    let plan = begin(&mut m, PLENTY);
+    let forks = [(); 2].map(|()| {
+        let fork = m.fork(seq.key(), 6).expect("within");
+        m.append(fork.key(), &[77]).expect("in no plan");
+        prefill(&mut m, plan.key(), &fork);
+        fork
+    });
+    let copies = m.copies(plan.key()).expect("open").to_vec();
+    assert_eq!(copies.len(), 4, "one of each group");
+    assert_eq!(m.cancel(plan.key(), forks[0].key()), Ok(vec![]));
+    assert_eq!(m.copies(plan.key()), Ok(&copies[2..]));
+    m.check().expect("sound");
+}
+
+/// What the step before has registered meanwhile stays registered.
+#[test]
+fn a_rollback_leaves_what_the_step_before_has_done() {
+    let mut m = two_groups();
+    let seq = computed(&mut m, prompt(3));
+    let [first, second] = [(); 2].map(|()| {
+        let plan = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+        plan
+    });
+    commit(&mut m, first.key());
+    m.rollback(second.key()).expect("the newest");
+    assert_eq!(m.view(seq.key()).expect("live").num_registered_blocks, 1);
+    m.check().expect("sound");
+}
+
+#[test]
+fn redirects_name_group_and_entry() {
+    let mut m = two_groups();
+    let seqs = [(); 2].map(|()| computed(&mut m, prompt(7)));
+    let redirects = decoded(&mut m, &[&seqs[0], &seqs[1]]);
+    let places: Vec<_> = redirects.iter().map(|it| (it.group, it.index)).collect();
+    assert_eq!(places, [(0, 1), (1, 1)]);
+    for redirect in redirects {
+        assert_eq!(redirect.sequence, seqs[1].id());
+        let [first, second] = seqs.each_ref().map(|seq| table(&m, seq, redirect.group));
+        assert_eq!(first, second);
+        assert_eq!(second[1], Some(redirect.new_block.get()));
+        assert_eq!(m.refs(redirect.old_block.get()), Ok(0));
+    }
 }

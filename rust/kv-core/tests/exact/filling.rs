@@ -223,6 +223,12 @@ fn a_pending_token_names_the_row_that_gives_it() {
     assert_eq!(arrays.values(IDS), [-3, -4, LEFT]);
     assert_eq!(arrays.values(POSITIONS), [2, 2, LEFT]);
     assert_eq!(arrays.values(LENS), [3, 3]);
+    // A step that is rolled back leaves the rows of the one before it.
+    m.rollback(second.key()).expect("the newest");
+    let second = begin(&mut m, PLENTY);
+    assert_eq!(m.decode(second.key(), &keys[1..], 0), Ok(vec![]));
+    assert_eq!(arrays.fill(&m, second.key()), Ok(()));
+    assert_eq!(arrays.values(IDS), [-3, -4, LEFT]);
     // Rows move up when one goes.
     m.rollback(second.key()).expect("the newest");
     assert_eq!(m.cancel(first.key(), keys[0]), Ok(vec![]));

@@ -1,6 +1,6 @@
 //! The counters of scripted runs, value by value.
 
-use kv_core::{Config, Prefill, Stats};
+use kv_core::{Config, Error, Prefill, Stats};
 
 use super::tools::{
     PLENTY, begin, block_of, commit, computed, decoded, lose_the_head, manager, prefill, prompt,
@@ -154,6 +154,32 @@ fn each_sequence_accepts_its_own_count() {
 }
 
 #[test]
+fn what_is_accepted_are_the_drafts_and_one_more() {
+    let mut m = manager(8);
+    let seq = computed(&mut m, vec![1]);
+    let plan = begin(&mut m, PLENTY);
+    m.speculate(plan.key(), seq.key(), &[10, 11])
+        .expect("ready");
+    for tokens in [&[][..], &[11, 10], &[10, 12, 5], &[10, 11, 5, 6]] {
+        let error = Error::Accepted {
+            sequence: seq.id(),
+            accepted: tokens.len(),
+            drafts: 2,
+        };
+        let answer = m.commit_accepted(plan.key(), tokens, &[tokens.len()]);
+        assert_eq!(answer, Err(error));
+    }
+    let wrong = |expected, given| Err(Error::SampleCount { expected, given });
+    let answer = m.commit_accepted(plan.key(), &[10, 11], &[1]);
+    assert_eq!(answer, wrong(1, 2));
+    let answer = m.commit_accepted(plan.key(), &[10, 11], &[1, 1]);
+    assert_eq!(answer, wrong(1, 2));
+    assert_eq!(m.commit(plan.key(), &[]), wrong(1, 0));
+    let answer = m.commit_accepted(plan.key(), &[10, 11, 5], &[3]);
+    assert_eq!(answer, Ok(vec![]));
+}
+
+#[test]
 fn late_merges_and_copies() {
     let mut m = manager(8);
     let (a, b) = (computed(&mut m, prompt(3)), computed(&mut m, prompt(3)));
@@ -188,7 +214,10 @@ fn late_merges_and_copies() {
 /// A sequence that does not read the cache computes what is idle there: its block takes over.
 #[test]
 fn contents_taken_over() {
-    let mut m = manager(8);
+    let mut m = with(Config {
+        in_flight_sharing: false,
+        ..settings(8)
+    });
     used(&mut m, [1]);
     let before = m.stats();
     let again = m.sequence(block_of(1), b"", false).expect("tokens");
@@ -196,16 +225,16 @@ fn contents_taken_over() {
     prefill(&mut m, plan.key(), &again);
     assert_eq!(commit(&mut m, plan.key()), []);
     let expected = Stats {
-        prompt_tokens: before.prompt_tokens + 4,
-        computed_tokens: before.computed_tokens + 4,
-        present_blocks: m.stats().present_blocks,
-        allocated_blocks: m.stats().allocated_blocks,
-        taken_over_blocks: m.stats().taken_over_blocks,
-        hashed_blocks: before.hashed_blocks + 1,
-        committed_steps: before.committed_steps + 1,
+        prompt_tokens: 8,
+        computed_tokens: 8,
+        allocated_blocks: 2,
+        taken_over_blocks: 1,
+        hashed_blocks: m.stats().hashed_blocks,
+        committed_steps: 2,
         ..before
     };
     assert_eq!(m.stats(), expected);
+    assert_eq!((m.ledger().free, m.ledger().active), (7, 1));
 }
 
 #[test]
@@ -238,6 +267,44 @@ fn blocks_without_a_name() {
     assert_eq!(m.stats(), expected);
     assert_eq!(m.view(second.key()).expect("live").num_registered_blocks, 0);
     assert_eq!(m.num_contents(), 2);
+}
+
+/// A fork is without a name if it goes past the block that has none, and not if it ends before.
+#[test]
+fn forks_of_a_sequence_without_a_name() {
+    let mut m = with(Config {
+        hash_bits: 0,
+        ..settings(16)
+    });
+    let seq = computed(&mut m, prompt(12)); // the first block has a name, the second meets it
+    assert_eq!(m.stats().collisions, 1);
+    let past = m.fork(seq.key(), 8).expect("within");
+    m.append(past.key(), &block_of(7)).expect("in no plan");
+    let before = m.fork(seq.key(), 4).expect("within");
+    m.append(before.key(), &block_of(7)).expect("in no plan");
+    for (fork, collisions) in [(past, 1), (before, 2)] {
+        let plan = begin(&mut m, PLENTY);
+        prefill(&mut m, plan.key(), &fork);
+        commit(&mut m, plan.key());
+        assert_eq!(m.stats().collisions, collisions);
+        m.check().expect("sound");
+    }
+}
+
+#[test]
+fn forks_are_not_hashed_again() {
+    let mut m = manager(8);
+    let seq = computed(&mut m, prompt(14));
+    assert_eq!(m.stats().hashed_blocks, 3);
+    for at in [4, 8, 12, 13] {
+        let fork = m.fork(seq.key(), at).expect("within");
+        m.check().expect("sound");
+        m.reset(fork.key()).expect("in no plan");
+        let plan = begin(&mut m, PLENTY);
+        prefill(&mut m, plan.key(), &fork);
+        m.rollback(plan.key()).expect("the newest");
+    }
+    assert_eq!(m.stats().hashed_blocks, 3);
 }
 
 #[test]

@@ -138,3 +138,24 @@ fn a_copy_that_was_taken_back_is_written_over() {
         assert_eq!(step(&mut m), (0, vec![0, 1]), "{more} tokens more");
     }
 }
+
+#[test]
+fn a_row_whose_sequence_began_anew_is_written_whole() {
+    let mut m = manager(8);
+    let seq = computed(&mut m, prompt(3));
+    let (arrays, mut rows) = (
+        Arrays::new(Sizes::exactly(4, 1, 1, 1)),
+        TableRows::default(),
+    );
+    let plan = begin(&mut m, PLENTY);
+    assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+    assert_eq!(m.fill(plan.key(), &arrays.views(), &mut rows), Ok(()));
+    assert_eq!(arrays.values(TABLES), [0]);
+    m.rollback(plan.key()).expect("the newest");
+    m.reset(seq.key()).expect("in no plan");
+    let _other = computed(&mut m, vec![7]); // takes its block
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &seq);
+    assert_eq!(m.fill(plan.key(), &arrays.views(), &mut rows), Ok(()));
+    assert_eq!(arrays.values(TABLES), [1]);
+}

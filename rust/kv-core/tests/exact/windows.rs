@@ -217,3 +217,20 @@ fn a_lease_ends_before_the_row_that_an_open_step_computes() {
         assert_eq!((lease.num_tokens(), lease.num_blocks()), (8, 2 * width));
     }
 }
+
+/// The last row is what an open step computes: the lease ends before it.
+#[test]
+fn a_lease_ends_before_what_is_not_there_yet() {
+    let mut m = with(windowed(16, 8));
+    let seq = sequence(&mut m, prompt(16));
+    let first = begin(&mut m, PLENTY);
+    m.prefill(first.key(), seq.key(), 8, None).expect("room");
+    commit(&mut m, first.key());
+    let second = begin(&mut m, PLENTY);
+    m.prefill(second.key(), seq.key(), 4, None).expect("room");
+    let lease = m.lease(seq.key()).expect("live");
+    assert_eq!((lease.num_tokens(), lease.num_blocks()), (8, 4));
+    commit(&mut m, second.key());
+    let lease = m.lease(seq.key()).expect("live");
+    assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 5));
+}
