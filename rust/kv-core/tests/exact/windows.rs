@@ -234,3 +234,12 @@ fn a_lease_ends_before_what_is_not_there_yet() {
     let lease = m.lease(seq.key()).expect("live");
     assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 5));
 }
+
+#[test]
+fn a_fork_at_the_end_keeps_what_its_parent_has() {
+    let mut m = with(windowed(24, 8));
+    let parent = computed(&mut m, prompt(24));
+    let fork = m.fork(parent.key(), 24).expect("its own length");
+    assert_eq!(m.view(fork.key()).expect("live").num_computed_tokens, 24);
+    assert_eq!(table(&m, &fork, 1), table(&m, &parent, 1));
+}
