@@ -20,6 +20,7 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.capacity import model_facts, plan_cache
 from pyengine.engine.engine import Engine, EngineStats, Prompt
+from pyengine.engine.pipeline import Pipeline
 from pyengine.engine.prompts import (
     Message,
     PromptLike,
@@ -30,7 +31,7 @@ from pyengine.engine.prompts import (
     render_chat,
 )
 from pyengine.models import load_model
-from pyengine.runner import ModelRunner, RunnerLimits
+from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.scheduler import Scheduler, SchedulerLimits
 
 
@@ -48,7 +49,8 @@ class LLM:
     layers then, and a sequence takes blocks for each group; without it one block holds all
     layers and none is given back. `max_model_len` limits prompt and output together; by default
     the model's positions, or the pool if that is smaller. Without a seed of their own, requests
-    draw theirs from `seed`, in the order of submission.
+    draw theirs from `seed`, in the order of submission. With `async_scheduling` the next step is
+    planned while one runs; None: on CUDA. The tokens are the same.
 
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
     model that cannot be loaded.
@@ -73,6 +75,7 @@ class LLM:
         layer_groups: bool = True,
         seed: int = 0,
         attention_backend: str = "auto",
+        async_scheduling: bool | None = None,
     ) -> None:
         limits = SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -116,13 +119,14 @@ class LLM:
                 num_groups=len(plan.groups.windows),
             ),
         )
+        pipeline = _pipeline(runner, loaded.device, async_scheduling)
         self.model_path: Path = loaded.path
         self.tokenizer: Any = loaded.tokenizer
         self._manager = manager
         self._engine = Engine(
             manager,
             Scheduler(manager, limits),
-            runner,
+            pipeline,
             facts,
             tokenizer=loaded.tokenizer,
             seed=seed,
@@ -148,6 +152,7 @@ class LLM:
             "enable_prefix_caching": enable_prefix_caching,
             "in_flight_sharing": in_flight_sharing,
             "eviction": eviction,
+            "async_scheduling": pipeline.depth > 1,
         }
 
     def generate(
@@ -259,6 +264,19 @@ class LLM:
             yield ids
         finally:
             self._engine.abort(ids)
+
+
+def _pipeline(runner: Runner, device: torch.device, ahead: bool | None) -> Pipeline:
+    """A second step waits behind the one that runs, if asked for or (None) where that is fast.
+
+    CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little where
+    the model uses all cores.
+    """
+    if ahead is None:
+        ahead = device.type == "cuda"
+    if not ahead:
+        return Pipeline(runner)
+    return Pipeline(runner, None if device.type == "cuda" else ThreadQueue(), depth=2)
 
 
 @contextmanager

@@ -1,6 +1,21 @@
-"""From a step plan to logits: the input buffers and the forward pass."""
+"""From a step plan to logits: the input buffers, the forward pass, and the queue it runs in."""
 
 from pyengine.runner.buffers import HostArrays, InputBuffers, RunnerLimits
-from pyengine.runner.model_runner import ModelRunner, StepLogits
+from pyengine.runner.interface import Forward, Plan, Runner, StepLogits
+from pyengine.runner.model_runner import ModelRunner
+from pyengine.runner.queue import DeviceQueue, InlineQueue, ThreadQueue, Work
 
-__all__ = ["HostArrays", "InputBuffers", "ModelRunner", "RunnerLimits", "StepLogits"]
+__all__ = [
+    "DeviceQueue",
+    "Forward",
+    "HostArrays",
+    "InlineQueue",
+    "InputBuffers",
+    "ModelRunner",
+    "Plan",
+    "Runner",
+    "RunnerLimits",
+    "StepLogits",
+    "ThreadQueue",
+    "Work",
+]

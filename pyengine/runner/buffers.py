@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import torch
 from pyengine.attention.metadata import StepInputs
 from pyengine.cache import StepBuffers
 from pyengine.core.errors import ConfigurationError
+from pyengine.runner.interface import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,33 +26,6 @@ class RunnerLimits:
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
-
-
-class Plan(Protocol):
-    """The part of `StepPlan` that the runner needs."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute in this step."""
-        ...
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that these tokens belong to."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Rows whose logits are asked for."""
-        ...
-
-    def copies(self) -> list[tuple[int, int]]:
-        """Blocks to copy before the step, (source, destination)."""
-        ...
-
-    def fill(self, buffers: StepBuffers, /) -> None:
-        """Write the step's inputs into the arrays that `buffers` was made over."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +51,14 @@ class InputBuffers:
     On the CPU the twins are the host buffers themselves: nothing is copied.
     """
 
-    def __init__(self, limits: RunnerLimits, device: torch.device) -> None:
+    def __init__(
+        self, limits: RunnerLimits, device: torch.device, *, beside: "InputBuffers | None" = None
+    ) -> None:
+        """With `beside`, the device's side is shared with those buffers.
+
+        So the next step can be filled in while the one before may still be read from its host
+        buffers; on the device they come one after the other.
+        """
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
@@ -95,10 +75,9 @@ class InputBuffers:
             name: torch.zeros(shape, dtype=dtype, pin_memory=on_cuda)
             for name, (shape, dtype) in shapes.items()
         }
-        self._device = {
-            name: torch.zeros_like(host, device=device) if device.type != "cpu" else host
-            for name, host in self._host.items()
-        }
+        self._device = self._host
+        if device.type != "cpu":
+            self._device = beside._device if beside else _like(self._host, device)
         self.arrays = HostArrays(**{name: host.numpy() for name, host in self._host.items()})
         self._sizes = (0, 0, 0)
         self._inputs, self._copies = self._views(*self._sizes)
@@ -113,8 +92,8 @@ class InputBuffers:
     def fill(self, plan: Plan) -> StepInputs:
         """Let `plan` write its step, and bring what it wrote to the device.
 
-        Only the rows of this step are copied. The result refers to the buffers: it is valid
-        until the next call.
+        Only the rows of this step are copied. A pending token is written as `-1 - row` (see
+        `ModelRunner`). The result refers to the buffers: it is valid until the next call.
         """
         plan.fill(self.step_buffers)
         sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples)
@@ -157,3 +136,7 @@ class InputBuffers:
             host_block_tables=self.arrays.block_tables[:, :sequences],
         )
         return inputs, copies
+
+
+def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor, device=device) for name, tensor in host.items()}

@@ -1,6 +1,5 @@
 """One forward pass of a step. Knows tokens and blocks, nothing of requests."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,23 +12,12 @@ from pyengine.attention.registry import register_paged_attention
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
-from pyengine.runner.buffers import InputBuffers, Plan, RunnerLimits
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """Logits in the model's dtype, on its device.
-
-    `sampling` is `[S, vocab]`, one row per sample of the plan, in its order. `extra` is
-    `[E, vocab]`, the further rows that were asked for, in the order asked.
-    """
-
-    sampling: torch.Tensor
-    extra: torch.Tensor
+from pyengine.runner.buffers import InputBuffers, RunnerLimits
+from pyengine.runner.interface import Forward, Plan, StepLogits
 
 
 class ModelRunner:
-    """Runs a model over its KV pool.
+    """Runs a model over its KV pool. See `Runner`.
 
     The model is switched to paged attention for good: it attends over `pool` from then on,
     and plain calls of it are refused.
@@ -46,27 +34,34 @@ class ModelRunner:
         self._pool = pool
         self._backend = backend
         self.buffers = InputBuffers(limits, pool.device)
+        """Those that the next step is written into."""
+        self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers)
         _switch_to_paged_attention(self._model)
 
-    def execute(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> StepLogits:
-        """Compute the tokens of `plan`, write their keys and values, return logits.
-
-        `extra_rows` are further rows among the plan's tokens, in `0 .. num_tokens`, whose
-        logits are wanted (for the log-probabilities of a prompt).
-        """
-        self._pool.copy_blocks(plan.copies())
+    def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
+        """See `Runner.prepare`."""
+        copies = plan.copies()
         inputs = self.buffers.fill(plan)
+        self.buffers, self._other_buffers = self._other_buffers, self.buffers
         rows = inputs.logits_indices
+        num_samples = len(rows)
         if extra_rows is not None and len(extra_rows):
             rows = torch.cat([rows, torch.from_numpy(extra_rows).to(rows.device)])
-        logits = self._forward(inputs, rows)
-        return StepLogits(logits[: plan.num_samples], logits[plan.num_samples :])
+
+        def forward(sampled: torch.Tensor | None) -> StepLogits:
+            self._pool.copy_blocks(copies)
+            logits = self._forward(inputs, rows, sampled)
+            return StepLogits(logits[:num_samples], logits[num_samples:])
+
+        return forward
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, inputs: StepInputs, rows: torch.Tensor, sampled: torch.Tensor | None
+    ) -> torch.Tensor:
         context = PagedContext(self._backend.plan(inputs), self._pool.groups.layer_windows)
         output = self._model(
-            input_ids=inputs.input_ids[None],
+            input_ids=_known(inputs.input_ids, sampled)[None],
             position_ids=inputs.positions[None],
             use_cache=False,
             logits_to_keep=rows,
@@ -80,6 +75,13 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _known(input_ids: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
+    """The token ids, a pending one (`-1 - row`) replaced by what the step before has sampled."""
+    if sampled is None:
+        return input_ids
+    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
 
 
 def _switch_to_paged_attention(model: Any) -> None:

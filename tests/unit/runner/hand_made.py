@@ -111,7 +111,8 @@ class PagedRun:
             num_groups=len(self.groups.windows),
         )
         self.runner = ModelRunner(loaded, self.pool, choice.build(self.pool), limits)
-        self.runner.buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
+        for buffers in (self.runner.buffers, self.runner._other_buffers):
+            buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
 
     def tables(self, num_tokens: int, shared: list[list[int]] | None = None) -> list[list[int]]:
         """Blocks for `num_tokens` in every group, the first of them given."""
@@ -136,7 +137,7 @@ class PagedRun:
         """Logits of every row, per entry; and those of the sampling rows."""
         plan = HandMadePlan(entries, self.runner.buffers.arrays, self.block_size)
         rows = np.arange(plan.num_tokens, dtype=np.int64)
-        logits = self.runner.execute(plan, extra_rows=rows)
+        logits = self.runner.prepare(plan, extra_rows=rows)(None)
         return list(logits.extra.split([e.end - e.start for e in entries])), logits.sampling
 
 
