@@ -17,5 +17,9 @@ class ConfigurationError(PyEngineError, ValueError):
     """Engine settings that contradict each other, the model, or the machine."""
 
 
+class DeviceMemoryError(PyEngineError):
+    """The smallest step does not fit into the device's memory; it was rolled back."""
+
+
 class ModelLoadError(PyEngineError):
     """A model that is missing, damaged, or of a kind that cannot be loaded."""

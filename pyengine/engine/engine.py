@@ -1,12 +1,15 @@
 """The loop. `step` reads like the picture in the docs: schedule, run, sample, commit."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import torch
+
 from pyengine.cache import BlockManager, Ledger
-from pyengine.core.errors import InvalidRequestError
+from pyengine.core.errors import DeviceMemoryError, InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
@@ -15,6 +18,8 @@ from pyengine.engine.pipeline import Flight, Pipeline
 from pyengine.engine.request_state import Completion, EndConditions, RequestState
 from pyengine.sampling import SamplingState, TokenLogprobs
 from pyengine.scheduler import ScheduledStep, Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +174,8 @@ class Engine:
 
         With overlap the next step is scheduled and started before this one's tokens are waited
         for; it decodes them all the same. If anything fails on the way, the step is rolled back,
-        with the one after it, and no request has changed.
+        with the one after it, and no request has changed. One that was too large for the device's
+        memory is planned again, smaller; `DeviceMemoryError` is raised when it cannot be smaller.
         """
         self._is_stepping = True
         try:
@@ -185,12 +191,16 @@ class Engine:
         self._in_flight = flight
         following = self._launch(flight) if self._pipeline.depth > 1 else None
         self._in_flight = following
+        num_tokens = flight.step.plan.num_tokens
         try:
             logits, sampled = flight.result()
             self._scheduler.commit(flight.step, flight.batch.own_tokens(sampled.token_ids))
-        except BaseException:
+        except BaseException as error:
             self._roll_back(following)
             self._roll_back(flight)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._shrink(num_tokens, error)
+                return StepResult([], [], 0)
             raise
         flight.batch.collect_prompt_logprobs(logits)
         return self._collect(flight.batch, sampled.token_ids.tolist(), sampled.logprobs)
@@ -221,6 +231,26 @@ class Engine:
         self._batch = self._in_flight = None
         if flight.step.plan.is_open:
             self._scheduler.rollback(flight.step)
+
+    def _shrink(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        """Go on with smaller steps after one of `num_tokens` tokens that did not fit."""
+        if not self._scheduler.shrink(num_tokens):
+            raise DeviceMemoryError(
+                f"a step of {num_tokens} token does not fit into the device's memory ({error}); "
+                "give the KV pool less: a smaller gpu_memory_utilization, kv_cache_memory or "
+                "num_blocks"
+            ) from error
+        limits = self._scheduler.limits
+        _log.warning(
+            "a step of %d tokens did not fit into the device's memory (%s); from now on "
+            "max_num_batched_tokens=%d and max_num_seqs=%d",
+            num_tokens,
+            error,
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _settle(self) -> None:
         """If nobody is left whom the running step could serve, see that it is over."""

@@ -271,10 +271,34 @@ class Scheduler:
         insort(self._waiting, job, key=_by_arrival)
         self._running.remove(job)
 
+    def shrink(self, num_tokens: int) -> bool:
+        """Plan smaller steps from now on, because one of `num_tokens` was too large to run.
+
+        Who does not fit any more is preempted. Returns whether there is a smaller step.
+        """
+        budget = num_tokens // 2
+        if budget == 0:
+            return False
+        seats = min(self._limits.max_num_seqs, budget)
+        self._limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=seats)
+        return True
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The largest step that is planned."""
+        return self._limits
+
     def _nothing_planned(self, step: ScheduledStep) -> None:
         if step.is_ahead:
             raise _NoPlanAheadError
         job = self._waiting[0]
+        if job.num_seats > self._limits.max_num_seqs:
+            raise StalledError(
+                f"request {job.request.request_id!r} runs {job.num_seats} samples at once, and "
+                f"since a step was too large for the device's memory only "
+                f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or make room "
+                "on the device"
+            )
         raise StalledError(
             f"request {job.request.request_id!r} of {job.num_tokens} tokens cannot be admitted "
             f"although nothing runs: {self._manager.ledger()!r}; release leases to go on"
