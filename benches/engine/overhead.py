@@ -61,7 +61,7 @@ class StubRunner:
     def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
         """Logits of a step, without a model."""
         plan.copies()
-        count = len(self.buffers.fill(plan).logits_indices)
+        count = len(self.buffers.fill(plan).upload().logits_indices)
         return lambda _: StepLogits(self.logits[:count], self.logits[:0])
 
 

@@ -1,6 +1,11 @@
 """Paged attention: one interface, one file per backend, one function that transformers calls."""
 
-from pyengine.attention.interface import AttentionBackend, AttentionOptions, AttentionPlan
+from pyengine.attention.interface import (
+    AttentionBackend,
+    AttentionOptions,
+    AttentionPlan,
+    GraphPlan,
+)
 from pyengine.attention.metadata import PagedContext, StepInputs
 from pyengine.attention.registry import (
     ATTENTION_NAME,
@@ -17,6 +22,7 @@ __all__ = [
     "AttentionOptions",
     "AttentionPlan",
     "Choice",
+    "GraphPlan",
     "PagedContext",
     "StepInputs",
     "choose_backend",

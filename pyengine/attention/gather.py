@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.interface import AttentionOptions
+from pyengine.attention.interface import AttentionOptions, GraphPlan
 from pyengine.attention.layout import Batch, Span, StepLayout
 from pyengine.attention.metadata import StepInputs
 from pyengine.cache.kv_pool import KVPool
+from pyengine.core.errors import ConfigurationError
 
 _BATCH_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Gathered keys and values of one decode batch: about a core's L2 cache, or a launch's worth."""
@@ -30,10 +31,17 @@ class GatherBackend:
     """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
 
     name = "gather"
+    supports_graphs = False
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._scratch = Scratch(pool.device)
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """See `AttentionBackend.graph_plan`: what is gathered differs from step to step."""
+        raise ConfigurationError(
+            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
+        )
 
     def plan(self, inputs: StepInputs) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, when first asked for."""

@@ -32,6 +32,7 @@ from pyengine.engine.prompts import (
 )
 from pyengine.models import load_model
 from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
+from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
 
 
@@ -50,7 +51,8 @@ class LLM:
     layers and none is given back. `max_model_len` limits prompt and output together; by default
     the model's positions, or the pool if that is smaller. Without a seed of their own, requests
     draw theirs from `seed`, in the order of submission. With `async_scheduling` the next step is
-    planned while one runs; None: on CUDA. The tokens are the same.
+    planned while one runs; None: on CUDA. The tokens are the same. On CUDA, where the attention
+    backend can, decode steps are captured in CUDA graphs, which `enforce_eager` turns off.
 
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
     model that cannot be loaded.
@@ -76,6 +78,7 @@ class LLM:
         seed: int = 0,
         attention_backend: str = "auto",
         async_scheduling: bool | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         limits = SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -108,16 +111,19 @@ class LLM:
         needs = AttentionNeeds(device=loaded.device, block_size=block_size)
         choice = choose_backend(attention_backend, needs)
         pool = plan.pool(loaded)
+        backend = choice.build(pool)
+        graphs = loaded.device.type == "cuda" and backend.supports_graphs and not enforce_eager
         runner = ModelRunner(
             loaded,
             pool,
-            choice.build(pool),
+            backend,
             RunnerLimits(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 max_blocks_per_seq=-(-facts.max_model_len // block_size),
                 num_groups=len(plan.groups.windows),
             ),
+            recorder=CudaRecorder() if graphs else None,
         )
         pipeline = _pipeline(runner, loaded.device, async_scheduling)
         self.model_path: Path = loaded.path
@@ -153,6 +159,7 @@ class LLM:
             "in_flight_sharing": in_flight_sharing,
             "eviction": eviction,
             "async_scheduling": pipeline.depth > 1,
+            "cuda_graphs": f"batches of {runner.graphs.sizes}" if runner.graphs.sizes else "none",
         }
 
     def generate(

@@ -41,18 +41,34 @@ class HostArrays:
     logits_indices: npt.NDArray[np.int64]
 
 
-Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""From where to where, host to device."""
+@dataclass(frozen=True, slots=True)
+class FilledStep:
+    """A step in the host buffers, and what has to go from there to the device."""
+
+    inputs: StepInputs
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def upload(self) -> StepInputs:
+        """Bring the step to the device, in the order of its queue."""
+        for source, target in self.copies:
+            target.copy_(source, non_blocking=True)
+        return self.inputs
 
 
 class InputBuffers:
     """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
 
-    On the CPU the twins are the host buffers themselves: nothing is copied.
+    On the CPU the twins are the host buffers themselves, and nothing is copied; with `apart` they
+    are memory of their own there too, as a graph's inputs must be.
     """
 
     def __init__(
-        self, limits: RunnerLimits, device: torch.device, *, beside: "InputBuffers | None" = None
+        self,
+        limits: RunnerLimits,
+        device: torch.device,
+        *,
+        beside: "InputBuffers | None" = None,
+        apart: bool = False,
     ) -> None:
         """With `beside`, the device's side is shared with those buffers.
 
@@ -70,17 +86,16 @@ class InputBuffers:
             "block_tables": ((groups, sequences, width), torch.int32),
             "logits_indices": ((sequences,), torch.int64),
         }
-        on_cuda = device.type == "cuda"
         self._host = {
-            name: torch.zeros(shape, dtype=dtype, pin_memory=on_cuda)
+            name: torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
             for name, (shape, dtype) in shapes.items()
         }
         self._device = self._host
-        if device.type != "cpu":
+        if device.type != "cpu" or apart:
             self._device = beside._device if beside else _like(self._host, device)
         self.arrays = HostArrays(**{name: host.numpy() for name, host in self._host.items()})
         self._sizes = (0, 0, 0)
-        self._inputs, self._copies = self._views(*self._sizes)
+        self._filled = self._views(*self._sizes)
 
     @cached_property
     def step_buffers(self) -> StepBuffers:
@@ -89,22 +104,24 @@ class InputBuffers:
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
-    def fill(self, plan: Plan) -> StepInputs:
-        """Let `plan` write its step, and bring what it wrote to the device.
+    def fill(self, plan: Plan) -> FilledStep:
+        """Let `plan` write its step. Only the rows of this step will be copied.
 
-        Only the rows of this step are copied. A pending token is written as `-1 - row` (see
-        `ModelRunner`). The result refers to the buffers: it is valid until the next call.
+        A pending token is written as `-1 - row` (see `ModelRunner`). The result refers to the
+        buffers: it is valid until the next call.
         """
         plan.fill(self.step_buffers)
         sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples)
         if sizes != self._sizes:
-            self._inputs, self._copies = self._views(*sizes)
+            self._filled = self._views(*sizes)
             self._sizes = sizes
-        for source, target in self._copies:
-            target.copy_(source, non_blocking=True)
-        return self._inputs
+        return self._filled
 
-    def _views(self, tokens: int, sequences: int, samples: int) -> tuple[StepInputs, Copies]:
+    def device_inputs(self, tokens: int, sequences: int, samples: int) -> StepInputs:
+        """The device's side of a step of this size; what is in it, a later step may overwrite."""
+        return self._views(tokens, sequences, samples).inputs
+
+    def _views(self, tokens: int, sequences: int, samples: int) -> FilledStep:
         """The buffers of a step of this size, and what to copy from the host to the device.
 
         Decoding has the same size step after step, and then they are used again.
@@ -119,12 +136,12 @@ class InputBuffers:
             "logits_indices": samples,
         }
         views: dict[str, torch.Tensor] = {}
-        copies: Copies = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, count in rows.items():
             by_group = name in ("slot_mapping", "block_tables")
             part = (slice(None), slice(count)) if by_group else slice(count)
             source, views[name] = self._host[name][part], self._device[name][part]
-            if source.device != views[name].device:  # each group is a copy, as they lie apart
+            if self._device is not self._host:  # each group is a copy, as they lie apart
                 pairs = (
                     zip(source, views[name], strict=True) if by_group else [(source, views[name])]
                 )
@@ -135,7 +152,7 @@ class InputBuffers:
             host_seq_lens=self.arrays.seq_lens[:sequences],
             host_block_tables=self.arrays.block_tables[:, :sequences],
         )
-        return inputs, copies
+        return FilledStep(inputs, copies)
 
 
 def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,18 +1,20 @@
 """One forward pass of a step. Knows tokens and blocks, nothing of requests."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.interface import AttentionBackend
+from pyengine.attention.interface import AttentionBackend, AttentionPlan
 from pyengine.attention.metadata import PagedContext, StepInputs
 from pyengine.attention.registry import register_paged_attention
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
 from pyengine.runner.buffers import InputBuffers, RunnerLimits
+from pyengine.runner.graphs import DecodeGraphs, Recorder, graph_sizes
 from pyengine.runner.interface import Forward, Plan, StepLogits
 
 
@@ -29,42 +31,60 @@ class ModelRunner:
         pool: KVPool,
         backend: AttentionBackend,
         limits: RunnerLimits,
+        *,
+        recorder: Recorder | None = None,
     ) -> None:
+        """With a `recorder`, decode steps are captured per batch size and replayed.
+
+        The backend must support graphs then.
+        """
         self._model: Any = loaded.model
         self._pool = pool
         self._backend = backend
-        self.buffers = InputBuffers(limits, pool.device)
+        apart = recorder is not None
+        self.buffers = InputBuffers(limits, pool.device, apart=apart)
         """Those that the next step is written into."""
-        self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers)
+        self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers, apart=apart)
         _switch_to_paged_attention(self._model)
+        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
+        if recorder is not None:
+            self.graphs.capture(graph_sizes(limits.max_num_seqs), recorder)
 
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
         """See `Runner.prepare`."""
         copies = plan.copies()
-        inputs = self.buffers.fill(plan)
+        filled = self.buffers.fill(plan)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
-        rows = inputs.logits_indices
-        num_samples = len(rows)
-        if extra_rows is not None and len(extra_rows):
-            rows = torch.cat([rows, torch.from_numpy(extra_rows).to(rows.device)])
+        num_samples = plan.num_samples
+        extra = extra_rows if extra_rows is not None and len(extra_rows) else None
+        is_graph = extra is None and self.graphs.fits(plan)
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             self._pool.copy_blocks(copies)
-            logits = self._forward(inputs, rows, sampled)
+            inputs = filled.upload()
+            if sampled is not None:
+                inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
+            if is_graph:
+                logits = self.graphs.run(inputs)
+            else:
+                if extra is not None:
+                    rows = torch.from_numpy(extra).to(inputs.logits_indices.device)
+                    rows = torch.cat([inputs.logits_indices, rows])
+                    inputs = replace(inputs, logits_indices=rows)
+                logits = self._forward(inputs, self._backend.plan(inputs))
             return StepLogits(logits[:num_samples], logits[num_samples:])
 
         return forward
 
     @torch.inference_mode()
-    def _forward(
-        self, inputs: StepInputs, rows: torch.Tensor, sampled: torch.Tensor | None
-    ) -> torch.Tensor:
-        context = PagedContext(self._backend.plan(inputs), self._pool.groups.layer_windows)
+    def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`."""
+        context = PagedContext(plan, self._pool.groups.layer_windows)
         output = self._model(
-            input_ids=_known(inputs.input_ids, sampled)[None],
+            input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=inputs.logits_indices,
             paged=context,
         )
         if context.attended != self._pool.num_layers:
@@ -77,10 +97,8 @@ class ModelRunner:
         return logits
 
 
-def _known(input_ids: torch.Tensor, sampled: torch.Tensor | None) -> torch.Tensor:
+def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """The token ids, a pending one (`-1 - row`) replaced by what the step before has sampled."""
-    if sampled is None:
-        return input_ids
     return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
 
 
