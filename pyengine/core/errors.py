@@ -1,7 +1,8 @@
 """The errors that people who call pyengine are meant to catch.
 
-One exception per decision a caller can take: correct the request, change the settings, or
-provide another model. Every message names the value that was found and the way out.
+One exception per decision a caller can take: correct the request, change the settings, provide
+another model; and where a model is divided over processes: try again, or start again. Every
+message names the value that was found and the way out.
 """
 
 
@@ -19,3 +20,11 @@ class ConfigurationError(PyEngineError, ValueError):
 
 class ModelLoadError(PyEngineError):
     """A model that is missing, damaged, or of a kind that cannot be loaded."""
+
+
+class WorkerError(PyEngineError):
+    """A worker process failed in a step, which was rolled back; the engine can go on."""
+
+
+class EngineDeadError(PyEngineError):
+    """The engine lost a worker process and has ended: make a new one."""

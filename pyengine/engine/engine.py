@@ -12,7 +12,7 @@ from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import Batch, make_batch
 from pyengine.engine.request_state import Completion, EndConditions, RequestState
-from pyengine.runner import ModelRunner
+from pyengine.runner import Runner
 from pyengine.sampling import Sampler, SamplingState, TokenLogprobs
 from pyengine.scheduler import ScheduledStep, Scheduler
 
@@ -67,7 +67,7 @@ class Engine:
         self,
         manager: BlockManager,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         facts: ModelFacts,
         *,
         tokenizer: Any = None,
