@@ -13,7 +13,7 @@ groups share tensors, never blocks: each reads and writes by the block table of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,16 +48,19 @@ class KVCacheSpec:
         return block_size * elements * self.dtype.itemsize
 
 
-def kv_cache_specs(config: Any, dtype: "torch.dtype") -> list[KVCacheSpec]:
+def kv_cache_specs(config: Any, dtype: "torch.dtype", kv_shards: int = 1) -> list[KVCacheSpec]:
     """One spec per layer, from a transformers model configuration.
 
     Honours configurations whose layers differ (`per_layer_config`) and multi-head latent
     attention, whose keys arrive expanded to every query head (DeepSeek-V2, section 2.1).
+    With `kv_shards`, which divides the KV heads, the specs are those of one part.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
-        return [_layer_spec(layer, dtype) for layer in text.per_layer_config]
-    return [_layer_spec(text, dtype)] * text.num_hidden_layers
+        specs = [_layer_spec(layer, dtype) for layer in text.per_layer_config]
+    else:
+        specs = [_layer_spec(text, dtype)] * text.num_hidden_layers
+    return [replace(spec, num_kv_heads=spec.num_kv_heads // kv_shards) for spec in specs]
 
 
 def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
@@ -83,6 +86,8 @@ class PoolSettings:
     `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
     free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
     sequence of `max_model_len` tokens takes at most; `None`: one table, nothing given back.
+    `available_memory`, in bytes, is what the pool may take where something else than the free
+    memory of its device limits it; `None`: nothing does.
     """
 
     block_size: int
@@ -92,6 +97,7 @@ class PoolSettings:
     max_num_seqs: int = 256
     max_model_len: int = 8192
     blocks_per_seq: int | None = None
+    available_memory: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_cache_memory"):
@@ -132,7 +138,9 @@ def resolve_num_blocks(
     Raises `ConfigurationError` where the pool does not fit, with what was asked for and found.
     """
     per_block = bytes_per_block(specs, settings.block_size)
-    available = available_memory(device)
+    available = settings.available_memory
+    if available is None:
+        available = available_memory(device)
     if settings.num_blocks is not None:
         num_blocks, asked = settings.num_blocks, f"num_blocks={settings.num_blocks}"
     elif settings.kv_cache_memory is not None:

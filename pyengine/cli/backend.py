@@ -39,6 +39,7 @@ class EngineOptions:
     in_flight_sharing: bool = True
     layer_groups: bool = True
     seed: int = 0
+    tensor_parallel_size: int = 1
 
 
 class StatsView(Protocol):
@@ -107,6 +108,7 @@ def open_llm(options: EngineOptions) -> Engine:
         in_flight_sharing=options.in_flight_sharing,
         layer_groups=options.layer_groups,
         seed=options.seed,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
     atexit.register(gc.unfreeze)  # at the end it goes as usual

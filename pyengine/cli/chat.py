@@ -40,6 +40,7 @@ def chat(
     prefix_caching: opt.PrefixCaching = True,
     in_flight_sharing: opt.InFlightSharing = True,
     layer_groups: opt.LayerGroups = True,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Talk to the model. Earlier turns are cache hits: each turn says how many tokens were."""
     with guarded():
@@ -66,6 +67,7 @@ def chat(
                 enable_prefix_caching=prefix_caching,
                 in_flight_sharing=in_flight_sharing,
                 layer_groups=layer_groups,
+                tensor_parallel_size=tensor_parallel_size,
                 seed=seed,
             )
         )

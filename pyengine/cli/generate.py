@@ -74,6 +74,7 @@ def generate(
     prefix_caching: opt.PrefixCaching = True,
     in_flight_sharing: opt.InFlightSharing = True,
     layer_groups: opt.LayerGroups = True,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
     with guarded():
@@ -109,6 +110,7 @@ def generate(
                 enable_prefix_caching=prefix_caching,
                 in_flight_sharing=in_flight_sharing,
                 layer_groups=layer_groups,
+                tensor_parallel_size=tensor_parallel_size,
                 seed=seed,
             )
         )

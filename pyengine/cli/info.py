@@ -23,6 +23,7 @@ def info(
     block_size: opt.BlockSize = 16,
     num_blocks: opt.NumBlocks = None,
     layer_groups: opt.LayerGroups = True,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Print versions, then open the model and print device, attention backend and why."""
     with guarded():
@@ -37,6 +38,7 @@ def info(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 layer_groups=layer_groups,
+                tensor_parallel_size=tensor_parallel_size,
             )
         )
         rows = {key: value for key, value in engine.describe().items() if key not in versions}

@@ -74,6 +74,10 @@ LayerGroups = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(help="Processes that the model is divided over.", rich_help_panel=_ENGINE),
+]
 Seed = Annotated[
     int, typer.Option(help="Seed of the engine's random draws.", rich_help_panel=_SAMPLING)
 ]

@@ -47,7 +47,7 @@ def plan_cache(
     Without `layer_groups` all layers are in one group that keeps everything. Raises
     `ConfigurationError` where the pool does not fit into memory.
     """
-    specs = kv_cache_specs(loaded.config, loaded.dtype)
+    specs = kv_cache_specs(loaded.config, loaded.dtype, loaded.kv_shards)
     groups = LayerGroups.single(len(specs))
     if layer_groups:
         groups = choose_layer_groups(layer_windows(loaded.config), specs, settings.max_model_len)

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,7 @@ from pyengine.engine.prompts import (
     render_chat,
 )
 from pyengine.models import load_model
-from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
+from pyengine.runner import ModelRunner, Runner, RunnerLimits, RunnerSetup, Team, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
 
@@ -54,8 +54,14 @@ class LLM:
     planned while one runs; None: on CUDA. The tokens are the same. On CUDA, where the attention
     backend can, decode steps are captured in CUDA graphs, which `enforce_eager` turns off.
 
+    With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
+    among them: on CUDA one device each, on the CPU a share of the cores each. Sizes of the KV pool
+    are then those of each process. The others end with `close`, at the end of a `with` block, with
+    this object, or with the interpreter; there can be one such LLM at a time.
+
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
-    model that cannot be loaded.
+    model that cannot be loaded. If one of several processes ends, this and every later call raises
+    `EngineDeadError`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -79,6 +85,7 @@ class LLM:
         attention_backend: str = "auto",
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
     ) -> None:
         limits = SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -98,33 +105,57 @@ class LLM:
             raise ConfigurationError(
                 f"max_model_len={max_model_len}: a prompt token and an output token are the least"
             )
-        loaded = load_model(model, device=device, dtype=dtype)
-        length = min(max_model_len or loaded.max_model_len, loaded.max_model_len)
-        settings = replace(settings, max_model_len=length)
-        plan = plan_cache(loaded, settings, max_num_batched_tokens, layer_groups=layer_groups)
-        manager = plan.manager(
-            prefix_caching=enable_prefix_caching,
-            in_flight_sharing=in_flight_sharing,
-            eviction=eviction,
-        )
-        facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
-        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
-        choice = choose_backend(attention_backend, needs)
-        pool = plan.pool(loaded)
-        backend = choice.build(pool)
-        graphs = loaded.device.type == "cuda" and backend.supports_graphs and not enforce_eager
-        runner = ModelRunner(
-            loaded,
-            pool,
-            backend,
-            RunnerLimits(
+        if async_scheduling and tensor_parallel_size != 1:
+            raise ConfigurationError(
+                f"async_scheduling=True with tensor_parallel_size={tensor_parallel_size}: the "
+                "other processes do not learn what a step samples; leave one of the two out"
+            )
+        team = None
+        if tensor_parallel_size != 1:
+            team = Team(model, device=device, dtype=dtype, size=tensor_parallel_size)
+            async_scheduling = False
+        self._team = team
+        with team or nullcontext():  # if anything fails from here on, the workers end
+            loaded = team.loaded if team else load_model(model, device=device, dtype=dtype)
+            length = min(max_model_len or loaded.max_model_len, loaded.max_model_len)
+            memory = team.available_memory if team else None
+            settings = replace(settings, max_model_len=length, available_memory=memory)
+            plan = plan_cache(loaded, settings, max_num_batched_tokens, layer_groups=layer_groups)
+            manager = plan.manager(
+                prefix_caching=enable_prefix_caching,
+                in_flight_sharing=in_flight_sharing,
+                eviction=eviction,
+            )
+            facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
+            needs = AttentionNeeds(device=loaded.device, block_size=block_size)
+            choice = choose_backend(attention_backend, needs)
+            runner_limits = RunnerLimits(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 max_blocks_per_seq=-(-facts.max_model_len // block_size),
                 num_groups=len(plan.groups.windows),
-            ),
-            recorder=CudaRecorder() if graphs else None,
-        )
+            )
+            runner: Runner
+            graph_sizes: list[int] = []
+            if team is None:
+                pool = plan.pool(loaded)
+                backend = choice.build(pool)
+                on_cuda = loaded.device.type == "cuda"
+                graphs = on_cuda and backend.supports_graphs and not enforce_eager
+                recorder = CudaRecorder() if graphs else None
+                runner = ModelRunner(loaded, pool, backend, runner_limits, recorder=recorder)
+                graph_sizes = runner.graphs.sizes
+            else:
+                runner = team.runner(
+                    RunnerSetup(
+                        num_blocks=plan.size.num_blocks,
+                        block_size=block_size,
+                        groups=plan.groups,
+                        attention_backend=choice.backend,
+                        needs=needs,
+                        limits=runner_limits,
+                    )
+                )
         pipeline = _pipeline(runner, loaded.device, async_scheduling)
         self.model_path: Path = loaded.path
         self.tokenizer: Any = loaded.tokenizer
@@ -146,11 +177,12 @@ class LLM:
             "model_path": str(loaded.path),
             "device": str(loaded.device),
             "dtype": str(loaded.dtype).removeprefix("torch."),
+            "tensor_parallel_size": tensor_parallel_size,
             "attention_backend": choice.backend,
             "attention_reason": choice.reason,
             "block_size": block_size,
             "num_blocks": plan.size.num_blocks,
-            "kv_cache_bytes": pool.num_bytes,
+            "kv_cache_bytes": plan.size.num_bytes,
             "kv_cache_reason": plan.size.reason,
             "layer_groups": str(plan.groups),
             "max_model_len": facts.max_model_len,
@@ -159,8 +191,19 @@ class LLM:
             "in_flight_sharing": in_flight_sharing,
             "eviction": eviction,
             "async_scheduling": pipeline.depth > 1,
-            "cuda_graphs": f"batches of {runner.graphs.sizes}" if runner.graphs.sizes else "none",
+            "cuda_graphs": f"batches of {graph_sizes}" if graph_sizes else "none",
         }
+
+    def close(self) -> None:
+        """End the processes that the model is divided over; in one process there are none."""
+        if self._team is not None:
+            self._team.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def generate(
         self,
