@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.interface import AttentionBackend, AttentionOptions
 from pyengine.attention.metadata import PagedContext
+from pyengine.cache.cpu_attention import CpuAttention
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 
@@ -22,6 +24,7 @@ class AttentionNeeds:
 
     device: torch.device
     block_size: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,18 @@ def _gather_obstacle(needs: AttentionNeeds) -> str | None:
     return f"it runs on cpu and cuda, the device is {needs.device}"
 
 
+def _cpu_obstacle(needs: AttentionNeeds) -> str | None:
+    if needs.device.type != "cpu":
+        return f"it runs on cpu, the device is {needs.device}"
+    if needs.dtype != torch.float32:
+        return f"it computes in float32, the model is in {str(needs.dtype).removeprefix('torch.')}"
+    if not CpuAttention.is_fast():
+        return "this processor has no AVX2 with FMA"
+    return None
+
+
 _CANDIDATES = {  # the preferred first
+    "cpu": _Candidate(CpuBackend, _cpu_obstacle, "reads the blocks in place, in Rust"),
     "gather": _Candidate(GatherBackend, _gather_obstacle, "serves every model on every device"),
 }
 

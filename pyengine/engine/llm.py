@@ -102,7 +102,7 @@ class LLM:
             eviction=eviction,
         )
         facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
-        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
+        needs = AttentionNeeds(device=loaded.device, block_size=block_size, dtype=loaded.dtype)
         choice = choose_backend(attention_backend, needs)
         pool = plan.pool(loaded)
         runner = ModelRunner(

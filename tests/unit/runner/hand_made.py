@@ -92,7 +92,9 @@ class PagedRun:
         for tensor in (*self.pool.keys, *self.pool.values):
             tensor.fill_(POISON)
         self.free = Random(3).sample(range(num_blocks), num_blocks)
-        choice = choose_backend("auto", AttentionNeeds(device=device, block_size=block_size))
+        choice = choose_backend(
+            "auto", AttentionNeeds(device=device, block_size=block_size, dtype=torch.float32)
+        )
         loaded = LoadedModel(
             model=model,
             tokenizer=None,
