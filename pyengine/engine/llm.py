@@ -48,7 +48,8 @@ class LLM:
     layers then, and a sequence takes blocks for each group; without it one block holds all
     layers and none is given back. `max_model_len` limits prompt and output together; by default
     the model's positions, or the pool if that is smaller. Without a seed of their own, requests
-    draw theirs from `seed`, in the order of submission.
+    draw theirs from `seed`, in the order of submission. With `compile`, torch compiles the forward
+    pass of decodes, which takes a minute or two at the start and needs a C++ compiler.
 
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
     model that cannot be loaded.
@@ -73,6 +74,7 @@ class LLM:
         layer_groups: bool = True,
         seed: int = 0,
         attention_backend: str = "auto",
+        compile: bool = False,
     ) -> None:
         limits = SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -116,6 +118,8 @@ class LLM:
                 num_groups=len(plan.groups.windows),
             ),
         )
+        if compile:
+            runner.compile()
         self.model_path: Path = loaded.path
         self.tokenizer: Any = loaded.tokenizer
         self._manager = manager
@@ -138,6 +142,7 @@ class LLM:
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "attention_backend": choice.backend,
             "attention_reason": choice.reason,
+            "compile": compile,
             "block_size": block_size,
             "num_blocks": plan.size.num_blocks,
             "kv_cache_bytes": pool.num_bytes,

@@ -1,6 +1,8 @@
 """One forward pass of a step. Knows tokens and blocks, nothing of requests."""
 
+import sys
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
 from pyengine.runner.buffers import InputBuffers, Plan, RunnerLimits
+from pyengine.runner.compiled import CompiledForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,20 @@ class ModelRunner:
         self._model: Any = loaded.model
         self._pool = pool
         self._backend = backend
+        self._compiled: CompiledForward | None = None
         self.buffers = InputBuffers(limits, pool.device)
         _switch_to_paged_attention(self._model)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the forward pass of decodes, and say so on standard error: it takes a while.
+
+        Steps in which every token gives logits run compiled from then on, others as before.
+        `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
+        """
+        name, start = type(self._model).__name__, monotonic()
+        print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
+        self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
+        print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
     def execute(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> StepLogits:
         """Compute the tokens of `plan`, write their keys and values, return logits.
@@ -65,20 +80,24 @@ class ModelRunner:
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
         context = PagedContext(self._backend.plan(inputs), self._pool.groups.layer_windows)
-        output = self._model(
-            input_ids=inputs.input_ids[None],
-            position_ids=inputs.positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            paged=context,
-        )
+        logits: torch.Tensor
+        all_sample = rows is inputs.logits_indices and len(rows) == len(inputs.input_ids)
+        if self._compiled is not None and all_sample:
+            logits = self._compiled(inputs, context)
+        else:
+            logits = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                paged=context,
+            ).logits[0]
         if context.attended != self._pool.num_layers:
             raise ConfigurationError(
                 f"{type(self._model).__name__} attended in {context.attended} of "
                 f"{self._pool.num_layers} layers: the others keep a state that paged attention "
                 "does not hold; this model is not supported"
             )
-        logits: torch.Tensor = output.logits[0]
         return logits
 
 
