@@ -94,7 +94,7 @@ class GatherPlan:
         ]
         slots = inputs.slot_mapping
         self._slots = torch.where(slots < 0, pool.trash_slot, slots)
-        self._pieces: dict[tuple[int, int | None], list[_SpanPiece | _BatchPiece]] = {}
+        self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
     def forward(
         self,
@@ -114,7 +114,7 @@ class GatherPlan:
             piece.attend(query, k, v, options, out)
         return out
 
-    def _pieces_for(self, group: int, window: int | None) -> "list[_SpanPiece | _BatchPiece]":
+    def _pieces_for(self, group: int, window: int | None) -> "list[SpanPiece | _BatchPiece]":
         """The pieces of a layer of this group with this window, made when first asked for."""
         pieces = self._pieces.get((group, window))
         if pieces is None:
@@ -122,7 +122,7 @@ class GatherPlan:
             max_blocks = _BATCH_BYTES[device.type] // max(
                 spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
             )
-            pieces = [_SpanPiece(span, window, device) for span in layout.spans(window)]
+            pieces = [SpanPiece(span, window, device) for span in layout.spans(window)]
             pieces += [
                 _BatchPiece(rows, self._pool.block_size, device)
                 for rows in layout.batches(window, max_blocks)
@@ -131,7 +131,7 @@ class GatherPlan:
         return pieces
 
 
-class _SpanPiece:
+class SpanPiece:
     """Consecutive rows of one sequence."""
 
     def __init__(self, span: Span, window: int | None, device: torch.device) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from pyengine.attention import opaque
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.interface import AttentionBackend, AttentionOptions
-from pyengine.attention.metadata import PagedContext
+from pyengine.attention.metadata import CompiledModel, PagedContext
+from pyengine.cache.cpu_attention import CpuAttention
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 
@@ -22,6 +25,7 @@ class AttentionNeeds:
 
     device: torch.device
     block_size: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,18 @@ def _gather_obstacle(needs: AttentionNeeds) -> str | None:
     return f"it runs on cpu and cuda, the device is {needs.device}"
 
 
+def _cpu_obstacle(needs: AttentionNeeds) -> str | None:
+    if needs.device.type != "cpu":
+        return f"it runs on cpu, the device is {needs.device}"
+    if needs.dtype != torch.float32:
+        return f"it computes in float32, the model is in {str(needs.dtype).removeprefix('torch.')}"
+    if not CpuAttention.is_fast():
+        return "this processor has no AVX2 with FMA"
+    return None
+
+
 _CANDIDATES = {  # the preferred first
+    "cpu": _Candidate(CpuBackend, _cpu_obstacle, "reads the blocks in place, in Rust"),
     "gather": _Candidate(GatherBackend, _gather_obstacle, "serves every model on every device"),
 }
 
@@ -104,11 +119,12 @@ def paged_attention(
     """What transformers calls in place of its own attention, once per layer.
 
     `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
-    already. Keywords that count: `paged` (a `PagedContext`), `scaling`, `sliding_window`,
+    already. Keywords that count: `paged` (a `PagedContext`, or which `CompiledModel` is being
+    compiled), `scaling`, `sliding_window`,
     `softcap`, `s_aux` (sinks). Returns `[1, T, query_heads, d]` and no weights.
     """
     context = kwargs.get("paged")
-    if not isinstance(context, PagedContext):
+    if not isinstance(context, PagedContext | CompiledModel):
         raise ConfigurationError(
             f"{type(module).__name__} was called without paged=PagedContext(...): the model has "
             "been set to paged attention and runs through ModelRunner only"
@@ -118,8 +134,6 @@ def paged_attention(
             f"{type(module).__name__} passes a mask or a position bias to its attention, "
             "which paged attention cannot honour: this model is not supported"
         )
-    context.attended += 1
-    _check_window(module, kwargs.get("sliding_window"), context.kept[module.layer_idx])
     scaling = kwargs.get("scaling")
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -128,16 +142,16 @@ def paged_attention(
         sinks=kwargs.get("s_aux"),
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return context.plan.forward(module.layer_idx, q, k, v, options)[None], None
-
-
-def _check_window(module: Any, asked: int | None, kept: int | None) -> None:
-    """Raise for a layer that sees further back than its group keeps its blocks."""
-    if kept is None or (asked is not None and asked <= kept):
-        return
-    sight = "every position" if asked is None else f"the last {asked} positions"
-    raise ConfigurationError(
-        f"layer {module.layer_idx} ({type(module).__name__}) attends to {sight}, but of its keys "
-        f"and values only the last {kept} are kept, as the model's configuration says that its "
-        "attention slides: the two contradict each other, this model is not supported"
-    )
+    if isinstance(context, PagedContext):
+        return context.attend(module.layer_idx, q, k, v, options)[None], None
+    return opaque.paged_attention(
+        q,
+        k,
+        v,
+        options.sinks,
+        context.number,
+        module.layer_idx,
+        options.scaling,
+        options.sliding_window,
+        options.softcap,
+    )[None], None

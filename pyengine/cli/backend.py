@@ -28,6 +28,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
+    compile: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_gib: float | None = None
@@ -97,6 +98,7 @@ def open_llm(options: EngineOptions) -> Engine:
         device=options.device,
         dtype=options.dtype,
         attention_backend=options.attention_backend,
+        compile=options.compile,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_memory=None if budget is None else int(budget * GIB),

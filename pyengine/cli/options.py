@@ -22,6 +22,14 @@ Dtype = Annotated[
 AttentionBackend = Annotated[
     str, typer.Option(help="auto, or a backend's name to force it.", rich_help_panel=_ENGINE)
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Let torch compile the model: a minute or two first, then faster.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=_ENGINE)]
 NumBlocks = Annotated[
     int | None,

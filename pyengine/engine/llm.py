@@ -54,6 +54,9 @@ class LLM:
     planned while one runs; None: on CUDA. The tokens are the same. On CUDA, where the attention
     backend can, decode steps are captured in CUDA graphs, which `enforce_eager` turns off.
 
+    With `compile`, torch compiles the forward pass of decodes, which takes a minute or two at the
+    start and needs a C++ compiler.
+
     With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
     among them: on CUDA one device each, on the CPU a share of the cores each. Sizes of the KV pool
     are then those of each process. The others end with `close`, at the end of a `with` block, with
@@ -86,6 +89,7 @@ class LLM:
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        compile: bool = False,
     ) -> None:
         limits = SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
@@ -110,6 +114,11 @@ class LLM:
                 f"async_scheduling=True with tensor_parallel_size={tensor_parallel_size}: the "
                 "other processes do not learn what a step samples; leave one of the two out"
             )
+        if compile and tensor_parallel_size != 1:
+            raise ConfigurationError(
+                f"compile=True with tensor_parallel_size={tensor_parallel_size}: the collective "
+                "operations of a divided model have not been tried compiled; leave one out"
+            )
         team = None
         if tensor_parallel_size != 1:
             team = Team(model, device=device, dtype=dtype, size=tensor_parallel_size)
@@ -127,7 +136,7 @@ class LLM:
                 eviction=eviction,
             )
             facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
-            needs = AttentionNeeds(device=loaded.device, block_size=block_size)
+            needs = AttentionNeeds(device=loaded.device, block_size=block_size, dtype=loaded.dtype)
             choice = choose_backend(attention_backend, needs)
             runner_limits = RunnerLimits(
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -144,6 +153,9 @@ class LLM:
                 graphs = on_cuda and backend.supports_graphs and not enforce_eager
                 recorder = CudaRecorder() if graphs else None
                 runner = ModelRunner(loaded, pool, backend, runner_limits, recorder=recorder)
+                if compile:
+                    runner.compile()
+                runner.capture()
                 graph_sizes = runner.graphs.sizes
             else:
                 runner = team.runner(
@@ -180,6 +192,7 @@ class LLM:
             "tensor_parallel_size": tensor_parallel_size,
             "attention_backend": choice.backend,
             "attention_reason": choice.reason,
+            "compile": compile,
             "block_size": block_size,
             "num_blocks": plan.size.num_blocks,
             "kv_cache_bytes": plan.size.num_bytes,

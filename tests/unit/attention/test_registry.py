@@ -1,5 +1,6 @@
 """The choice of a backend says why; the registered function says what it cannot do."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,12 @@ from pyengine.attention import (
     PagedContext,
     choose_backend,
     register_paged_attention,
+    registry,
 )
 from pyengine.attention.registry import paged_attention
 from pyengine.core.errors import ConfigurationError
 
-CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16)
+CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype=torch.float32)
 
 
 class RecordingPlan:
@@ -33,8 +35,21 @@ def call(plan, mask=None, kept=None, **keywords):
 
 def test_auto_chooses_and_says_why():
     choice = choose_backend("auto", CPU_NEEDS)
+    assert choice.backend == "cpu"
+    assert choice.reason == "reads the blocks in place, in Rust"
+
+
+def test_auto_passes_over_what_cannot_serve_and_says_why(monkeypatch):
+    half = replace(CPU_NEEDS, dtype=torch.bfloat16)
+    choice = choose_backend("auto", half)
     assert choice.backend == "gather"
     assert "every model" in choice.reason
+    assert "cpu: it computes in float32, the model is in bfloat16" in choice.reason
+    with pytest.raises(ConfigurationError, match="'cpu' cannot serve: it computes in float32"):
+        choose_backend("cpu", half)
+    slow = SimpleNamespace(is_fast=lambda: False)
+    monkeypatch.setattr(registry, "CpuAttention", slow)
+    assert "no AVX2" in choose_backend("auto", CPU_NEEDS).reason
 
 
 def test_a_forced_choice_is_followed():
@@ -42,13 +57,15 @@ def test_a_forced_choice_is_followed():
 
 
 def test_an_unknown_backend_is_named_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match="'warp' is not known: use one of auto, gather"):
+    with pytest.raises(
+        ConfigurationError, match="'warp' is not known: use one of auto, cpu, gather"
+    ):
         choose_backend("warp", CPU_NEEDS)
 
 
 @pytest.mark.parametrize("requested", ["auto", "gather"])
 def test_a_backend_that_cannot_serve_says_why(requested):
-    needs = AttentionNeeds(device=torch.device("meta"), block_size=16)
+    needs = AttentionNeeds(device=torch.device("meta"), block_size=16, dtype=torch.float32)
     with pytest.raises(ConfigurationError, match="the device is meta"):
         choose_backend(requested, needs)
 
