@@ -28,7 +28,8 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
-    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
@@ -96,6 +97,7 @@ def open_llm(options: EngineOptions) -> Engine:
         device=options.device,
         dtype=options.dtype,
         attention_backend=options.attention_backend,
+        kv_cache_dtype=options.kv_cache_dtype,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_memory=None if budget is None else int(budget * GIB),

@@ -20,7 +20,8 @@ def info(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     attention_backend: opt.AttentionBackend = "auto",
-    block_size: opt.BlockSize = 16,
+    block_size: opt.BlockSize = None,
+    kv_cache_dtype: opt.KvCacheDtype = "auto",
     num_blocks: opt.NumBlocks = None,
     layer_groups: opt.LayerGroups = True,
 ) -> None:
@@ -35,6 +36,7 @@ def info(
                 dtype=dtype,
                 attention_backend=attention_backend,
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 num_blocks=num_blocks,
                 layer_groups=layer_groups,
             )

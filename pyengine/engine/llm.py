@@ -7,14 +7,15 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
-from pyengine.attention import AttentionNeeds, choose_backend
+from pyengine.attention import explain_backends, needs_of, select_backend
+from pyengine.attention.needs import dtype_name
 from pyengine.cache import BlockManager, ConfigError, TraceError
-from pyengine.cache.kv_pool import PoolSettings
+from pyengine.cache.kv_pool import PoolSettings, resolve_kv_cache_dtype
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
@@ -39,9 +40,11 @@ class LLM:
 
     `model` is a hub id, a local folder, a GGUF file, or None for the embedded default. `device`
     and `dtype` are torch's names or "auto" (CUDA where there is one; float32 on the CPU, else
-    what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens,
-    or what `kv_cache_memory` bytes pay for, or by default a share of the free memory
-    (`gpu_memory_utilization` on CUDA). With `in_flight_sharing`, equal prefixes of one step are
+    what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens
+    (None or "auto": what the attention backend likes best), or what `kv_cache_memory` bytes pay
+    for, or by default a share of the free memory (`gpu_memory_utilization` on CUDA). It is kept
+    in the model's dtype or, with `kv_cache_dtype` "fp8" or "fp8_e4m3", in 8-bit floats, where
+    the attention backend can. With `in_flight_sharing`, equal prefixes of one step are
     computed once; without it they are merged after the step. `eviction` is "lru" or "2q" (which
     keeps what comes back from being flushed by what does not). With `layer_groups`, layers whose
     attention slides give back the blocks behind their window: a block is one of a group of
@@ -60,7 +63,7 @@ class LLM:
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
-        block_size: int = 16,
+        block_size: int | Literal["auto"] | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -73,19 +76,23 @@ class LLM:
         layer_groups: bool = True,
         seed: int = 0,
         attention_backend: str = "auto",
+        kv_cache_dtype: str = "auto",
     ) -> None:
+        asked_size = None if block_size == "auto" else block_size
+        some_size = 16 if asked_size is None else asked_size  # until the backend is known
+        resolve_kv_cache_dtype(kv_cache_dtype, torch.float32)
         limits = SchedulerLimits(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
         )
         settings = PoolSettings(  # refuses bad settings before a model is loaded
-            block_size=block_size,
+            block_size=some_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
             max_num_seqs=max_num_seqs,
         )
         try:
-            BlockManager(1, block_size, eviction=eviction)
+            BlockManager(1, some_size, eviction=eviction)
         except ConfigError as error:
             raise ConfigurationError(str(error)) from error
         if max_model_len is not None and max_model_len < 2:
@@ -94,16 +101,21 @@ class LLM:
             )
         loaded = load_model(model, device=device, dtype=dtype)
         length = min(max_model_len or loaded.max_model_len, loaded.max_model_len)
-        settings = replace(settings, max_model_len=length)
-        plan = plan_cache(loaded, settings, max_num_batched_tokens, layer_groups=layer_groups)
+        kv_dtype = resolve_kv_cache_dtype(kv_cache_dtype, loaded.dtype)
+        needs = needs_of(
+            loaded.model, loaded.device, loaded.dtype, kv_dtype=kv_dtype, block_size=asked_size
+        )
+        choice = select_backend(attention_backend, needs)
+        settings = replace(settings, max_model_len=length, block_size=choice.block_size)
+        plan = plan_cache(
+            loaded, settings, max_num_batched_tokens, layer_groups=layer_groups, kv_dtype=kv_dtype
+        )
         manager = plan.manager(
             prefix_caching=enable_prefix_caching,
             in_flight_sharing=in_flight_sharing,
             eviction=eviction,
         )
         facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
-        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
-        choice = choose_backend(attention_backend, needs)
         pool = plan.pool(loaded)
         runner = ModelRunner(
             loaded,
@@ -112,7 +124,7 @@ class LLM:
             RunnerLimits(
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
-                max_blocks_per_seq=-(-facts.max_model_len // block_size),
+                max_blocks_per_seq=-(-facts.max_model_len // choice.block_size),
                 num_groups=len(plan.groups.windows),
             ),
         )
@@ -135,10 +147,12 @@ class LLM:
             "model": loaded.name,
             "model_path": str(loaded.path),
             "device": str(loaded.device),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "dtype": dtype_name(loaded.dtype),
             "attention_backend": choice.backend,
             "attention_reason": choice.reason,
-            "block_size": block_size,
+            "attention_backends": explain_backends(choice, needs),
+            "block_size": choice.block_size,
+            "kv_cache_dtype": dtype_name(kv_dtype),
             "num_blocks": plan.size.num_blocks,
             "kv_cache_bytes": pool.num_bytes,
             "kv_cache_reason": plan.size.reason,
