@@ -59,7 +59,8 @@ class FlexBackend:
         self.library: Any = importlib.import_module("torch.nn.attention.flex_attention")
         self.attend: Any = self.library.flex_attention
         if pool.device.type == "cuda":
-            self.attend = torch.compile(self.attend, dynamic=True)
+            # fullgraph: an error rather than the uncompiled form, which holds every score at once
+            self.attend = torch.compile(self.attend, dynamic=True, fullgraph=True)
 
     def plan(self, inputs: StepInputs) -> "FlexPlan":
         """Prepare a step; tiles are laid out per group and window, when first asked for."""
