@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.attention.interface import AttentionOptions, GraphPlan
+from pyengine.attention.kv_write import KVWriter
 from pyengine.attention.layout import Batch, Span, StepLayout
 from pyengine.attention.metadata import StepInputs
+from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 
@@ -36,16 +38,17 @@ class GatherBackend:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._scratch = Scratch(pool.device)
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """See `AttentionBackend.graph_plan`: what is gathered differs from step to step."""
-        raise ConfigurationError(
-            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
-        )
+        self._writer = KVWriter(pool)
 
     def plan(self, inputs: StepInputs) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, when first asked for."""
-        return GatherPlan(self._pool, inputs, self._scratch)
+        return GatherPlan(self._pool, inputs, self._scratch, self._writer)
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """Raises `ConfigurationError`: what is gathered differs in shape from step to step."""
+        raise ConfigurationError(
+            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
+        )
 
 
 class Scratch:
@@ -85,15 +88,17 @@ class Scratch:
 class GatherPlan:
     """One step of the gather backend."""
 
-    def __init__(self, pool: KVPool, inputs: StepInputs, scratch: Scratch) -> None:
+    def __init__(
+        self, pool: KVPool, inputs: StepInputs, scratch: Scratch, writer: KVWriter
+    ) -> None:
         self._pool = pool
         self._scratch = scratch
+        self._writer = writer
         self._layouts = [
             StepLayout(inputs.host_query_start_loc, inputs.host_seq_lens, tables, pool.block_size)
             for tables in inputs.host_block_tables
         ]
-        slots = inputs.slot_mapping
-        self._slots = torch.where(slots < 0, pool.trash_slot, slots)
+        self._slots = writer.slots(inputs.slot_mapping)
         self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
     def forward(
@@ -106,11 +111,14 @@ class GatherPlan:
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         group = self._pool.groups.places[layer].group
-        self._pool.write(layer, key, value, self._slots[group])
+        self._writer.write(layer, key, value, self._slots[group])
         keys, values = self._pool.keys[layer], self._pool.values[layer]
+        spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
             k, v = piece.gather(keys, values, self._scratch)
+            if spec.dtype in FLOAT8_DTYPES:
+                k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
         return out
 

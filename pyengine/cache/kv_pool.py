@@ -34,13 +34,16 @@ _CPU_DEFAULT_SHARE = 0.25
 class KVCacheSpec:
     """What one layer keeps per token: its KV heads, their dimensions, the element type.
 
-    Keys and values may differ in dimension (multi-head latent attention).
+    Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
+    are kept divided by `scale_k` and `scale_v`, constants of the whole tensor.
     """
 
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
     dtype: "torch.dtype"
+    scale_k: float = 1.0
+    scale_v: float = 1.0
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of this layer's keys and values for one block of `block_size` tokens."""
@@ -72,6 +75,22 @@ def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
     head_dim_v = getattr(layer, "v_head_dim", None) or head_dim
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     return KVCacheSpec(kv_heads, head_dim, head_dim_v, dtype)
+
+
+def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtype":
+    """The element type of the KV cache: "auto" (the model's), "fp8" or "fp8_e4m3".
+
+    Raises `ConfigurationError` for another name.
+    """
+    import torch
+
+    if name == "auto":
+        return model_dtype
+    if name in ("fp8", "fp8_e4m3"):
+        return torch.float8_e4m3fn
+    raise ConfigurationError(
+        f"kv_cache_dtype={name!r} is not known: use one of auto, fp8, fp8_e4m3"
+    )
 
 
 def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
@@ -278,7 +297,8 @@ class KVPool:
             return
         sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).T
         for tensor in self._tensors:
-            tensor.index_copy_(0, targets, tensor[sources])
+            rows = _copyable(tensor)
+            rows.index_copy_(0, targets, rows[sources])
 
     def write(
         self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"
@@ -286,7 +306,31 @@ class KVPool:
         """Write one row per token.
 
         `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots`
-        int64 `[T]` of slots in `0 .. (num_blocks + 1) * block_size`.
+        int64 `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes
+        them divided by the scales of the layer's spec, and what is too large as the largest
+        number of the type.
         """
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        spec = self.specs[layer]
+        for cache, rows, scale in (
+            (self.keys[layer], keys, spec.scale_k),
+            (self.values[layer], values, spec.scale_v),
+        ):
+            _copyable(cache.flatten(0, 1)).index_copy_(0, slots, _stored(rows, spec.dtype, scale))
+
+
+def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.Tensor":
+    """`rows` as a pool of `dtype` keeps them."""
+    import torch
+
+    if dtype.itemsize > 1:
+        return rows
+    largest = torch.finfo(dtype).max
+    scaled = rows.float() * (1.0 / scale)
+    return _copyable(scaled.clamp(-largest, largest).to(dtype))
+
+
+def _copyable(tensor: "torch.Tensor") -> "torch.Tensor":
+    """`tensor` as torch can index it on every device: 8-bit floats as bytes."""
+    import torch
+
+    return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)

@@ -29,7 +29,8 @@ class EngineOptions:
     dtype: str = "auto"
     attention_backend: str = "auto"
     compile: bool = False
-    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
@@ -99,6 +100,7 @@ def open_llm(options: EngineOptions) -> Engine:
         dtype=options.dtype,
         attention_backend=options.attention_backend,
         compile=options.compile,
+        kv_cache_dtype=options.kv_cache_dtype,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_memory=None if budget is None else int(budget * GIB),

@@ -140,7 +140,7 @@ def threads_per_rank(size: int) -> int | None:
 
 def make_runner(loaded: LoadedModel, setup: RunnerSetup, readiness: Readiness) -> ModelRunner:
     """A rank's runner, over its own pool: this process's part of every block."""
-    specs = kv_cache_specs(loaded.config, loaded.dtype, loaded.kv_shards)
+    specs = kv_cache_specs(loaded.config, setup.needs.cache_dtype, loaded.kv_shards)
     pool = KVPool(specs, setup.num_blocks, setup.block_size, loaded.device, setup.groups)
     needs = replace(setup.needs, device=loaded.device)
     backend = choose_backend(setup.attention_backend, needs).build(pool)
