@@ -14,8 +14,7 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.engine import Prompt
-from pyengine.engine import assembly
+from pyengine.engine import Prompt, assembly
 from pyengine.runner import Team
 from pyengine.runner.workers import WORKER
 from tests.support import faulty_worker
