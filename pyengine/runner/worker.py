@@ -63,6 +63,7 @@ class Worker:
                     return ALONE
                 if connection.recv_bytes() != CARRY_ON:
                     return ALONE
+                connection.send(Done())
 
     def step(self, message: bytes) -> Report:
         """Compute one step, with the other ranks."""
