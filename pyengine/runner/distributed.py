@@ -54,7 +54,7 @@ from pyengine.runner.ranks import (
 from pyengine.runner.readiness import Readiness, StepAbandoned
 from pyengine.runner.workers import WORKER, Workers
 
-_OTHERS_FAIL_TOO = 5.0
+_OTHERS_FAIL_TOO = 4.0
 """Seconds for the workers to report, once rank 0 has failed within the forward pass."""
 
 

@@ -38,7 +38,7 @@ from pyengine.runner.ranks import (
 from pyengine.runner.readiness import Readiness, StepAbandoned
 
 _LOOKS_FOR_DRIVER_EVERY = 0.5
-_WAITS_FOR_OTHERS = 8.0
+_WAITS_FOR_OTHERS = 6.0
 """Seconds after a failure within the forward pass; rank 0 gives up on the others before that."""
 
 ENDED, FAILED, ALONE = 0, 1, 3
@@ -63,6 +63,7 @@ class Worker:
                     return ALONE
                 if connection.recv_bytes() != CARRY_ON:
                     return ALONE
+                connection.send(Done())
 
     def step(self, message: bytes) -> Report:
         """Compute one step, with the other ranks."""

@@ -94,10 +94,19 @@ class Workers:
             self._tell(worker, message)
 
     def carry_on(self, reports: Sequence[Report]) -> None:
-        """Let workers go on that failed in the forward pass; `reports` has one of each worker."""
-        for worker, report in zip(self._workers, reports, strict=True):
-            if isinstance(report, Failed) and report.in_forward:
-                self._tell(worker, CARRY_ON)
+        """Let workers go on that failed in the forward pass; `reports` has one of each worker.
+
+        They answer: one may have given up on the others, and its failure is why they failed.
+        """
+        pairs = zip(self._workers, reports, strict=True)
+        waiting = [one for one, report in pairs if isinstance(report, Failed) and report.in_forward]
+        try:
+            for worker in waiting:
+                worker.connection.send_bytes(CARRY_ON)
+            for worker in waiting:
+                worker.connection.recv()
+        except (EOFError, OSError) as error:
+            raise self.death(reports) from error
 
     def _tell(self, worker: _Worker, message: RankSetup | RunnerSetup | bytes) -> None:
         try:

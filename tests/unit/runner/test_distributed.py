@@ -31,6 +31,9 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
 }
 IN_TIME = 10.0
+"""Seconds in which a death must be noticed."""
+GIVEN_UP = 30.0
+"""Seconds in which a worker must have given up on the others."""
 
 
 def prompts() -> list[list[int]]:
@@ -171,7 +174,7 @@ def test_a_step_that_fails_is_rolled_back_on_all_ranks(
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"(?s)rank 1.*InjectedError: in layer 1"):
         faults.run()
-    assert time.monotonic() - started < IN_TIME
+    assert time.monotonic() - started < GIVEN_UP
     with pytest.raises(EngineDeadError, match=r"(?s)rank 1.*InjectedError: in layer 1"):
         faults.run()
     assert workers_of(os.getpid()) == []

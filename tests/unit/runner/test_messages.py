@@ -33,20 +33,20 @@ def test_the_workers_get_what_rank_0_has(copies, extra):
     long, short = manager.sequence(range(14)), manager.sequence([40, 41, 42])
     plan = manager.begin_step(12)
     plan.prefill(short, 3)
-    plan.prefill(long, 9)
+    plan.prefill(long, 9)  # whole blocks of it: eight tokens
     sent = PlanWithCopies(plan, copies)
     filled = ours.fill(sent)
     message = pack_step(sent, ours.arrays, extra, block_size=4)
 
     received = ReceivedPlan(message.tobytes(), theirs.arrays)
-    assert (received.num_tokens, received.num_sequences, received.num_samples) == (12, 2, 1)
+    assert (received.num_tokens, received.num_sequences, received.num_samples) == (11, 2, 1)
     assert received.copies() == copies
     assert received.extra_rows.tolist() == ([] if extra is None else extra.tolist())
     got = theirs.fill(received)
     for name in ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens"):
         assert getattr(got, name).tolist() == getattr(filled, name).tolist(), name
     assert got.logits_indices.tolist() == filled.logits_indices.tolist()
-    width = 3  # nine tokens of the longer one
+    width = 2  # eight tokens of the longer one
     assert got.block_tables[..., :width].equal(filled.block_tables[..., :width])
     assert got.block_tables.any()
     plan.rollback()
