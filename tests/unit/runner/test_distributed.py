@@ -107,7 +107,8 @@ class Faults:
     """An LLM of two processes whose worker fails as it is told."""
 
     def __init__(self, folder: Path, control: Path) -> None:
-        self.llm = LLM(folder, **SETTINGS, tensor_parallel_size=2)
+        settings = {**SETTINGS, "attention_backend": "gather"}  # which is made to fail
+        self.llm = LLM(folder, **settings, tensor_parallel_size=2)
         self._control = control
 
     def are(self, word: str) -> None:
