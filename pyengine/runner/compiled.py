@@ -62,7 +62,8 @@ class CompiledForward:
     @torch.inference_mode()
     def _warm_up(self, num_tokens: int, num_layers: int) -> None:
         """Compile for so many tokens, and for more of them, without a step."""
-        ids, positions = (torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2))
+        with torch.inference_mode(False):  # as those of steps: graphs tell them apart
+            ids, positions = (torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2))
         if num_tokens > 1:
             for tensor in (ids, positions):
                 torch._dynamo.mark_dynamic(tensor, 0, min=2)
@@ -88,8 +89,9 @@ class _NoStep:
 
 def _why_not(model: Any, error: Exception) -> str:
     """In words for the caller."""
-    said = str(error).strip().splitlines() or ["no word"]
+    cause = getattr(error, "inner_exception", error)  # what a compiler raised, torch wraps
+    said = str(cause).strip().splitlines() or ["no word"]
     where = f"compile=True: torch cannot compile {type(model).__name__} here"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return f"{where}, and there is no C++ compiler: install g++, or leave compile out"
-    return f"{where} ({type(error).__name__}: {said[0]}); leave compile out"
+    return f"{where} ({type(cause).__name__}: {said[0]}); leave compile out"
