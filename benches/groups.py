@@ -138,14 +138,14 @@ def run(folder: Path, *, layer_groups: bool) -> Run:
         enable_prefix_caching=False,
         layer_groups=layer_groups,
     )
-    runner, peaks = llm._engine._runner, [0]
-    execute = runner.execute
+    runner, peaks = llm._engine._pipeline.runner, [0]
+    prepare = runner.prepare
 
     def watched(plan: Any, **rows: Any) -> Any:
         peaks.append(llm.stats().ledger.active)
-        return execute(plan, **rows)
+        return prepare(plan, **rows)
 
-    runner.execute = watched  # type: ignore[method-assign]
+    runner.prepare = watched  # type: ignore[method-assign]
     prompts = [[3 + (7 * name + at * at) % 90 for at in range(400)] for name in range(4)]
     greedy = SamplingParams(temperature=0, ignore_eos=True, max_tokens=400)
     outputs = llm.generate(prompts, greedy, use_tqdm=False)

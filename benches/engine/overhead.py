@@ -34,8 +34,8 @@ from benches.peers.report import libraries, machine
 from benches.peers.sampling import Effort, Spread, Stream, interleave
 from pyengine.cache import BlockManager
 from pyengine.core import SamplingParams
-from pyengine.engine import Engine, ModelFacts, Prompt
-from pyengine.runner import InputBuffers, RunnerLimits, StepLogits
+from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
+from pyengine.runner import Forward, InputBuffers, RunnerLimits, StepLogits
 from pyengine.scheduler import Scheduler, SchedulerLimits
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,11 @@ class StubRunner:
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(limits.max_num_seqs, vocab_size, generator=generator)
 
-    def execute(self, plan: Any, *, extra_rows: Any = None) -> StepLogits:
+    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
         """Logits of a step, without a model."""
         plan.copies()
-        inputs = self.buffers.fill(plan)
-        return StepLogits(self.logits[: len(inputs.logits_indices)], self.logits[:0])
+        count = len(self.buffers.fill(plan).upload().logits_indices)
+        return lambda _: StepLogits(self.logits[:count], self.logits[:0])
 
 
 class Service:
@@ -86,7 +86,8 @@ class Service:
             limited_by="the benchmark",
             max_num_seqs=count,
         )
-        self.engine = Engine(self.manager, self.scheduler, self.runner, facts)  # type: ignore[arg-type]
+        self.pipeline = Pipeline(self.runner)
+        self.engine = Engine(self.manager, self.scheduler, self.pipeline, facts)
         self.count, self.waiting, self.vocab_size = count, waiting, vocab_size
         self.random = Random(0)
 
@@ -145,19 +146,20 @@ def profile(service: Service, settings: dict[str, Any]) -> Stream:
 
         return timer
 
-    engine: Any = service.engine
     targets: Any = ((service.scheduler, "schedule"), (service.scheduler, "commit"))
     for target, part in targets:
         setattr(target, part, timed(part, getattr(target, part)))
-    engine._runner.execute = timed("fill", engine._runner.execute)
-    engine._sampler = timed("sample", engine._sampler)
+    runner: Any = service.runner
+    sampler: Any = service.pipeline._sampler
+    runner.prepare = timed("fill", runner.prepare)
+    sampler.launch = timed("sample", sampler.launch)
     while True:
         with service.started(settings):
             for _ in range(STEPS_PER_START // STEPS_PER_OPERATION):
                 spent.update(dict.fromkeys(PARTS, 0))
                 start = clock()
                 for _ in range(STEPS_PER_OPERATION):
-                    engine.step()
+                    service.engine.step()
                 whole = clock() - start
                 spent["outputs"] = whole - sum(spent.values())
                 yield tuple(spent[part] / STEPS_PER_OPERATION for part in PARTS)

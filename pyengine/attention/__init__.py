@@ -1,13 +1,20 @@
 """Paged attention: one interface, one file per backend, one function that transformers calls."""
 
-from pyengine.attention.interface import AttentionBackend, AttentionOptions, AttentionPlan
+from pyengine.attention.interface import (
+    AttentionBackend,
+    AttentionOptions,
+    AttentionPlan,
+    GraphPlan,
+)
 from pyengine.attention.metadata import PagedContext, StepInputs
+from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of
 from pyengine.attention.registry import (
     ATTENTION_NAME,
-    AttentionNeeds,
     Choice,
     choose_backend,
+    explain_backends,
     register_paged_attention,
+    select_backend,
 )
 
 __all__ = [
@@ -17,8 +24,13 @@ __all__ = [
     "AttentionOptions",
     "AttentionPlan",
     "Choice",
+    "GraphPlan",
+    "LayerNeeds",
     "PagedContext",
     "StepInputs",
     "choose_backend",
+    "explain_backends",
+    "needs_of",
     "register_paged_attention",
+    "select_backend",
 ]

@@ -10,11 +10,25 @@ from dataclasses import dataclass
 import torch
 
 from pyengine.attention.gather import Scratch, SpanPiece
-from pyengine.attention.interface import AttentionOptions
+from pyengine.attention.interface import AttentionOptions, GraphPlan
 from pyengine.attention.layout import StepLayout
 from pyengine.attention.metadata import StepInputs
+from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.cache.cpu_attention import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
+from pyengine.core.errors import ConfigurationError
+
+
+def cpu_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why the kernel cannot serve; None: it can."""
+    if needs.device.type != "cpu":
+        return f"it runs on cpu, the device is {needs.device}"
+    if needs.dtype != torch.float32:
+        return f"it computes in float32, the model is in {dtype_name(needs.dtype)}"
+    if not CpuAttention.is_fast():
+        return "this processor has no AVX2 with FMA"
+    return cache_dtype_obstacle(needs)
+
 
 MOST_ROWS = 1
 """New tokens of a sequence up to which the kernel attends; beyond, SDPA is faster."""
@@ -24,6 +38,7 @@ class CpuBackend:
     """Attention over a float32 `KVPool` in host memory, with as many threads as torch has."""
 
     name = "cpu"
+    supports_graphs = False
 
     def __init__(self, pool: KVPool) -> None:
         caches = [
@@ -36,6 +51,10 @@ class CpuBackend:
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
         return CpuPlan(self._memory, inputs)
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """Raises `ConfigurationError`: there is no GPU to capture for."""
+        raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
 
 
 @dataclass(frozen=True, slots=True)

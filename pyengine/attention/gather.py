@@ -14,10 +14,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from pyengine.attention.interface import AttentionOptions
+from pyengine.attention.interface import AttentionOptions, GraphPlan
+from pyengine.attention.kv_write import KVWriter
 from pyengine.attention.layout import Batch, Span, StepLayout
 from pyengine.attention.metadata import StepInputs
+from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.cache.kv_pool import KVPool
+from pyengine.core.errors import ConfigurationError
 
 _BATCH_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Gathered keys and values of one decode batch: about a core's L2 cache, or a launch's worth."""
@@ -30,14 +33,22 @@ class GatherBackend:
     """Attention over a `KVPool` by gather and `scaled_dot_product_attention`."""
 
     name = "gather"
+    supports_graphs = False
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._scratch = Scratch(pool.device)
+        self._writer = KVWriter(pool)
 
     def plan(self, inputs: StepInputs) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, when first asked for."""
-        return GatherPlan(self._pool, inputs, self._scratch)
+        return GatherPlan(self._pool, inputs, self._scratch, self._writer)
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """Raises `ConfigurationError`: what is gathered differs in shape from step to step."""
+        raise ConfigurationError(
+            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
+        )
 
 
 class Scratch:
@@ -77,15 +88,17 @@ class Scratch:
 class GatherPlan:
     """One step of the gather backend."""
 
-    def __init__(self, pool: KVPool, inputs: StepInputs, scratch: Scratch) -> None:
+    def __init__(
+        self, pool: KVPool, inputs: StepInputs, scratch: Scratch, writer: KVWriter
+    ) -> None:
         self._pool = pool
         self._scratch = scratch
+        self._writer = writer
         self._layouts = [
             StepLayout(inputs.host_query_start_loc, inputs.host_seq_lens, tables, pool.block_size)
             for tables in inputs.host_block_tables
         ]
-        slots = inputs.slot_mapping
-        self._slots = torch.where(slots < 0, pool.trash_slot, slots)
+        self._slots = writer.slots(inputs.slot_mapping)
         self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
     def forward(
@@ -98,11 +111,14 @@ class GatherPlan:
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         group = self._pool.groups.places[layer].group
-        self._pool.write(layer, key, value, self._slots[group])
+        self._writer.write(layer, key, value, self._slots[group])
         keys, values = self._pool.keys[layer], self._pool.values[layer]
+        spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
             k, v = piece.gather(keys, values, self._scratch)
+            if spec.dtype in FLOAT8_DTYPES:
+                k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
         return out
 

@@ -43,6 +43,19 @@ class AttentionPlan(Protocol):
         `[T, kv_heads, head_dim_v]`, any strides. Returns `[T, query_heads, head_dim_v]`.
         The keys and values of the whole step are written before any of them is read, so that
         a sequence may read blocks which another one computes in the same step.
+
+        Raises `ConfigurationError` for an option that the backend cannot honour.
+        """
+        ...
+
+
+class GraphPlan(AttentionPlan, Protocol):
+    """A plan whose `forward` can be captured in a CUDA graph, and replayed for other steps."""
+
+    def refresh(self, inputs: "StepInputs") -> None:
+        """Take over another step, of as many sequences, before its replay and outside the graph.
+
+        `inputs` has the tensors the plan was made over, filled anew, and their host arrays.
         """
         ...
 
@@ -55,6 +68,27 @@ class AttentionBackend(Protocol):
         """The name under which `choose_backend` knows it."""
         ...
 
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether `graph_plan` can be called."""
+        ...
+
     def plan(self, inputs: "StepInputs") -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
+        ...
+
+    def graph_plan(self, inputs: "StepInputs") -> GraphPlan:
+        """Prepare a decode step, one token per sequence, that is to be captured.
+
+        The tensors of `inputs` keep their storage and shapes while the graph lives: `forward`
+        reads lengths and tables from them (or from memory that `refresh` fills), and what it
+        launches depends on nothing else. The bound on a sequence is what its table holds.
+
+        In order: `graph_plan`; one pass of the model without a capture, in which what is made at
+        first use is made; the capture; then, for each step, the tensors are filled, `refresh` is
+        called, and the graph is replayed. All of it under `torch.inference_mode`, or none of it.
+        Rows that pad the batch have length 1, the trash block as their table, and the slot -1.
+
+        Raises `ConfigurationError` where `supports_graphs` is false.
+        """
         ...

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -10,7 +11,8 @@ class Request:
 
     `namespace` separates its blocks from those of other namespaces. With `read_cache` off every
     prompt token is computed, also what the cache holds. `num_samples` completions will run once
-    the prompt is computed: it is admitted when there are seats for all of them.
+    the prompt is computed: it is admitted when there are seats for all of them. It ends when it
+    has `max_tokens` tokens, the prompt's included, if not before.
     """
 
     request_id: str
@@ -18,6 +20,7 @@ class Request:
     namespace: bytes = b""
     read_cache: bool = True
     num_samples: int = 1
+    max_tokens: float = inf
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens that were not computed for it when it first ran."""
     num_preemptions: int = field(default=0, init=False)

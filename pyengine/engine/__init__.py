@@ -2,5 +2,6 @@
 
 from pyengine.engine.engine import Engine, EngineStats, ModelFacts, Prompt, StepResult
 from pyengine.engine.llm import LLM
+from pyengine.engine.pipeline import Pipeline
 
-__all__ = ["LLM", "Engine", "EngineStats", "ModelFacts", "Prompt", "StepResult"]
+__all__ = ["LLM", "Engine", "EngineStats", "ModelFacts", "Pipeline", "Prompt", "StepResult"]

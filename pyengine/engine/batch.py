@@ -1,7 +1,7 @@
 """Who gets a token in a step, row by row, and which prompts want to see logits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ class PromptPart:
 class Batch:
     """One completion per sampled row. Worked out once for as long as the same jobs decode.
 
+    `positions[i]` is the place of the i-th row's token in its output; the tokens before it may
+    not be known yet.
+
     A new prompt's logits serve all of its completions: it has a row for each of them, and
     `repeats` says how many rows each job has (None: one). `beginners` are the requests that get
     their first token. `decodes` are the jobs that this batch may serve again (None: no further
@@ -48,11 +51,27 @@ class Batch:
 
     completions: list[Completion]
     sampling: SamplingBatch
+    positions: npt.NDArray[np.int64]
     request_ids: list[str]
     repeats: torch.Tensor | None
     beginners: list[RequestState]
     prompt_parts: list[PromptPart]
     decodes: tuple[Job, ...] | None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the step after it can be planned or sampled only once its tokens are known.
+
+        So it is where new samples are forked, where penalties count the tokens, and where the
+        prompt's log-probabilities are to be read.
+        """
+        return (
+            self.repeats is not None or self.sampling.depends_on_output or bool(self.prompt_parts)
+        )
+
+    def following(self) -> "Batch":
+        """The same completions, one token further."""
+        return replace(self, positions=self.positions + 1)
 
     def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits that each completion draws from."""
@@ -94,20 +113,24 @@ def make_batch(step: ScheduledStep, running: Running) -> Batch:
     completions: list[Completion] = []
     states: list[RequestState] = []
     beginners: list[RequestState] = []
+    positions: list[int] = []
     counts: list[int] = []
     for job in step.sampling_jobs:
         state, completion = running[job.request.request_id]
         states.append(state)
-        if state.has_begun:
+        position = job.num_tokens - 1 - len(job.request.prompt_token_ids)
+        if position > 0:
             completions.append(completion)
             counts.append(1)
         else:
             completions += state.completions
             counts.append(len(state.completions))
             beginners.append(state)
+        positions += [position] * counts[-1]
     return Batch(
         completions=completions,
         sampling=SamplingBatch([one.sampling for one in completions]),
+        positions=np.array(positions, dtype=np.int64),
         request_ids=list(dict.fromkeys([state.request.request_id for state in states])),
         repeats=None if len(completions) == len(states) else torch.tensor(counts),
         beginners=beginners,

@@ -1,20 +1,25 @@
 """The loop. `step` reads like the picture in the docs: schedule, run, sample, commit."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import torch
+
 from pyengine.cache import BlockManager, Ledger
-from pyengine.core.errors import InvalidRequestError
+from pyengine.core.errors import DeviceMemoryError, EngineDeadError, InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import Batch, make_batch
+from pyengine.engine.pipeline import Flight, Pipeline
 from pyengine.engine.request_state import Completion, EndConditions, RequestState
-from pyengine.runner import ModelRunner
-from pyengine.sampling import Sampler, SamplingState, TokenLogprobs
+from pyengine.sampling import SamplingState, TokenLogprobs
 from pyengine.scheduler import ScheduledStep, Scheduler
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,7 @@ class Engine:
         self,
         manager: BlockManager,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        pipeline: Pipeline,
         facts: ModelFacts,
         *,
         tokenizer: Any = None,
@@ -75,15 +80,19 @@ class Engine:
     ) -> None:
         self._manager = manager
         self._scheduler = scheduler
-        self._runner = runner
+        self._pipeline = pipeline
         self._facts = facts
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
-        self._sampler = Sampler()
         self._states: dict[str, RequestState] = {}
         self._running: dict[str, tuple[RequestState, Completion]] = {}
         """By the id under which the scheduler knows each sample."""
         self._batch: Batch | None = None
+        self._in_flight: Flight | None = None
+        """The step that runs while the caller has the results of the one before."""
+        self._is_stepping = False
+        self._death = ""
+        """Why no step can run any more, if so."""
 
     @property
     def has_work(self) -> bool:
@@ -154,6 +163,7 @@ class Engine:
             prompt_token_ids=prompt.token_ids,
             read_cache=params.prompt_logprobs is None,  # they need the logits of every position
             num_samples=params.n if index == 0 else 1,
+            max_tokens=len(prompt.token_ids) + ends.max_output,
         )
         return Completion(index, request, params, sampling, ends, self._tokenizer)
 
@@ -162,31 +172,110 @@ class Engine:
         return self._states[request_id].output()
 
     def step(self) -> StepResult:
-        """Run one step.
+        """Run one step: schedule, run and sample, commit, hand out.
 
-        If anything fails on the way, the step is rolled back and no request has changed.
+        With overlap the next step is scheduled and started before this one's tokens are waited
+        for; it decodes them all the same. If anything fails on the way, the step is rolled back,
+        with the one after it, and no request has changed. One that was too large for the device's
+        memory is planned again, smaller; `DeviceMemoryError` is raised when it cannot be smaller.
+        Once the device has failed, this and every later call raises `EngineDeadError`.
         """
-        step = self._scheduler.schedule()
-        if step is None:
-            return StepResult([], [], 0)
+        self._is_stepping = True
         try:
-            batch = self._batch_of(step)
-            logits = self._runner.execute(step.plan, extra_rows=batch.prompt_rows())
-            sampled = self._sampler(batch.rows_of(logits.sampling), batch.sampling)
-            self._scheduler.commit(step, batch.own_tokens(sampled.token_ids))
-        except BaseException:
-            if step.plan.is_open:
-                self._scheduler.rollback(step)
+            return self._step()
+        finally:
+            self._is_stepping = False
+            self._settle()
+
+    def _step(self) -> StepResult:
+        if self._death:
+            raise EngineDeadError(self._death)
+        flight = self._in_flight or self._launch(None)
+        if flight is None:
+            return StepResult([], [], 0)
+        self._in_flight = flight
+        following = self._launch(flight) if self._pipeline.depth > 1 else None
+        self._in_flight = following
+        num_tokens = flight.step.plan.num_tokens
+        try:
+            logits, sampled = flight.result()
+            self._scheduler.commit(flight.step, flight.batch.own_tokens(sampled.token_ids))
+        except BaseException as error:
+            self._roll_back(following)
+            self._roll_back(flight)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._shrink(num_tokens, error)
+                return StepResult([], [], 0)
+            if isinstance(error, torch.AcceleratorError):
+                self._death = (
+                    f"the device failed: {error}; no request was lost, but nothing can run on it "
+                    "any more: make a new LLM in a new process"
+                )
+                raise EngineDeadError(self._death) from error
             raise
-        batch.collect_prompt_logprobs(logits)
-        return self._collect(batch, sampled.token_ids.tolist(), sampled.logprobs)
+        flight.batch.collect_prompt_logprobs(logits)
+        return self._collect(flight.batch, sampled.token_ids.tolist(), sampled.logprobs)
+
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """Schedule the next step and put it into the device's queue.
+
+        `before` is the step that is there already. None: there is nothing to do, or this has to
+        wait until the tokens of `before` are known.
+        """
+        if before is not None and before.batch.is_awaited:
+            return None
+        step = self._scheduler.schedule(ahead=before is not None)
+        if step is None:
+            return None
+        try:
+            return self._pipeline.launch(step, self._batch_of(step), before)
+        except BaseException:
+            self._batch = None
+            self._scheduler.rollback(step)
+            raise
+
+    def _roll_back(self, flight: Flight | None) -> None:
+        """Undo a step, once the device is through with it."""
+        if flight is None:
+            return
+        flight.work.wait()
+        self._batch = self._in_flight = None
+        if flight.step.plan.is_open:
+            self._scheduler.rollback(flight.step)
+
+    def _shrink(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        """Go on with smaller steps after one of `num_tokens` tokens that did not fit."""
+        if not self._scheduler.shrink(num_tokens):
+            raise DeviceMemoryError(
+                f"a step of {num_tokens} token does not fit into the device's memory ({error}); "
+                "give the KV pool less: a smaller gpu_memory_utilization, kv_cache_memory or "
+                "num_blocks"
+            ) from error
+        limits = self._scheduler.limits
+        _log.warning(
+            "a step of %d tokens did not fit into the device's memory (%s); from now on "
+            "max_num_batched_tokens=%d and max_num_seqs=%d",
+            num_tokens,
+            error,
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _settle(self) -> None:
+        """If nobody is left whom the running step could serve, see that it is over."""
+        if not self._running and not self._is_stepping:
+            self._roll_back(self._in_flight)
 
     def _batch_of(self, step: ScheduledStep) -> Batch:
         """The batch of the step before, if the same jobs decode again and nothing else happens."""
         batch = self._batch
         if batch is None or step.chunks or step.decodes is not batch.decodes:
-            self._batch = batch = make_batch(step, self._running)
-        return batch
+            self._batch = make_batch(step, self._running)
+        else:
+            self._batch = batch.following()
+        return self._batch
 
     def _collect(
         self, batch: Batch, tokens: list[int], logprobs: list[TokenLogprobs | None]
@@ -232,6 +321,7 @@ class Engine:
             self._running.pop(request_id, None)
         if not self._running:
             self._batch = None  # it holds what has ended
+            self._settle()
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests early; ids that are not in flight are passed over."""

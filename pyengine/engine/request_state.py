@@ -127,8 +127,6 @@ class RequestState:
     ) -> None:
         self.completions = completions
         self.params = params
-        self.has_begun = False
-        """Whether its first tokens have come, one for each completion."""
         self._prompt = prompt
         self._decode_one = token_decoder(tokenizer)
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
@@ -152,8 +150,7 @@ class RequestState:
         return [one for one in self.completions if one.finish_reason is None]
 
     def begin(self) -> None:
-        """Take note that, and when, the first tokens came."""
-        self.has_begun = True
+        """Take note of when the first tokens came."""
         self._first_token = monotonic()
 
     def end(self) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import torch
 from pyengine.attention.metadata import StepInputs
 from pyengine.cache import StepBuffers
 from pyengine.core.errors import ConfigurationError
+from pyengine.runner.interface import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,33 +28,6 @@ class RunnerLimits:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
 
 
-class Plan(Protocol):
-    """The part of `StepPlan` that the runner needs."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute in this step."""
-        ...
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that these tokens belong to."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Rows whose logits are asked for."""
-        ...
-
-    def copies(self) -> list[tuple[int, int]]:
-        """Blocks to copy before the step, (source, destination)."""
-        ...
-
-    def fill(self, buffers: StepBuffers, /) -> None:
-        """Write the step's inputs into the arrays that `buffers` was made over."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class HostArrays:
     """NumPy views of the host buffers, at full capacity (shapes as in `StepInputs`)."""
@@ -68,17 +41,40 @@ class HostArrays:
     logits_indices: npt.NDArray[np.int64]
 
 
-Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""From where to where, host to device."""
+@dataclass(frozen=True, slots=True)
+class FilledStep:
+    """A step in the host buffers, and what has to go from there to the device."""
+
+    inputs: StepInputs
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def upload(self) -> StepInputs:
+        """Bring the step to the device, in the order of its queue."""
+        for source, target in self.copies:
+            target.copy_(source, non_blocking=True)
+        return self.inputs
 
 
 class InputBuffers:
     """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
 
-    On the CPU the twins are the host buffers themselves: nothing is copied.
+    On the CPU the twins are the host buffers themselves, and nothing is copied; with `apart` they
+    are memory of their own there too, as a graph's inputs must be.
     """
 
-    def __init__(self, limits: RunnerLimits, device: torch.device) -> None:
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        device: torch.device,
+        *,
+        beside: "InputBuffers | None" = None,
+        apart: bool = False,
+    ) -> None:
+        """With `beside`, the device's side is shared with those buffers.
+
+        So the next step can be filled in while the one before may still be read from its host
+        buffers; on the device they come one after the other.
+        """
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
@@ -90,18 +86,16 @@ class InputBuffers:
             "block_tables": ((groups, sequences, width), torch.int32),
             "logits_indices": ((sequences,), torch.int64),
         }
-        on_cuda = device.type == "cuda"
         self._host = {
-            name: torch.zeros(shape, dtype=dtype, pin_memory=on_cuda)
+            name: torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
             for name, (shape, dtype) in shapes.items()
         }
-        self._device = {
-            name: torch.zeros_like(host, device=device) if device.type != "cpu" else host
-            for name, host in self._host.items()
-        }
+        self._device = self._host
+        if device.type != "cpu" or apart:
+            self._device = beside._device if beside else _like(self._host, device)
         self.arrays = HostArrays(**{name: host.numpy() for name, host in self._host.items()})
         self._sizes = (0, 0, 0)
-        self._inputs, self._copies = self._views(*self._sizes)
+        self._filled = self._views(*self._sizes)
 
     @cached_property
     def step_buffers(self) -> StepBuffers:
@@ -110,22 +104,24 @@ class InputBuffers:
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
-    def fill(self, plan: Plan) -> StepInputs:
-        """Let `plan` write its step, and bring what it wrote to the device.
+    def fill(self, plan: Plan) -> FilledStep:
+        """Let `plan` write its step. Only the rows of this step will be copied.
 
-        Only the rows of this step are copied. The result refers to the buffers: it is valid
-        until the next call.
+        A pending token is written as `-1 - row` (see `ModelRunner`). The result refers to the
+        buffers: it is valid until the next call.
         """
         plan.fill(self.step_buffers)
         sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples)
         if sizes != self._sizes:
-            self._inputs, self._copies = self._views(*sizes)
+            self._filled = self._views(*sizes)
             self._sizes = sizes
-        for source, target in self._copies:
-            target.copy_(source, non_blocking=True)
-        return self._inputs
+        return self._filled
 
-    def _views(self, tokens: int, sequences: int, samples: int) -> tuple[StepInputs, Copies]:
+    def device_inputs(self, tokens: int, sequences: int, samples: int) -> StepInputs:
+        """The device's side of a step of this size; what is in it, a later step may overwrite."""
+        return self._views(tokens, sequences, samples).inputs
+
+    def _views(self, tokens: int, sequences: int, samples: int) -> FilledStep:
         """The buffers of a step of this size, and what to copy from the host to the device.
 
         Decoding has the same size step after step, and then they are used again.
@@ -140,12 +136,12 @@ class InputBuffers:
             "logits_indices": samples,
         }
         views: dict[str, torch.Tensor] = {}
-        copies: Copies = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, count in rows.items():
             by_group = name in ("slot_mapping", "block_tables")
             part = (slice(None), slice(count)) if by_group else slice(count)
             source, views[name] = self._host[name][part], self._device[name][part]
-            if source.device != views[name].device:  # each group is a copy, as they lie apart
+            if self._device is not self._host:  # each group is a copy, as they lie apart
                 pairs = (
                     zip(source, views[name], strict=True) if by_group else [(source, views[name])]
                 )
@@ -156,4 +152,8 @@ class InputBuffers:
             host_seq_lens=self.arrays.seq_lens[:sequences],
             host_block_tables=self.arrays.block_tables[:, :sequences],
         )
-        return inputs, copies
+        return FilledStep(inputs, copies)
+
+
+def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor, device=device) for name, tensor in host.items()}

@@ -1,7 +1,8 @@
 """One forward pass of a step. Knows tokens and blocks, nothing of requests."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -9,30 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.interface import AttentionBackend
+from pyengine.attention.interface import AttentionBackend, AttentionPlan
 from pyengine.attention.metadata import PagedContext, StepInputs
 from pyengine.attention.registry import register_paged_attention
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
-from pyengine.runner.buffers import InputBuffers, Plan, RunnerLimits
+from pyengine.runner.buffers import InputBuffers, RunnerLimits
 from pyengine.runner.compiled import CompiledForward
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """Logits in the model's dtype, on its device.
-
-    `sampling` is `[S, vocab]`, one row per sample of the plan, in its order. `extra` is
-    `[E, vocab]`, the further rows that were asked for, in the order asked.
-    """
-
-    sampling: torch.Tensor
-    extra: torch.Tensor
+from pyengine.runner.graphs import DecodeGraphs, Recorder, graph_sizes
+from pyengine.runner.interface import Forward, Plan, StepLogits
 
 
 class ModelRunner:
-    """Runs a model over its KV pool.
+    """Runs a model over its KV pool. See `Runner`.
 
     The model is switched to paged attention for good: it attends over `pool` from then on,
     and plain calls of it are refused.
@@ -44,13 +35,31 @@ class ModelRunner:
         pool: KVPool,
         backend: AttentionBackend,
         limits: RunnerLimits,
+        *,
+        recorder: Recorder | None = None,
     ) -> None:
+        """With a `recorder`, `capture` can be called; the backend must support graphs then."""
         self._model: Any = loaded.model
         self._pool = pool
         self._backend = backend
         self._compiled: CompiledForward | None = None
-        self.buffers = InputBuffers(limits, pool.device)
+        apart = recorder is not None
+        self.buffers = InputBuffers(limits, pool.device, apart=apart)
+        """Those that the next step is written into."""
+        self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers, apart=apart)
         _switch_to_paged_attention(self._model)
+        self._recorder = recorder
+        self._max_num_seqs = limits.max_num_seqs
+        forward = partial(self._forward, is_decode=True)
+        self.graphs = DecodeGraphs(forward, backend, self.buffers, pool.num_blocks)
+
+    def capture(self) -> None:
+        """Capture decode steps per batch size, if there is a recorder; they are replayed then.
+
+        After `compile`, if that is wanted too.
+        """
+        if self._recorder is not None:
+            self.graphs.capture(graph_sizes(self._max_num_seqs), self._recorder)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the forward pass of decodes, and say so on standard error: it takes a while.
@@ -63,33 +72,46 @@ class ModelRunner:
         self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
         print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
-    def execute(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> StepLogits:
-        """Compute the tokens of `plan`, write their keys and values, return logits.
+    def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
+        """See `Runner.prepare`."""
+        copies = plan.copies()
+        filled = self.buffers.fill(plan)
+        self.buffers, self._other_buffers = self._other_buffers, self.buffers
+        num_samples = plan.num_samples
+        extra = extra_rows if extra_rows is not None and len(extra_rows) else None
+        is_decode = extra is None and plan.num_tokens == plan.num_samples
+        is_graph = is_decode and self.graphs.fits(plan)
 
-        `extra_rows` are further rows among the plan's tokens, in `0 .. num_tokens`, whose
-        logits are wanted (for the log-probabilities of a prompt).
-        """
-        self._pool.copy_blocks(plan.copies())
-        inputs = self.buffers.fill(plan)
-        rows = inputs.logits_indices
-        if extra_rows is not None and len(extra_rows):
-            rows = torch.cat([rows, torch.from_numpy(extra_rows).to(rows.device)])
-        logits = self._forward(inputs, rows)
-        return StepLogits(logits[: plan.num_samples], logits[plan.num_samples :])
+        def forward(sampled: torch.Tensor | None) -> StepLogits:
+            self._pool.copy_blocks(copies)
+            inputs = filled.upload()
+            if sampled is not None:
+                inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
+            if is_graph:
+                logits = self.graphs.run(inputs)
+            else:
+                if extra is not None:
+                    rows = torch.from_numpy(extra).to(inputs.logits_indices.device)
+                    rows = torch.cat([inputs.logits_indices, rows])
+                    inputs = replace(inputs, logits_indices=rows)
+                logits = self._forward(inputs, self._backend.plan(inputs), is_decode=is_decode)
+            return StepLogits(logits[:num_samples], logits[num_samples:])
+
+        return forward
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, rows: torch.Tensor) -> torch.Tensor:
-        context = PagedContext(self._backend.plan(inputs), self._pool.groups.layer_windows)
+    def _forward(self, inputs: StepInputs, plan: AttentionPlan, *, is_decode: bool) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`: of every token, in order, if all decode."""
+        context = PagedContext(plan, self._pool.groups.layer_windows)
         logits: torch.Tensor
-        all_sample = rows is inputs.logits_indices and len(rows) == len(inputs.input_ids)
-        if self._compiled is not None and all_sample:
+        if self._compiled is not None and is_decode:
             logits = self._compiled(inputs, context)
         else:
             logits = self._model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
-                logits_to_keep=rows,
+                logits_to_keep=inputs.logits_indices,
                 paged=context,
             ).logits[0]
         if context.attended != self._pool.num_layers:
@@ -99,6 +121,11 @@ class ModelRunner:
                 "does not hold; this model is not supported"
             )
         return logits
+
+
+def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """The token ids, a pending one (`-1 - row`) replaced by what the step before has sampled."""
+    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
 
 
 def _switch_to_paged_attention(model: Any) -> None:

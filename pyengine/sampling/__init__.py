@@ -2,10 +2,11 @@
 
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.logprobs import TokenLogprobs, prompt_logprobs
-from pyengine.sampling.sampler import Sampled, Sampler
+from pyengine.sampling.sampler import PendingSample, Sampled, Sampler
 from pyengine.sampling.state import SamplingState
 
 __all__ = [
+    "PendingSample",
     "Sampled",
     "Sampler",
     "SamplingBatch",

@@ -12,19 +12,30 @@ import numpy.typing as npt
 import torch
 
 from pyengine.sampling.state import SamplingState
+from pyengine.sampling.uniform import Positions
 
 
-def adjusted_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+def adjusted_logits(
+    logits: torch.Tensor, states: Sequence[SamplingState], positions: Positions
+) -> torch.Tensor:
     """Return the logits to choose from: float32 [B, V], or ``logits`` itself if none changes.
 
     In vLLM's order: stop tokens barred by ``min_tokens`` become -inf, then the bias is added,
-    then penalties apply. ``logits`` [B, V] is never written to.
+    then penalties apply. ``positions[i]`` is the place of row i's token in its output.
+    ``logits`` [B, V] is never written to.
     """
-    if not any(state.changes_logits for state in states):
+    rows = list(zip(states, positions, strict=True))
+    if not any(state.changes_logits(position) for state, position in rows):
         return logits
     adjusted = logits.to(torch.float32, copy=True).contiguous()
     flat, vocab_size = adjusted.view(-1), adjusted.shape[1]
-    _bar_stop_tokens(flat, vocab_size, states)
+    barred = {
+        row: state.stop_ids
+        for row, (state, position) in enumerate(rows)
+        if state.must_go_on(position)
+    }
+    if barred:
+        flat.index_fill_(0, _flat_index(barred, vocab_size, flat.device), -torch.inf)
     _add_bias(flat, vocab_size, states)
     _apply_penalties(flat, vocab_size, states)
     return adjusted
@@ -36,12 +47,6 @@ def _flat_index(
     """Return the flat index of every (row, token id): int64 [n], rows in the dict's order."""
     shifted = [ids + row * vocab_size for row, ids in ids_by_row.items()]
     return torch.from_numpy(np.concatenate(shifted)).to(device)
-
-
-def _bar_stop_tokens(flat: torch.Tensor, vocab_size: int, states: Sequence[SamplingState]) -> None:
-    ids = {row: state.stop_ids for row, state in enumerate(states) if state.must_go_on}
-    if ids:
-        flat.index_fill_(0, _flat_index(ids, vocab_size, flat.device), -torch.inf)
 
 
 def _add_bias(flat: torch.Tensor, vocab_size: int, states: Sequence[SamplingState]) -> None:

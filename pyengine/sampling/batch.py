@@ -18,13 +18,22 @@ class SamplingBatch:
     As long as the same requests are sampled step after step, the same object serves.
     """
 
-    __slots__ = ("draws", "may_change_logits", "random_rows", "states", "vocab_size", "wanted")
+    __slots__ = (
+        "depends_on_output",
+        "draws",
+        "may_change_logits",
+        "random_rows",
+        "states",
+        "vocab_size",
+        "wanted",
+    )
 
     def __init__(self, states: Sequence[SamplingState]) -> None:
         self.states = tuple(states)
         self.vocab_size = max([state.vocab_size for state in states], default=0)
         """The largest of them."""
         self.may_change_logits = any([state.may_change_logits for state in states])
+        self.depends_on_output = any([state.depends_on_output for state in states])
         self.random_rows = [at for at, one in enumerate(states) if one.params.temperature > 0]
         """Rows that are drawn; the others are greedy."""
         self.draws = DrawBatch([states[row] for row in self.random_rows])

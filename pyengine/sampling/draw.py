@@ -9,7 +9,7 @@ short top-k or a full sort). The draw then walks the remaining tokens by id. Tog
 import torch
 
 from pyengine.sampling.batch import DrawBatch, DrawSettings
-from pyengine.sampling.uniform import uniforms
+from pyengine.sampling.uniform import Positions, uniforms
 
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are drawn in chunks of about so many logits; a float64 copy of one is 32 MiB."""
@@ -17,14 +17,14 @@ _NUCLEUS_HEAD = 512
 """Most nuclei end within so many tokens; only rows whose nucleus does not are sorted whole."""
 
 
-def draw(logits: torch.Tensor, batch: DrawBatch) -> torch.Tensor:
+def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.Tensor:
     """Return one drawn token per row: int64 [R], on the logits' device.
 
-    ``logits`` are float32 [R, V], those of requests with a temperature above 0. The draw is by
+    ``logits`` are float32 [R, V], those of requests with a temperature above 0; ``positions[i]``
+    is the place of row i's token in its output, which its random number depends on. The draw is by
     inverse transform: the first token, in order of id, at which the cumulated weight exceeds
     u times the total, in float64.
     """
-    positions = [state.num_output for state in batch.states]
     numbers = torch.from_numpy(uniforms(batch.seeds, positions)).unsqueeze(1)
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     parts = [
@@ -48,9 +48,10 @@ def _draw_chunk(
     targets = numbers * cumulated[:, -1:]
     drawn = torch.searchsorted(cumulated, targets, right=True).clamp_(max=logits.shape[1] - 1)
     # A parallel scan is monotone only up to rounding, and NaN logits have no distribution at
-    # all: where the drawn token has no weight, take the most probable one.
+    # all: where the drawn token has no weight, take the most probable one. To ask first whether
+    # there is such a row would make the host wait for a device.
     has_weight = weights.gather(1, drawn) > 0
-    if not bool(has_weight.all()):
+    if logits.device.type != "cpu" or not bool(has_weight.all()):
         drawn = torch.where(has_weight, drawn, logits.argmax(1, keepdim=True))
     return drawn.squeeze(1)
 
@@ -63,6 +64,8 @@ def _filter_by_rank(logits: torch.Tensor, weights: torch.Tensor, settings: DrawS
     head = min(settings.largest_k, vocab_size)
     if top_p is not None and settings.has_bare_top_p:
         head = max(head, min(_NUCLEUS_HEAD, vocab_size))
+        if logits.device.type != "cpu":  # whose nucleus goes beyond it, only the device knows
+            head = vocab_size
     largest, ids = logits.topk(head)
     if ks is not None:
         floor = largest.gather(1, (ks - 1).clamp(min=0, max=head - 1))

@@ -3,12 +3,13 @@
 All of the model's own distribution: raw logits, before bias, penalties and temperature.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pyengine.core.outputs import Logprob
+from pyengine.sampling.host import HostCopy
 
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are worked on in chunks of about so many logits; a float32 copy of one is 16 MiB."""
@@ -44,21 +45,40 @@ class TokenLogprobs:
         }
 
 
+class PendingLogprobs:
+    """Log-probabilities that the device computes: one token per row, and the best ``top[i]``.
+
+    ``logits`` are raw, [T, V] of any floating type (computed in float32); ``token_ids`` int64
+    [T]; ``top`` holds T counts from 0 to V.
+    """
+
+    def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]) -> None:
+        rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+        token_ids = token_ids.to(logits.device)
+        chunks = [slice(start, start + rows) for start in range(0, len(top), rows)]
+        self._top = [top[chunk] for chunk in chunks]
+        self._chunks = [
+            HostCopy(_chunk(logits[chunk].float(), token_ids[chunk], max(top[chunk])))
+            for chunk in chunks
+        ]
+
+    def result(self) -> list[TokenLogprobs]:
+        """Wait for them; one entry per row."""
+        return [
+            entry
+            for chunk, top in zip(self._chunks, self._top, strict=True)
+            for entry in _entries(chunk.wait(), top)
+        ]
+
+
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """Return the log-probability and rank of one token per row, and the ``top[i]`` best ones.
 
-    ``logits`` are raw, [T, V] of any floating type (computed in float32); ``token_ids`` int64
-    [T]; ``top`` holds T counts from 0 to V.
+    Arguments as of :class:`PendingLogprobs`.
     """
-    rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    token_ids = token_ids.to(logits.device)
-    results: list[TokenLogprobs] = []
-    for start in range(0, len(top), rows):
-        chunk = slice(start, start + rows)
-        results += _token_logprobs_chunk(logits[chunk].float(), token_ids[chunk], top[chunk])
-    return results
+    return PendingLogprobs(logits, token_ids, top).result()
 
 
 def prompt_logprobs(
@@ -72,28 +92,22 @@ def prompt_logprobs(
     return token_logprobs(logits, torch.tensor(next_token_ids), [top_k] * len(next_token_ids))
 
 
-def _token_logprobs_chunk(
-    logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]
-) -> list[TokenLogprobs]:
+def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """Tokens, their log-probabilities and ranks, [T]; the best ids and theirs, [T, most]."""
     normaliser = logits.logsumexp(1, keepdim=True)
     column = token_ids.unsqueeze(1)
     chosen = logits.gather(1, column)
     ids = torch.arange(logits.shape[1], device=logits.device)
     ahead = (logits > chosen) | ((logits == chosen) & (ids < column))
-    best = _best_ids(logits, max(top))
-    host = zip(
-        token_ids.tolist(),
-        (chosen - normaliser).squeeze(1).tolist(),
-        (ahead.sum(1) + 1).tolist(),
-        best.tolist(),
-        (logits.gather(1, best) - normaliser).tolist(),
-        top,
-        strict=True,
-    )
-    return [
-        TokenLogprobs(token, logprob, rank, tuple(top_ids[:count]), tuple(top_logprobs[:count]))
-        for token, logprob, rank, top_ids, top_logprobs, count in host
-    ]
+    best = _best_ids(logits, most)
+    logprobs = (chosen - normaliser).squeeze(1)
+    return token_ids, logprobs, ahead.sum(1) + 1, best, logits.gather(1, best) - normaliser
+
+
+def _entries(chunk: Sequence[torch.Tensor], top: Sequence[int]) -> Iterator[TokenLogprobs]:
+    columns = [tensor.tolist() for tensor in chunk]
+    for token, logprob, rank, ids, logprobs, count in zip(*columns, top, strict=True):
+        yield TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(logprobs[:count]))
 
 
 def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
@@ -101,14 +115,16 @@ def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
 
     ``topk`` leaves open which of several equal values it takes, and in what order, and
     low-precision models have many equal logits. So it is asked for a few more: if every row
-    has fallen below its last wanted value by then, no candidate is missing.
+    has fallen below its last wanted value by then, no candidate is missing. Only the CPU asks:
+    to wait for a device's answer costs more than to sort there.
     """
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
     head = min(count + _TIE_SLACK, logits.shape[1])
     values, ids = logits.topk(head)
     complete = values[:, -1] < values[:, count - 1]
-    if head < logits.shape[1] and not bool(complete.all()):
+    is_device = logits.device.type != "cpu"
+    if head < logits.shape[1] and (is_device or not bool(complete.all())):
         return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
     by_id = ids.sort(dim=1).values
     by_value = logits.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices

@@ -8,8 +8,10 @@ import torch
 from pyengine.sampling.adjust import adjusted_logits
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.draw import draw
-from pyengine.sampling.logprobs import TokenLogprobs, token_logprobs
+from pyengine.sampling.host import HostCopy
+from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import SamplingState
+from pyengine.sampling.uniform import Positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,30 @@ class Sampled:
     """int64 [B], on the CPU."""
     logprobs: list[TokenLogprobs | None]
     """B entries, ``None`` for requests that did not ask."""
+
+
+class PendingSample:
+    """Tokens that are being chosen on the device of the logits."""
+
+    __slots__ = ("_copy", "_logprobs", "_rows", "token_ids")
+
+    def __init__(
+        self, token_ids: torch.Tensor, rows: Sequence[int], logprobs: PendingLogprobs | None
+    ) -> None:
+        self.token_ids = token_ids
+        """int64 [B], on the device: for work that is queued behind the sampling."""
+        self._copy = HostCopy([token_ids])
+        self._rows = rows
+        self._logprobs = logprobs
+
+    def result(self) -> Sampled:
+        """Wait for the tokens."""
+        (token_ids,) = self._copy.wait()
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if self._logprobs is not None:
+            for row, entry in zip(self._rows, self._logprobs.result(), strict=True):
+                logprobs[row] = entry
+        return Sampled(token_ids, logprobs)
 
 
 class Sampler:
@@ -36,26 +62,54 @@ class Sampler:
     """
 
     def __call__(
-        self, logits: torch.Tensor, states: Sequence[SamplingState] | SamplingBatch
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState] | SamplingBatch,
+        positions: Positions | None = None,
     ) -> Sampled:
-        """Return one token per row of ``logits``: [B, V], any floating type and device.
+        """Return one token per row of ``logits``, as :meth:`launch` does, and wait for them."""
+        return self.launch(logits, states, positions).result()
 
-        Raises ``ValueError`` if rows and states don't correspond.
+    def launch(
+        self,
+        logits: torch.Tensor,
+        states: Sequence[SamplingState] | SamplingBatch,
+        positions: Positions | None = None,
+    ) -> PendingSample:
+        """Choose one token per row of ``logits``: [B, V], any floating type and device.
+
+        Nothing waits for the device. ``positions[i]`` is the place that row i's token will have
+        in its output, by default the end of what the state has: a state that has not been told
+        its last token yet is one short. Raises ``ValueError`` if rows and states don't correspond.
         """
         batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
         _check_shapes(logits, batch)
         if not len(batch):
-            return Sampled(torch.empty(0, dtype=torch.int64), [])
-        candidates = adjusted_logits(logits, batch.states) if batch.may_change_logits else logits
-        if not batch.random_rows:
-            token_ids = _largest(candidates)
-        elif len(batch.random_rows) == len(batch):
-            token_ids = draw(candidates.float(), batch.draws)
-        else:
-            token_ids = _largest(candidates)
-            index = torch.tensor(batch.random_rows, device=logits.device)
-            token_ids[index] = draw(candidates[index].float(), batch.draws)
-        return Sampled(token_ids.cpu(), _requested_logprobs(logits, token_ids, batch))
+            return PendingSample(torch.empty(0, dtype=torch.int64), (), None)
+        if positions is None:
+            positions = [state.num_output for state in batch.states]
+        token_ids = _choose(logits, batch, positions)
+        logprobs = None
+        if batch.wanted:
+            rows = torch.tensor(list(batch.wanted), device=logits.device)
+            logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
+        return PendingSample(token_ids, list(batch.wanted), logprobs)
+
+
+def _choose(logits: torch.Tensor, batch: SamplingBatch, positions: Positions) -> torch.Tensor:
+    """One token per row: int64 [B], on the logits' device."""
+    candidates = logits
+    if batch.may_change_logits:
+        candidates = adjusted_logits(logits, batch.states, positions)
+    if not batch.random_rows:
+        return _largest(candidates)
+    if len(batch.random_rows) == len(batch):
+        return draw(candidates.float(), batch.draws, positions)
+    token_ids = _largest(candidates)
+    rows = torch.tensor(batch.random_rows, device=logits.device)
+    drawn_at = [positions[row] for row in batch.random_rows]
+    token_ids[rows] = draw(candidates[rows].float(), batch.draws, drawn_at)
+    return token_ids
 
 
 def _check_shapes(logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -79,16 +133,3 @@ def _largest(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.detach().numpy().argmax(1))
     return logits.argmax(1)
-
-
-def _requested_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, batch: SamplingBatch
-) -> list[TokenLogprobs | None]:
-    """Fill in the log-probabilities of the requests that asked; ``logits`` are the raw ones."""
-    results: list[TokenLogprobs | None] = [None] * len(batch)
-    if batch.wanted:
-        index = torch.tensor(list(batch.wanted), device=logits.device)
-        found = token_logprobs(logits[index], token_ids[index], list(batch.wanted.values()))
-        for row, entry in zip(batch.wanted, found, strict=True):
-            results[row] = entry
-    return results

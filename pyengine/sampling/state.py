@@ -114,20 +114,23 @@ class SamplingState:
         """How many tokens were generated; the position of the next draw."""
         return len(self.token_ids)
 
+    def must_go_on(self, position: int) -> bool:
+        """Whether `min_tokens` still bars stop tokens from being the output's `position`-th."""
+        return position < self.params.min_tokens and len(self.stop_ids) > 0
+
     @property
-    def must_go_on(self) -> bool:
-        """Whether stop tokens are still barred by ``min_tokens``."""
-        return self.num_output < self.params.min_tokens and len(self.stop_ids) > 0
+    def depends_on_output(self) -> bool:
+        """Whether the next token cannot be chosen before the one before it is known."""
+        return self.counts is not None
 
     @property
     def may_change_logits(self) -> bool:
         """Whether any token, now or later, is chosen from other logits than the model's own."""
         return self.counts is not None or len(self.bias_ids) > 0 or len(self.stop_ids) > 0
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the next token is chosen from other logits than the model's own."""
-        return self.counts is not None or len(self.bias_ids) > 0 or self.must_go_on
+    def changes_logits(self, position: int) -> bool:
+        """Whether the output's `position`-th token is chosen from other logits than the model's."""
+        return self.counts is not None or len(self.bias_ids) > 0 or self.must_go_on(position)
 
     def append(self, token: int) -> int:
         """Take note of a generated token; returns how many there are. Once for each, in order."""

@@ -5,9 +5,13 @@ batch, nor their order, nor a preemption in between can change it.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+Positions: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
+"""Places of tokens in their outputs, one per row."""
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
@@ -30,7 +34,7 @@ def seeds_of(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 
 def uniforms(
-    seeds: Sequence[int] | npt.NDArray[np.uint64], positions: Sequence[int]
+    seeds: Sequence[int] | npt.NDArray[np.uint64], positions: Positions
 ) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) per (seed, position), with 53 random bits.
 

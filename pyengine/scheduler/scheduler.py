@@ -57,6 +57,10 @@ class SchedulerLimits:
             )
 
 
+class _NoPlanAheadError(Exception):
+    """What should be planned ahead takes blocks that only a preemption would free."""
+
+
 class _Decodes(NamedTuple):
     """Jobs that decode, and their sequences: what the plan is given, kept from step to step."""
 
@@ -130,16 +134,21 @@ class Scheduler:
             insort(self._running, job, key=_by_arrival)
             job.is_running = True
 
-    def schedule(self) -> ScheduledStep | None:
+    def schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to do.
 
         The caller runs it and then calls `commit`, or `rollback` if that failed.
+
+        With `ahead` the step before is still open: this one decodes what that one samples. None
+        then also means that this step has to wait for that one, because somebody must be
+        preempted: whose blocks an open step uses cannot be.
 
         Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
         """
         if not self.has_work:
             return None
-        step = ScheduledStep(self._manager.begin_step(self._limits.max_num_batched_tokens))
+        plan = self._manager.begin_step(self._limits.max_num_batched_tokens)
+        step = ScheduledStep(plan, ahead)
         try:
             preemptions = self._num_preemptions
             self._plan_decodes(step)
@@ -147,7 +156,10 @@ class Scheduler:
             if self._num_preemptions == preemptions:  # never admit into a pool that is too small
                 self._admit(step)
             if not step.decodes and not step.chunks:
-                self._raise_stalled()
+                self._nothing_planned(step)
+        except _NoPlanAheadError:
+            self.rollback(step)
+            return None
         except BaseException:
             self.rollback(step)
             raise
@@ -155,7 +167,7 @@ class Scheduler:
 
     def _plan_decodes(self, step: ScheduledStep) -> None:
         """One token for every job that has one left to compute: they come first (promise 4)."""
-        jobs, sequences = self._current_decodes()
+        jobs, sequences = self._current_decodes(step.is_ahead)
         while jobs:
             misfits = step.plan.decode(sequences)
             if not misfits:
@@ -168,9 +180,11 @@ class Scheduler:
             jobs = tuple(job for job in left if job is not victim)
             sequences = [job.sequence for job in jobs]
 
-    def _current_decodes(self) -> _Decodes:
+    def _current_decodes(self, ahead: bool) -> _Decodes:
         """Who decodes next: the same object as before, while they are the same."""
         jobs = tuple([job for job in self._running if job.num_tokens - job.num_computed == 1])
+        if ahead:  # else they would have ended
+            jobs = tuple([job for job in jobs if not job.is_complete])
         if jobs != self._decodes.jobs:
             self._decodes = _Decodes(jobs, [job.sequence for job in jobs])
         return self._decodes
@@ -197,11 +211,11 @@ class Scheduler:
         seats = self._limits.max_num_seqs - sum([job.num_seats for job in self._running])
         if self._waiting[0].num_seats > seats:
             return
-        planned = {id(entry.job): entry.end for entry in step.chunks}
+        begun = {id(entry.job) for entry in step.chunks if not entry.samples}
         reserve = sum(  # a job that decodes has all its blocks
-            self._blocks_to_come(job, planned.get(id(job), job.num_computed))
+            self._blocks_to_come(job)
             for job in self._running
-            if job.num_uncomputed > 1
+            if job.num_uncomputed > 1 or id(job) in begun
         )
         while self._waiting and self._waiting[0].num_seats <= seats:
             job = self._waiting[0]
@@ -215,17 +229,16 @@ class Scheduler:
             job.is_running = True
             seats -= job.num_seats
             entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
-            reserve += self._blocks_to_come(job, entry.end)
+            if not entry.samples:
+                reserve += self._blocks_to_come(job)
 
-    def _blocks_to_come(self, job: Job, end: int) -> int:
-        """Blocks that the job takes at most beyond those it holds once `end` tokens are computed.
+    def _blocks_to_come(self, job: Job) -> int:
+        """Blocks that the job takes at most for the known tokens that no step computes yet.
 
-        Each layer group takes a block for every `block_size` tokens. A sliding one gives back
-        what falls behind its window, so it never takes more than the most that it holds at once.
+        Each layer group takes a block for every `block_size` tokens. A sliding one gives back what
+        falls behind its window, so it never takes more than the most that it holds at once.
         """
-        if end >= job.num_tokens:
-            return 0
-        size = self._manager.block_size
+        size, end = self._manager.block_size, job.num_computed
         begun = -(-end // size)
         new = -(-job.num_tokens // size) - begun
         behind = sum(max(0, end - window + 1) // size for window in self._groups if window)
@@ -235,6 +248,8 @@ class Scheduler:
 
     def _make_room(self, step: ScheduledStep, job: Job) -> Job:
         """Preempt for `job`: the newest one after it that really frees blocks, else itself."""
+        if step.is_ahead:
+            raise _NoPlanAheadError
         for candidate in reversed(self._running):
             if candidate is job or self._manager.preview(candidate.sequence) > 0:
                 break
@@ -256,8 +271,34 @@ class Scheduler:
         insort(self._waiting, job, key=_by_arrival)
         self._running.remove(job)
 
-    def _raise_stalled(self) -> None:
+    def shrink(self, num_tokens: int) -> bool:
+        """Plan smaller steps from now on, because one of `num_tokens` was too large to run.
+
+        Who does not fit any more is preempted. Returns whether there is a smaller step.
+        """
+        budget = num_tokens // 2
+        if budget == 0:
+            return False
+        seats = min(self._limits.max_num_seqs, budget)
+        self._limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=seats)
+        return True
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The largest step that is planned."""
+        return self._limits
+
+    def _nothing_planned(self, step: ScheduledStep) -> None:
+        if step.is_ahead:
+            raise _NoPlanAheadError
         job = self._waiting[0]
+        if job.num_seats > self._limits.max_num_seqs:
+            raise StalledError(
+                f"request {job.request.request_id!r} runs {job.num_seats} samples at once, and "
+                f"since a step was too large for the device's memory only "
+                f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or make room "
+                "on the device"
+            )
         raise StalledError(
             f"request {job.request.request_id!r} of {job.num_tokens} tokens cannot be admitted "
             f"although nothing runs: {self._manager.ledger()!r}; release leases to go on"
@@ -268,20 +309,15 @@ class Scheduler:
     ) -> list[Redirect]:
         """Take the step as computed; `sampled` holds one token per sampling job, in order."""
         redirects = step.plan.commit(sampled)
-        for job in step.decodes:
-            job.num_computed += 1
-            job.num_tokens += 1
         for entry in step.chunks:
-            job = entry.job
-            job.num_computed = entry.end
-            job.num_tokens += entry.samples
-            if job.request.num_preemptions == 0:
-                job.request.num_cached_tokens += entry.num_cached
+            request = entry.request
+            if request.num_preemptions == 0:
+                request.num_cached_tokens += entry.num_cached
         return redirects
 
     def rollback(self, step: ScheduledStep) -> None:
-        """Undo a step that did not run: jobs it admitted wait again."""
-        step.plan.rollback()
+        """Undo a step that did not run: jobs it admitted wait again. The newest one goes first."""
+        step.rollback()
         for job in step.jobs:
             if job.num_computed == 0 and job.is_running:
                 self._put_back(job)

@@ -1,5 +1,6 @@
 """What the scheduler decided for one step."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pyengine.cache import Sequence, StepPlan
@@ -10,7 +11,9 @@ from pyengine.core.request import Request
 class Job:
     """A request inside the scheduler: its sequence in the manager, and the counts of it.
 
-    The counts mirror the manager's, so that planning asks it nothing it has said before.
+    The counts mirror the manager's, so that planning asks it nothing it has said before. They
+    are those after every step that is open: a token that such a step samples is counted already,
+    although its value is not known yet.
     """
 
     request: Request
@@ -20,9 +23,9 @@ class Job:
     num_seats: int
     """Sequences that run for it: itself, and the samples that are to be forked from it."""
     num_tokens: int
-    """Tokens known: prompt and output."""
+    """Prompt and output, the tokens that open steps sample included."""
     num_computed: int = 0
-    """Tokens whose KV is in the cache, by committed steps."""
+    """Tokens whose KV is in the cache, or will be by open steps."""
     is_running: bool = False
     """Admitted: it holds blocks, or will once the open step is planned."""
 
@@ -30,6 +33,11 @@ class Job:
     def num_uncomputed(self) -> int:
         """Tokens still to be computed before the next one can be sampled."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the open steps sample the last token that it may have."""
+        return self.num_tokens >= self.request.max_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +68,14 @@ class ScheduledStep:
     Decoding goes on for many steps with the same jobs, and then nothing is made for each of them:
     `decodes` is the very same tuple in every such step, so whoever has worked something out for
     it may keep that as long as it sees this tuple.
+
+    The step keeps its jobs' counts: it moves them on as they are planned, and back as they are
+    taken out.
     """
 
     plan: StepPlan
+    is_ahead: bool = False
+    """Planned while the step before it runs: nobody can be preempted."""
     decodes: tuple[Job, ...] = ()
     chunks: list[Entry] = field(default_factory=list)
 
@@ -78,18 +91,16 @@ class ScheduledStep:
 
     @property
     def entries(self) -> list[Entry]:
-        """All parts in plan order, for those who look on; positions as of before the commit."""
-        decodes = [Entry(job, job.num_computed, 1, 0, samples=True) for job in self.decodes]
+        """All parts in plan order, for those who look on; as long as this is the newest step."""
+        decodes = [Entry(job, job.num_computed - 1, 1, 0, samples=True) for job in self.decodes]
         return decodes + self.chunks
-
-    @property
-    def sampling(self) -> list[Entry]:
-        """The entries that get a token, in the order of the sampled logits' rows."""
-        return [entry for entry in self.entries if entry.samples]
 
     def add_decodes(self, jobs: tuple[Job, ...]) -> None:
         """Note jobs whose next token the plan decodes."""
         self.decodes = self.decodes + jobs if self.decodes else jobs
+        for job in jobs:
+            job.num_computed += 1
+            job.num_tokens += 1
 
     def add_prefill(self, job: Job, num_tokens: int, num_cached: int) -> Entry:
         """Note a job of whose known tokens the plan computes some and adopts others."""
@@ -97,6 +108,8 @@ class ScheduledStep:
         samples = start + num_tokens == job.num_tokens
         entry = Entry(job, start, num_tokens, num_cached, samples)
         self.chunks.append(entry)
+        job.num_computed = entry.end
+        job.num_tokens += samples
         return entry
 
     def cancel(self, job: Job) -> list[Job]:
@@ -108,6 +121,24 @@ class ScheduledStep:
         if job not in jobs:
             return []
         gone = {job.sequence.id, *self.plan.cancel(job.sequence)}
-        self.decodes = tuple(one for one in self.decodes if one.sequence.id not in gone)
-        self.chunks = [entry for entry in self.chunks if entry.job.sequence.id not in gone]
+        decodes = [one for one in self.decodes if one.sequence.id in gone]
+        chunks = [entry for entry in self.chunks if entry.job.sequence.id in gone]
+        _move_back(decodes, chunks)
+        self.decodes = tuple(one for one in self.decodes if one not in decodes)
+        self.chunks = [entry for entry in self.chunks if entry not in chunks]
         return [one for one in jobs if one is not job and one.sequence.id in gone]
+
+    def rollback(self) -> None:
+        """Undo the plan: it is as if nothing had been planned. The newest step goes first."""
+        self.plan.rollback()
+        _move_back(self.decodes, self.chunks)
+
+
+def _move_back(decodes: Iterable[Job], chunks: Iterable[Entry]) -> None:
+    """The counts of these jobs are what they were before the step."""
+    for job in decodes:
+        job.num_computed -= 1
+        job.num_tokens -= 1
+    for entry in chunks:
+        entry.job.num_computed = entry.start - entry.num_cached
+        entry.job.num_tokens -= entry.samples

@@ -92,14 +92,14 @@ class Watched:
         }
         self.llm = LLM(model.folder, **{**defaults, **settings})
         self.peak = 0
-        runner = self.llm._engine._runner
-        execute = runner.execute
+        runner = self.llm._engine._pipeline.runner
+        prepare = runner.prepare
 
         def watched(plan: Any, **rows: Any) -> Any:
             self.peak = max(self.peak, self.llm.stats().ledger.active)
-            return execute(plan, **rows)
+            return prepare(plan, **rows)
 
-        runner.execute = watched  # type: ignore[method-assign]
+        runner.prepare = watched  # type: ignore[method-assign]
 
     @property
     def peak_bytes(self) -> int:

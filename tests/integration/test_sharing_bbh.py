@@ -53,9 +53,9 @@ def run(prompts: list[Tokens], *, in_flight_sharing: bool) -> Stats:
     for number, tokens in enumerate(prompts):
         scheduler.add(Request(request_id=str(number), prompt_token_ids=tokens))
     while (step := scheduler.schedule()) is not None:
-        sampling = step.sampling
+        sampling = step.sampling_jobs
         scheduler.commit(step, [0] * len(sampling))
-        scheduler.finish([entry.request.request_id for entry in sampling])
+        scheduler.finish([job.request.request_id for job in sampling])
     manager.check()
     assert manager.stats().evicted_blocks == 0
     return manager.stats()

@@ -1,17 +1,56 @@
 """A whole engine around a fake runner: real manager, scheduler, sampler and loop."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from pyengine.cache import BlockManager
 from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import Engine, ModelFacts, Prompt
+from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
 from pyengine.engine.capacity import longest_sequence
+from pyengine.runner import Work
 from pyengine.scheduler import Scheduler, SchedulerLimits
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
 EOS = 2
+
+
+class LazyWork(Work[Any]):
+    """Work that is done when somebody asks for its result, and not before."""
+
+    def __init__(self, queue: "LazyQueue", work: Callable[[], Any]) -> None:
+        super().__init__(Future())
+        self._queue, self._work = queue, work
+
+    def run(self) -> None:
+        try:
+            self._future.set_result(self._work())
+        except BaseException as error:
+            self._future.set_exception(error)
+
+    def wait(self) -> None:
+        self._queue.run_up_to(self)
+
+    def result(self) -> Any:
+        self.wait()
+        return super().result()
+
+
+class LazyQueue:
+    """The slowest device there is: the host is always ahead of it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[LazyWork] = []
+
+    def submit(self, work: Callable[[], Any]) -> Work[Any]:
+        self.waiting.append(LazyWork(self, work))
+        return self.waiting[-1]
+
+    def run_up_to(self, work: LazyWork) -> None:
+        while work in self.waiting:
+            self.waiting.pop(0).run()
 
 
 @dataclass
@@ -57,6 +96,7 @@ def make_bench(
     max_model_len: int | None = None,
     groups: tuple[int | None, ...] = (None,),
     seed: int = 0,
+    depth: int = 1,
     tokenizer: Any = None,
     **manager: Any,
 ) -> Bench:
@@ -74,5 +114,6 @@ def make_bench(
         max_num_seqs=max_num_seqs,
         limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
     )
-    engine = Engine(blocks, scheduler, runner, facts, tokenizer=tokenizer, seed=seed)  # type: ignore[arg-type]
+    pipeline = Pipeline(runner, LazyQueue(), depth=depth)
+    engine = Engine(blocks, scheduler, pipeline, facts, tokenizer=tokenizer, seed=seed)
     return Bench(blocks, scheduler, runner, engine)

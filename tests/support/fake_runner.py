@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pyengine.cache import StepBuffers
-from pyengine.runner import StepLogits
+from pyengine.runner import Forward, StepLogits
 
 VOCAB_SIZE = 97
 _LOGITS: dict[int, torch.Tensor] = {}
@@ -68,28 +68,54 @@ class FakeRunner:
         self.computed: list[int] = []
         """Tokens computed by each execution."""
         self.fault: Fault | None = None
-        self.arrays = {
-            "input_ids": np.zeros(max_tokens, np.int64),
-            "positions": np.zeros(max_tokens, np.int64),
-            "slot_mapping": np.zeros((len(groups), max_tokens), np.int64),
-            "query_start_loc": np.zeros(max_seqs + 1, np.int32),
-            "seq_lens": np.zeros(max_seqs, np.int32),
-            "block_tables": np.zeros((len(groups), max_seqs, width or num_blocks), np.int32),
-            "logits_indices": np.zeros(max_seqs, np.int64),
-        }
-        self._buffers = StepBuffers(**self.arrays)
+        self._sets = [
+            {
+                "input_ids": np.zeros(max_tokens, np.int64),
+                "positions": np.zeros(max_tokens, np.int64),
+                "slot_mapping": np.zeros((len(groups), max_tokens), np.int64),
+                "query_start_loc": np.zeros(max_seqs + 1, np.int32),
+                "seq_lens": np.zeros(max_seqs, np.int32),
+                "block_tables": np.zeros((len(groups), max_seqs, width or num_blocks), np.int32),
+                "logits_indices": np.zeros(max_seqs, np.int64),
+            }
+            for _ in range(2)
+        ]
+        self._buffers = [StepBuffers(**arrays) for arrays in self._sets]
+        self.arrays = self._sets[0]
+        """What the step that runs reads."""
+        self.pending = 0
+        """Tokens that were computed before the host knew them."""
 
-    def execute(self, plan: Any, *, extra_rows: Any = None) -> StepLogits:
+    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
+        """Take what is needed of the plan; the rest happens when the device gets there."""
+        self._sets.reverse()
+        self._buffers.reverse()
+        plan.fill(self._buffers[0])
+        arrays, copies = self._sets[0], plan.copies()
+        sizes = plan.num_tokens, plan.num_sequences, plan.num_samples
+
+        def forward(sampled: Any) -> StepLogits:
+            self.arrays = arrays
+            return self.run(sizes, copies, sampled, extra_rows)
+
+        return forward
+
+    def run(
+        self, sizes: tuple[int, int, int], copies: Any, sampled: Any, extra_rows: Any
+    ) -> StepLogits:
         if self.fault is not None and len(self.computed) == self.fault.at:
             fault, self.fault = self.fault, None
             raise fault.error
-        for source, target in plan.copies():
+        for source, target in copies:
             for kept in (self.slots, self.writers):
                 self.block(kept, target)[:] = self.block(kept, source)
-        plan.fill(self._buffers)
-        total, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
+        total, sequences, samples = sizes
         a = self.arrays
         ids = a["input_ids"][:total]
+        pending = ids < 0
+        self.pending += int(pending.sum())
+        if pending.any():
+            ids[pending] = sampled.numpy()[-1 - ids[pending]]
         for group, slots in enumerate(a["slot_mapping"][:, :total]):
             written = slots >= 0
             self.slots[slots[written]] = ids[written]  # the whole batch writes before any row reads

@@ -11,11 +11,11 @@ import numpy as np
 
 from pyengine.cache import BlockManager, Redirect
 from pyengine.core.request import Request
-from pyengine.engine import Engine, ModelFacts
+from pyengine.engine import Engine, ModelFacts, Pipeline
 from pyengine.engine.capacity import longest_sequence
-from pyengine.runner import StepLogits
+from pyengine.runner import Forward, StepLogits
 from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
-from tests.support.engines import EOS, Bench
+from tests.support.engines import EOS, Bench, LazyQueue
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
 
@@ -39,6 +39,8 @@ class Setting:
     sharing: bool
     hash_bits: int
     lookahead: int
+    depth: int
+    """Steps in the queue at a time."""
     faults: float
     """Chance that a step fails."""
     aborts: float
@@ -50,6 +52,7 @@ class Setting:
         windows = random.randint(1, 12), random.randint(1, 12)
         groups = random.choice([(None,), (None, windows[0]), (windows[0], None, windows[1])])
         rows = random.randint(8, 64) if random.random() < 0.4 else random.randint(8, 16)
+        lookahead = random.choice([0, 0, 1, 3])
         return cls(
             num_blocks=rows * len(groups),
             block_size=random.randint(1, 8),
@@ -59,7 +62,8 @@ class Setting:
             caching=random.random() < 0.85,
             sharing=random.random() < 0.8,
             hash_bits=random.choice([128, 128, 2]),
-            lookahead=random.choice([0, 0, 1, 3]),
+            lookahead=lookahead,
+            depth=1 if lookahead else random.choice([1, 2]),  # drafts take their step alone
             faults=random.choice([0, 0.05, 0.25]),
             aborts=random.choice([0, 0.01, 0.05]),
         )
@@ -87,8 +91,8 @@ class WatchedScheduler(Scheduler):
         request.namespace = bytes([self.namespaces[request.request_id]])
         super().add(request)
 
-    def schedule(self) -> ScheduledStep | None:
-        step = super().schedule()
+    def schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
+        step = super().schedule(ahead=ahead)
         entries = [] if step is None else step.entries
         self.planned = [self.namespaces[e.request.request_id.split("#")[0]] for e in entries]
         warm = set(self._warm)
@@ -115,34 +119,38 @@ class FaultyRunner(FakeRunner):
         self._scheduler = scheduler
         self._random = random
 
-    def execute(self, plan: Any, *, extra_rows: Any = None) -> StepLogits:
-        planned = self._scheduler.planned
-        self.during("before the forward pass")
-        fails = self._random.random() < self._chance
-        if fails and self._random.random() < 0.7:
-            self._destroy(plan)
-            self._fail("half-way")
-        logits = super().execute(plan, extra_rows=extra_rows)
-        self._check_owners(plan, planned)
-        self.during("after the forward pass")
-        if fails:
-            self._fail("after the forward pass")
-        return logits
+    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
+        forward, planned = super().prepare(plan, extra_rows=extra_rows), self._scheduler.planned
+        arrays, copies = self._sets[0], plan.copies()
+        total = plan.num_tokens
+
+        def faulty(sampled: Any) -> StepLogits:
+            self.during("before the forward pass")
+            fails = self._random.random() < self._chance
+            if fails and self._random.random() < 0.7:
+                self._destroy(arrays["slot_mapping"][:, :total], copies)
+                self._fail("half-way")
+            logits = forward(sampled)
+            self._check_owners(copies, planned)
+            self.during("after the forward pass")
+            if fails:
+                self._fail("after the forward pass")
+            return logits
+
+        return faulty
 
     def _fail(self, moment: str) -> None:
         self.seen[f"failed {moment}"] += 1
         raise InjectedError if self._random.random() < 0.8 else KeyboardInterrupt
 
-    def _destroy(self, plan: Any) -> None:
-        plan.fill(self._buffers)
-        slots = self.arrays["slot_mapping"][:, : plan.num_tokens]
+    def _destroy(self, slots: Any, copies: Any) -> None:
         self.slots[slots[slots >= 0]] = NO_TOKEN
-        for _, target in plan.copies():
+        for _, target in copies:
             self.block(self.slots, target)[:] = NO_TOKEN
 
-    def _check_owners(self, plan: Any, namespaces: list[int]) -> None:
+    def _check_owners(self, copies: Any, namespaces: list[int]) -> None:
         a = self.arrays
-        for source, target in plan.copies():
+        for source, target in copies:
             self.block(self._owners, target)[:] = self.block(self._owners, source)
         starts = a["query_start_loc"]
         for row, namespace in enumerate(namespaces):
@@ -173,5 +181,6 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         max_num_seqs=setting.seats,
         limited_by="the pool",
     )
-    engine = Engine(blocks, scheduler, runner, facts)  # type: ignore[arg-type]
+    pipeline = Pipeline(runner, LazyQueue(), depth=setting.depth)
+    engine = Engine(blocks, scheduler, pipeline, facts)
     return Bench(blocks, scheduler, runner, engine)

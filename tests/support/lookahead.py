@@ -17,7 +17,7 @@ class LookaheadPlan:
         return getattr(self._plan, name)
 
     def decode(self, sequences: list[Sequence]) -> list[int]:
-        self._decoded += sequences
+        self._decoded += sequences if self._lookahead else []
         return self._plan.decode(sequences, lookahead=self._lookahead)
 
     def commit(self, sampled: Any) -> list[Redirect]:

@@ -46,6 +46,7 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
     assert options is not None and params is not None
     assert vars(options) == {
         "model": "m", "device": "cpu", "dtype": "float32", "attention_backend": "gather",
+        "kv_cache_dtype": "auto",
         "block_size": 8, "num_blocks": 99, "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.4,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 64, "max_model_len": 128, "enable_prefix_caching": False,

@@ -14,12 +14,17 @@ def test_one_batch_serves_as_long_as_the_same_requests_decode() -> None:
     bench.engine.step()
     batch = bench.engine._batch
     assert batch is not None
+    positions = batch.positions.tolist()
     assert len(batch.completions) == 2
     bench.engine.step()
-    assert bench.engine._batch is batch
+    following = bench.engine._batch
+    assert following is not None
+    assert following.completions is batch.completions
+    assert following.positions.tolist() == [one + 1 for one in positions]
     bench.submit({"c": [7]})
     bench.engine.step()
-    assert bench.engine._batch is not batch
+    assert bench.engine._batch is not None
+    assert bench.engine._batch.completions is not batch.completions
     for name, tokens in {"a": [1, 2, 3], "b": [4, 5], "c": [7]}.items():
         (output,) = [one for one in [bench.engine.output(name)] if not one.finished]
         expected = continued(tokens, 8)

@@ -87,8 +87,8 @@ def test_a_second_request_while_the_first_is_half_through() -> None:
     planned: dict[str, list[tuple[int, int]]] = {"first": [], "second": []}
     schedule = bench.scheduler.schedule
 
-    def watched() -> ScheduledStep | None:
-        step = schedule()
+    def watched(*, ahead: bool) -> ScheduledStep | None:
+        step = schedule(ahead=ahead)
         for entry in step.entries if step else ():
             planned[entry.request.request_id].append((entry.num_cached, entry.num_tokens))
         return step

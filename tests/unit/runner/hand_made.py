@@ -1,5 +1,6 @@
 """A paged run without the block manager: plans made by hand, block ids out of order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from pyengine.cache.kv_pool import KVPool, kv_cache_specs
 from pyengine.cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
 from pyengine.models import LoadedModel
 from pyengine.runner import HostArrays, ModelRunner, RunnerLimits
+from pyengine.runner.graphs import Recorder
 
 POISON = 7.0
 
@@ -80,7 +82,14 @@ class PagedRun:
     """
 
     def __init__(
-        self, model: Any, *, block_size: int = 4, num_blocks: int = 60, grouped: bool = False
+        self,
+        model: Any,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 60,
+        grouped: bool = False,
+        backend: Callable[[KVPool], Any] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
@@ -112,8 +121,11 @@ class PagedRun:
             max_blocks_per_seq=16,
             num_groups=len(self.groups.windows),
         )
-        self.runner = ModelRunner(loaded, self.pool, choice.build(self.pool), limits)
-        self.runner.buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
+        built = backend(self.pool) if backend else choice.build(self.pool)
+        self.runner = ModelRunner(loaded, self.pool, built, limits, recorder=recorder)
+        self.runner.capture()
+        for buffers in (self.runner.buffers, self.runner._other_buffers):
+            buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
 
     def tables(self, num_tokens: int, shared: list[list[int]] | None = None) -> list[list[int]]:
         """Blocks for `num_tokens` in every group, the first of them given."""
@@ -134,11 +146,15 @@ class PagedRun:
                     given += 1
         return given
 
-    def step(self, entries: list[Entry]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Logits of every row, per entry; and those of the sampling rows."""
+    def step(
+        self, entries: list[Entry], *, all_rows: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Logits of every row, per entry, unless they are not wanted; and of the sampling rows."""
         plan = HandMadePlan(entries, self.runner.buffers.arrays, self.block_size)
+        if not all_rows:
+            return [], self.runner.prepare(plan)(None).sampling
         rows = np.arange(plan.num_tokens, dtype=np.int64)
-        logits = self.runner.execute(plan, extra_rows=rows)
+        logits = self.runner.prepare(plan, extra_rows=rows)(None)
         return list(logits.extra.split([e.end - e.start for e in entries])), logits.sampling
 
 

@@ -19,7 +19,7 @@ def test_the_block_manager_fills_the_tensors_that_the_model_reads():
     plan = manager.begin_step(6)
     plan.prefill(short, 2)
     plan.prefill(chunked, 4)
-    inputs = buffers.fill(plan)
+    inputs = buffers.fill(plan).upload()
     assert inputs.input_ids.tolist() == [11, 12, 5, 6, 7, 8]
     assert inputs.positions.tolist() == [0, 1, 0, 1, 2, 3]
     assert inputs.query_start_loc.tolist() == [0, 2, 6]
@@ -46,7 +46,7 @@ def test_every_layer_group_has_its_own_tables_and_slots():
     for chunk in (8, 8):
         plan = manager.begin_step(chunk)
         plan.prefill(sequence, chunk)
-        inputs = buffers.fill(plan)
+        inputs = buffers.fill(plan).upload()
         plan.commit([1] * plan.num_samples)
     tables = sequence.block_tables
     assert inputs.block_tables.shape == (2, 1, 4)
@@ -77,7 +77,7 @@ def test_steps_of_one_size_share_their_views_and_not_their_contents():
     for chunk in (3, 1, 1):
         plan = manager.begin_step(chunk)
         plan.prefill(sequence, chunk)
-        inputs = buffers.fill(plan)
+        inputs = buffers.fill(plan).upload()
         seen.append((inputs, inputs.input_ids.tolist(), inputs.positions.tolist()))
         plan.commit([10 + len(seen)])
     assert [(ids, positions) for _, ids, positions in seen] == [

@@ -37,7 +37,7 @@ def decode(run: PagedRun, lengths: list[int]) -> torch.Tensor:
             for tokens, table, length in zip(sequences, tables, lengths, strict=True)
         ]
         plan = HandMadePlan(entries, run.runner.buffers.arrays, run.block_size)
-        logits = run.runner.execute(plan).sampling
+        logits = run.runner.prepare(plan)(None).sampling
     return logits.clone()
 
 
@@ -79,7 +79,7 @@ def test_layers_are_counted_in_compiled_steps_too():
     entry = Entry([3], 0, 1, run.tables(1))
     plan = HandMadePlan([entry], run.runner.buffers.arrays, run.block_size)
     with pytest.raises(ConfigurationError, match="attended in 3 of 4 layers"):
-        run.runner.execute(plan)
+        run.runner.prepare(plan)(None)
 
 
 @pytest.mark.parametrize("compiler", [None, "/usr/bin/g++"])

@@ -1,10 +1,12 @@
 """Bias, barred stop tokens and penalties by numbers worked out by hand."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling.adjust import adjusted_logits
+from pyengine.sampling import adjust
 from pyengine.sampling.state import SamplingState
 
 ROW = [2.0, -2.0, 4.0, -1.0, 0.5]
@@ -21,6 +23,10 @@ def state(
     for token in output:
         made.append(token)
     return made
+
+
+def adjusted_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+    return adjust.adjusted_logits(logits, states, [one.num_output for one in states])
 
 
 CASES = {

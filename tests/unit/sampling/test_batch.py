@@ -33,6 +33,20 @@ def test_a_batch_follows_its_requests_from_step_to_step() -> None:
             assert one.append(token) == other.append(token) == one.num_output
 
 
+def test_positions_stand_for_tokens_that_the_states_have_not_been_told() -> None:
+    told, untold = states(MIXED), states(MIXED)
+    for one in told:
+        one.append(3)
+        one.append(3)
+    for number in (0, 2, 3, 4, 5):  # the penalty needs the tokens themselves
+        logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(number))
+        expected = Sampler()(logits, [told[number]])
+        assert Sampler()(logits, [untold[number]], [2]).token_ids == expected.token_ids
+    assert [one.depends_on_output for one in told] == [False, True, False, False, False, False]
+    assert SamplingBatch(told).depends_on_output
+    assert not SamplingBatch(told[2:]).depends_on_output
+
+
 def test_what_is_known_of_a_batch() -> None:
     batch = SamplingBatch(states(MIXED))
     assert (len(batch), batch.vocab_size, batch.random_rows) == (6, VOCAB, [2, 3, 4])

@@ -44,13 +44,9 @@ def test_output_is_counted() -> None:
 def test_stop_tokens_are_barred_until_min_tokens() -> None:
     one = state(SamplingParams(min_tokens=2, stop_token_ids=[4]), stop_ids=[9, 4])
     assert one.stop_ids.tolist() == [4, 9]
-    seen = []
-    for _ in range(3):
-        seen.append(one.must_go_on)
-        one.append(1)
-    assert seen == [True, True, False]
-    assert not state(SamplingParams(), stop_ids=[9]).must_go_on
-    assert not state(SamplingParams(min_tokens=2)).changes_logits
+    assert [one.must_go_on(position) for position in range(3)] == [True, True, False]
+    assert not state(SamplingParams(), stop_ids=[9]).must_go_on(0)
+    assert not state(SamplingParams(min_tokens=2)).changes_logits(0)
 
 
 def test_something_must_be_left_to_draw() -> None:

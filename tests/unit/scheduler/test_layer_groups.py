@@ -31,9 +31,9 @@ class Service:
         """Who computed how many tokens; those who got theirs have ended."""
         step = self.scheduler.schedule()
         assert step is not None
-        self.scheduler.commit(step, [1] * len(step.sampling))
+        self.scheduler.commit(step, [1] * len(step.sampling_jobs))
         self.manager.check()
-        self.scheduler.finish([entry.request.request_id for entry in step.sampling])
+        self.scheduler.finish([job.request.request_id for job in step.sampling_jobs])
         return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
 
 

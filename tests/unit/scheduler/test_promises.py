@@ -41,7 +41,7 @@ def planned(scheduler: Scheduler) -> list[tuple[str, int]]:
     """Plan and commit one step; who computed how many tokens."""
     step = scheduler.schedule()
     assert step is not None
-    scheduler.commit(step, [1] * len(step.sampling))
+    scheduler.commit(step, [1] * len(step.sampling_jobs))
     return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
 
 

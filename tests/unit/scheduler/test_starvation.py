@@ -52,12 +52,12 @@ class Service:
         self.num_steps += 1
         step = self.scheduler.schedule()
         assert step is not None
-        self.scheduler.commit(step, [1] * len(step.sampling))
+        self.scheduler.commit(step, [1] * len(step.sampling_jobs))
         for entry in step.entries:
             self.admitted.setdefault(entry.request.request_id, self.num_steps)
-        for entry in step.sampling:
-            self.left[entry.request.request_id] -= 1
-        done = [entry.request.request_id for entry in step.sampling]
+        for job in step.sampling_jobs:
+            self.left[job.request.request_id] -= 1
+        done = [job.request.request_id for job in step.sampling_jobs]
         self.scheduler.finish(name for name in done if self.left[name] == 0)
         self.manager.check()
 

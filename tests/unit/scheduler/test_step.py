@@ -68,5 +68,5 @@ def test_entries_are_in_plan_order_and_know_their_positions() -> None:
     assert step is not None
     found = [(one.request.request_id, one.start, one.end, one.samples) for one in step.entries]
     assert found == [("0", 5, 6, True), ("1", 9, 10, True), ("2", 0, 6, True)]
-    assert [one.job for one in step.sampling] == step.sampling_jobs == step.jobs
+    assert step.sampling_jobs == step.jobs == [one.job for one in step.entries]
     scheduler.rollback(step)

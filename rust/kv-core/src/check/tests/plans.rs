@@ -81,6 +81,9 @@ const EXTENTS: &[Case] = &[
     ("sequence 9 was at 6 with 5 table entries", |s| {
         s.entry(NEWER, LONG).before.table_len = 5;
     }),
+    ("sequence 9 was at 6 with 2 table entries", |s| {
+        s.entry(NEWER, LONG).before.table_len = 2;
+    }),
     ("sequence 9 writes from 8, has blocks of 3 rows", |s| {
         s.entry(NEWER, LONG).write_from = 8;
     }),

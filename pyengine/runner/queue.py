@@ -1,0 +1,59 @@
+"""What runs the steps: one after the other, in the order in which they were submitted."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """Something that was submitted, and what has come of it."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: "Future[T]") -> None:
+        self._future = future
+
+    def result(self) -> T:
+        """Wait; return what the work returned or raise what it raised."""
+        return self._future.result()
+
+    def wait(self) -> None:
+        """Wait until it is over, however it ended."""
+        self._future.exception()
+
+
+class DeviceQueue(Protocol):
+    """A device as the engine sees it."""
+
+    def submit(self, work: Callable[[], T]) -> Work[T]:
+        """Run `work` after everything that was submitted before. What it raises is kept."""
+        ...
+
+
+class InlineQueue:
+    """Runs work at once, in the caller's thread.
+
+    For the CPU without overlap, and for CUDA, where to run it is to put it into the stream.
+    """
+
+    def submit(self, work: Callable[[], T]) -> Work[T]:
+        """See `DeviceQueue.submit`."""
+        future: Future[T] = Future()
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        return Work(future)
+
+
+class ThreadQueue:
+    """Runs work in a thread of its own: the CPU computes while the caller plans the next step."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
+
+    def submit(self, work: Callable[[], T]) -> Work[T]:
+        """See `DeviceQueue.submit`."""
+        return Work(self._executor.submit(work))

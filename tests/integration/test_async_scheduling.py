@@ -1,0 +1,112 @@
+"""A real model that runs in a thread of its own while the next step is planned: the same tokens."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
+from pyengine.cache.kv_pool import KVPool, kv_cache_specs
+from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
+from pyengine.models import load_model
+from pyengine.runner import ModelRunner, RunnerLimits
+from pyengine.runner.graphs import EagerRecorder
+from pyengine.scheduler import Scheduler, SchedulerLimits
+from tests.support.engines import LazyQueue
+from tests.support.static_attention import StaticBackend
+from tests.unit.models.tiny import save_tiny_model
+
+SIZE: dict[str, Any] = {"hidden_size": 32, "vocab_size": 97, "max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder, **SIZE, initializer_range=0.5)
+    return folder
+
+
+def asked(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    random = Random(1)
+    prompts = [[random.randrange(3, 9) for _ in range(random.randint(1, 40))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            n=random.choice([1, 1, 1, 1, 1, 2]),
+            temperature=random.choice([0, 1]),
+            seed=random.randrange(5),
+            max_tokens=random.randint(1, 24),
+            stop_token_ids=random.sample(range(97), 4),
+        )
+        for _ in range(count)
+    ]
+    return prompts, params
+
+
+def test_the_tokens_are_those_of_one_step_at_a_time(folder: Path) -> None:
+    prompts, params = asked(200)
+    outputs: list[list[RequestOutput]] = []
+    for ahead in (False, True):
+        llm = LLM(
+            folder,
+            device="cpu",
+            num_blocks=48,
+            block_size=4,
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            async_scheduling=ahead,
+        )
+        assert llm.describe()["async_scheduling"] is ahead
+        outputs.append(llm.generate(prompts, params, use_tqdm=False))
+        ledger = llm.stats().ledger
+        assert (ledger.active, ledger.leased) == (0, 0)
+        assert llm.stats().num_preemptions > 0
+    for plain, overlapped in zip(*outputs, strict=True):
+        assert plain.outputs == overlapped.outputs
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_behind(folder: Path) -> None:
+    llm = LLM(folder, device="cpu", num_blocks=64, async_scheduling=True)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=50)
+    for output in llm.stream([5, 6, 7], params):
+        if len(output.outputs[0].token_ids) == 5:
+            break
+    assert llm.stats().ledger.active == 0
+    (whole,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert whole.outputs[0].token_ids[:5] == output.outputs[0].token_ids
+
+
+def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestOutput]:
+    """The engine put together as `LLM` does it, with attention that a graph can hold."""
+    loaded = load_model(folder, device="cpu")
+    manager = BlockManager(48, 4)
+    limits = SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=8)
+    pool = KVPool(kv_cache_specs(loaded.config, loaded.dtype), 48, 4, loaded.device)
+    runner_limits = RunnerLimits(max_num_batched_tokens=32, max_num_seqs=8, max_blocks_per_seq=48)
+    recorder = EagerRecorder() if graphs else None
+    runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, recorder=recorder)
+    runner.capture()
+    facts = ModelFacts(
+        vocab_size=97,
+        eos_token_ids=frozenset({2}),
+        max_model_len=48 * 4,
+        limited_by="the pool",
+        max_num_seqs=8,
+    )
+    pipeline = Pipeline(runner, LazyQueue(), depth=depth)
+    engine = Engine(manager, Scheduler(manager, limits), pipeline, facts)
+    for name, (prompt, params) in enumerate(zip(*asked(60), strict=True)):
+        engine.add_request(str(name), Prompt(token_ids=prompt), params)
+    done: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        done.update((one.request_id, one) for one in engine.step().finished)
+        manager.check()
+    assert manager.ledger().active == 0
+    return done
+
+
+def test_graphs_and_pending_tokens_together_give_the_tokens_of_neither(folder: Path) -> None:
+    plain = run_by_hand(folder, graphs=False, depth=1)
+    both = run_by_hand(folder, graphs=True, depth=2)
+    for name, one in plain.items():
+        assert one.outputs == both[name].outputs

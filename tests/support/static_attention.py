@@ -1,0 +1,70 @@
+"""Decode attention that a graph could hold: fixed shapes, everything read from tensors.
+
+It gathers whole tables and masks them, so it is slow; that it does nothing on the host is what it
+is for. Steps that are not decodes go the way of the gather backend.
+"""
+
+import torch
+
+from pyengine.attention import AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.gather import GatherBackend
+from pyengine.cache.kv_pool import KVPool
+
+
+class StaticBackend(GatherBackend):
+    """The gather backend with plans for graphs."""
+
+    name = "static"
+    supports_graphs = True
+
+    def __init__(self, pool: KVPool) -> None:
+        super().__init__(pool)
+        self.plans: list[StaticPlan] = []
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        self.plans.append(StaticPlan(self._pool, inputs))
+        return self.plans[-1]
+
+
+class StaticPlan:
+    def __init__(self, pool: KVPool, inputs: StepInputs) -> None:
+        self._pool = pool
+        self._inputs = inputs
+        self.refreshed: list[StepInputs] = []
+
+    def refresh(self, inputs: StepInputs) -> None:
+        self.refreshed.append(inputs)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "block_tables"):
+            assert getattr(inputs, name).data_ptr() == getattr(self._inputs, name).data_ptr()
+        assert (inputs.host_seq_lens == inputs.seq_lens.numpy()).all()
+        assert (inputs.host_query_start_loc == inputs.query_start_loc.numpy()).all()
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        pool, inputs = self._pool, self._inputs
+        group = pool.groups.places[layer].group
+        slots = inputs.slot_mapping[group]
+        pool.write(layer, key, value, torch.where(slots < 0, pool.trash_slot, slots))
+        tables = inputs.block_tables[group].long()
+        keys = pool.keys[layer][tables].flatten(1, 2).transpose(1, 2)
+        values = pool.values[layer][tables].flatten(1, 2).transpose(1, 2)
+        positions = torch.arange(keys.shape[2])
+        seen = positions < inputs.seq_lens[:, None]
+        if options.sliding_window is not None:
+            seen &= positions >= inputs.seq_lens[:, None] - options.sliding_window
+        heads = query.unflatten(1, (key.shape[1], -1))
+        scores = heads @ keys.transpose(2, 3) * options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+        if options.sinks is not None:
+            sinks = options.sinks.view(1, key.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]]
+        return (weights @ values).flatten(1, 2)

@@ -1,0 +1,79 @@
+"""Devices without memory for a step, or that fail: smaller steps, errors with the numbers."""
+
+import logging
+from random import Random
+
+import pytest
+import torch
+
+from pyengine.core import SamplingParams
+from pyengine.core.errors import DeviceMemoryError, EngineDeadError
+from pyengine.runner import StepLogits
+from pyengine.scheduler import StalledError
+from tests.support.engines import GREEDY, Bench, make_bench
+from tests.support.fake_runner import Fault, continued
+
+
+def small_device(fits: int, *, depth: int = 1, seats: int = 16) -> Bench:
+    """A device on which a step of more than `fits` tokens runs out of memory."""
+    bench = make_bench(256, 4, max_num_batched_tokens=64, max_num_seqs=seats, depth=depth)
+    run = bench.runner.run
+
+    def limited(sizes: tuple[int, int, int], *rest: object) -> StepLogits:
+        if sizes[0] > fits:
+            raise torch.OutOfMemoryError(f"tried to allocate {sizes[0]} MiB, {fits} MiB are free")
+        return run(sizes, *rest)
+
+    bench.runner.run = limited  # type: ignore[method-assign, assignment]
+    return bench
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("fits", [1, 3, 11, 40])
+def test_the_batch_shrinks_until_it_fits_and_no_token_differs(
+    fits: int, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    random, bench = Random(fits), small_device(fits, depth=depth)
+    prompts = [[random.randrange(9) for _ in range(random.randint(1, 50))] for _ in range(14)]
+    with caplog.at_level(logging.WARNING):
+        outputs = bench.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == continued(prompt, 8)
+    limits = bench.scheduler.limits
+    assert fits / 2 <= limits.max_num_batched_tokens <= fits
+    assert f"max_num_batched_tokens={limits.max_num_batched_tokens}" in caplog.text
+    assert f"{fits} MiB are free" in caplog.text
+    bench.assert_all_free()
+
+
+def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives() -> None:
+    bench = small_device(0)
+    bench.submit({"a": [1, 2, 3]})
+    with pytest.raises(DeviceMemoryError, match=r"a step of 1 token .* 0 MiB are free.*num_blocks"):
+        bench.run()
+    assert bench.engine.abort(["a"])[0].outputs[0].token_ids == []
+    bench.assert_all_free()
+    bench.runner.run = type(bench.runner).run.__get__(bench.runner)  # type: ignore[method-assign]
+    assert bench.generate([[1, 2, 3]])[0].outputs[0].token_ids == continued([1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_that_fails_ends_the_engine_and_loses_nothing(depth: int) -> None:
+    bench = make_bench(depth=depth)
+    bench.submit({"a": [1, 2, 3]})
+    bench.runner.fault = Fault(3, torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    with pytest.raises(EngineDeadError, match="unspecified launch failure; no request was lost"):
+        bench.run()
+    with pytest.raises(EngineDeadError, match=r"unspecified launch failure.* in a new process"):
+        bench.engine.step()
+    (output,) = bench.engine.abort(["a"])
+    assert output.outputs[0].token_ids == continued([1, 2, 3], 3)
+    bench.assert_all_free()
+
+
+def test_samples_that_no_longer_run_at_once_are_named() -> None:
+    bench = small_device(2)
+    params = SamplingParams(n=4, temperature=0, max_tokens=3, ignore_eos=True)
+    bench.submit({"a": [1, 2, 3]}, params)
+    with pytest.raises(StalledError, match=r"'a' runs 4 samples at once, .* only 1 sequences run"):
+        bench.run()

@@ -1,0 +1,64 @@
+"""The largest step is run once, over a pool of one block, and what it takes is measured."""
+
+from collections.abc import Callable
+
+import torch
+
+from pyengine.attention.gather import GatherBackend
+from pyengine.cache.kv_pool import KVPool, kv_cache_specs
+from pyengine.engine.profiling import LargestStep, activation_bytes
+from pyengine.models import LoadedModel
+from pyengine.runner import InputBuffers, ModelRunner, RunnerLimits
+from tests.unit.runner.hand_made import random_model
+
+LIMITS = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=8, max_blocks_per_seq=4)
+
+
+class CountingMeter:
+    """Counts the bytes of the largest tensor that torch makes meanwhile."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def peak(self, run: Callable[[], object]) -> int:
+        self.runs += 1
+        with torch.profiler.profile(profile_memory=True) as profile:
+            run()
+        return max(event.cpu_memory_usage for event in profile.events())
+
+
+def loaded_model() -> LoadedModel:
+    model = random_model("llama")
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        path=None,  # type: ignore[arg-type]
+        name="random",
+        eos_token_ids=frozenset(),
+        max_model_len=256,
+        vocab_size=97,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def test_the_step_is_as_large_as_a_step_may_be() -> None:
+    buffers = InputBuffers(LIMITS, torch.device("cpu"))
+    step = LargestStep(LIMITS, buffers.arrays, trash_block=9)
+    inputs = buffers.fill(step).upload()
+    assert (step.num_tokens, step.num_sequences, step.num_samples) == (50, 8, 8)
+    assert inputs.query_start_loc.diff().tolist() == inputs.seq_lens.tolist() == [7, 7, *[6] * 6]
+    assert inputs.positions[:8].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+    assert inputs.logits_indices.tolist() == [6, 13, 19, 25, 31, 37, 43, 49]
+    assert (inputs.slot_mapping == -1).all()
+    assert (inputs.block_tables == 9).all()
+
+
+def test_it_is_run_and_leaves_the_pool_as_it_was() -> None:
+    loaded, meter = loaded_model(), CountingMeter()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    runner = ModelRunner(loaded, pool, GatherBackend(pool), LIMITS)
+    taken = activation_bytes(runner, LIMITS, pool.num_blocks, 97, meter)
+    assert meter.runs == 1
+    assert taken >= 50 * 96 * 4  # the widest layer's activations, float32
+    assert not pool.keys[0][0].any(), "only the trash block may be written"
