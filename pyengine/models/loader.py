@@ -127,7 +127,7 @@ def _load(
 def _placement(device: torch.device, shards: int) -> dict[str, Any]:
     """What tells transformers where the weights go: to one device, or a part to every process."""
     if shards > 1:
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=shards)}
     return {} if device.type == "cpu" else {"device_map": {"": device}}

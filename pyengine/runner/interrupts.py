@@ -8,7 +8,7 @@ from types import FrameType
 
 
 @contextmanager
-def held_interrupts(at_second: Callable[[], None]) -> Iterator[None]:
+def held_interrupts(at_second: Callable[[], object]) -> Iterator[None]:
     """Inside, the first Ctrl-C waits for the end of the block, where it is raised as ever.
 
     A second one calls `at_second` and is raised at once. In threads other than the main one
