@@ -220,3 +220,19 @@ def test_rows_are_written_where_their_slots_say():
     assert torch.equal(pool.values[1][1, 1], values[2])
     assert int(pool.values[1].flatten(2).any(-1).sum()) == 3
     assert not pool.keys[0].any()
+
+
+def test_a_part_of_a_model_keeps_its_part_of_the_heads():
+    whole = kv_cache_specs(config(num_key_value_heads=4), torch.float32)
+    part = kv_cache_specs(config(num_key_value_heads=4), torch.float32, kv_shards=2)
+    assert [spec.num_kv_heads for spec in part] == [2, 2, 2]
+    assert 2 * bytes_per_block(part, 16) == bytes_per_block(whole, 16)
+
+
+def test_memory_that_something_else_limits(memory):
+    memory(16 * GIB)
+    limited = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 14)
+    with pytest.raises(ConfigurationError, match="0.00 GiB are available"):
+        resolve_num_blocks(limited, LAYERS, CPU)
+    roomy = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 20)
+    assert resolve_num_blocks(roomy, LAYERS, CPU).num_blocks == 10
