@@ -232,7 +232,7 @@ def test_a_part_of_a_model_keeps_its_part_of_the_heads():
 def test_memory_that_something_else_limits(memory):
     memory(16 * GIB)
     limited = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 14)
-    with pytest.raises(ConfigurationError, match="0.00 GiB are available"):
+    with pytest.raises(ConfigurationError, match=r"0\.00 GiB are available"):
         resolve_num_blocks(limited, LAYERS, CPU)
     roomy = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 20)
     assert resolve_num_blocks(roomy, LAYERS, CPU).num_blocks == 10
