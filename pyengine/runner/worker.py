@@ -86,21 +86,29 @@ def main(arguments: list[str]) -> int:
     """Run a worker to its end; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0 to act on
     connection: Connection = Connection(int(arguments[0]))
+    setup: RankSetup = connection.recv()
+    folder = setup.store.parent
+    _end_with(int(arguments[1]), folder)
     try:
-        setup: RankSetup = connection.recv()
-        _end_with(int(arguments[1]), setup.store.parent)
-        connection.send(Started())
-        try:
-            worker = _start(setup, connection)
-        except (EOFError, BrokenPipeError):
-            raise
-        except Exception:
-            connection.send(Failed(traceback.format_exc(), in_forward=False))
-            return FAILED
-        connection.send(Done())
-        return worker.serve(connection)
+        return _run(setup, connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return ENDED
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # rank 0 does that too, if it can
+
+
+def _run(setup: RankSetup, connection: Connection) -> int:
+    """Start, and serve to the end; the exit status."""
+    connection.send(Started())
+    try:
+        worker = _start(setup, connection)
+    except (EOFError, BrokenPipeError):
+        raise
+    except Exception:
+        connection.send(Failed(traceback.format_exc(), in_forward=False))
+        return FAILED
+    connection.send(Done())
+    return worker.serve(connection)
 
 
 def _start(setup: RankSetup, connection: Connection) -> Worker:

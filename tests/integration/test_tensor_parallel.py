@@ -53,19 +53,26 @@ def test_three_processes_answer_as_one_and_end_when_one_is_killed() -> None:
 
 
 def test_the_workers_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
-    random_model("llama", vocab_size=98).save_pretrained(tmp_path)
+    model, folder = tmp_path / "model", tmp_path / "temporary"
+    random_model("llama", vocab_size=98).save_pretrained(model)
+    folder.mkdir()
     driver = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, bufsize=0
+        [sys.executable, "-c", SCRIPT, str(model)],
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
     assert driver.stdout is not None
     try:
         assert driver.stdout.readline() == b"1\n"
         workers = workers_of(driver.pid)
         assert len(workers) == 1
+        assert list(folder.glob("pyengine-*"))
     finally:
         driver.kill()
         driver.communicate()
     assert wait_for_end(workers, IN_TIME) == []
+    assert not list(folder.glob("pyengine-*")), "the file through which the ranks met is left"
 
 
 def test_ctrl_c_in_a_terminal_ends_the_answer_and_the_workers() -> None:
