@@ -62,6 +62,14 @@ class FlexBackend:
             # fullgraph: an error rather than the uncompiled form, which holds every score at once
             self.attend = torch.compile(self.attend, dynamic=True, fullgraph=True)
 
+        self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
+
+    def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
+        """The score function of a softcap, the same for all layers and steps."""
+        if softcap not in self._score_mods:
+            self._score_mods[softcap] = _capping(torch.tensor(softcap, device=self.pool.device))
+        return self._score_mods[softcap]
+
     def plan(self, inputs: StepInputs) -> "FlexPlan":
         """Prepare a step; tiles are laid out per group and window, when first asked for."""
         return FlexPlan(self, inputs, None)
@@ -119,7 +127,7 @@ class FlexPlan:
             query.transpose(0, 1)[None],
             keys,
             values,
-            score_mod=_softcap(options.softcap),
+            score_mod=backend.score_mod(options.softcap),
             block_mask=self._mask(group, options.sliding_window),
             scale=options.scaling,
             enable_gqa=True,
@@ -220,13 +228,16 @@ def tile_pages(
     return [np.unique(np.concatenate(parts)) for parts in found]
 
 
-def _softcap(softcap: float | None) -> Callable[..., torch.Tensor] | None:
-    """The score function of a softcap."""
-    if softcap is None:
-        return None
-    cap = softcap
+def _capping(softcap: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The score function of a softcap: a tensor, as a number cannot be captured when compiled."""
 
-    def capped(score: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
-        return cap * torch.tanh(score / cap)
+    def capped(  # of score, batch, head, row, slot
+        score: torch.Tensor,
+        _batch: torch.Tensor,
+        _head: torch.Tensor,
+        _row: torch.Tensor,
+        _slot: torch.Tensor,
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
 
     return capped

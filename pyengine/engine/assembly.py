@@ -61,7 +61,8 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _ = self.limits
-        size = self.pool_settings(self.asked_block_size or _SOME_BLOCK_SIZE).block_size
+        asked = self.asked_block_size
+        size = self.pool_settings(_SOME_BLOCK_SIZE if asked is None else asked).block_size
         resolve_kv_cache_dtype(self.kv_cache_dtype, torch.float32)
         try:
             BlockManager(1, size, eviction=self.eviction)

@@ -93,8 +93,9 @@ class _NoStep:
 
 def _why_not(model: Any, error: Exception) -> str:
     """In words for the caller."""
-    said = " ".join(str(error).split("\n")[:2])  # torch's own words, then those of its compiler
+    cause = getattr(error, "inner_exception", error)  # what a compiler raised, torch wraps
+    said = str(cause).strip().splitlines() or ["no word"]
     where = f"compile=True: torch cannot compile {type(model).__name__} here"
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return f"{where}, and there is no C++ compiler: install g++, or leave compile out"
-    return f"{where} ({type(error).__name__}: {said}); leave compile out"
+    return f"{where} ({type(cause).__name__}: {said[0]}); leave compile out"

@@ -82,6 +82,11 @@ class Team:
         first = resolve_first_device(device, size)
         folder = resolve_source(model).folder
         check_tensor_parallel(read_config(folder), size)
+        if not dist.is_available():
+            raise ConfigurationError(
+                f"tensor_parallel_size={size}: this build of torch {torch.__version__} has no "
+                "torch.distributed; use tensor_parallel_size=1"
+            )
         if dist.is_initialized():
             raise ConfigurationError(
                 f"tensor_parallel_size={size}: this process is in a group of torch.distributed "

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,12 +114,13 @@ def join(setup: RankSetup) -> None:
 
     Gloo is there with CUDA too: the ranks agree about a step on the host.
     """
+    from torch.distributed import FileStore  # type: ignore[attr-defined] # it is public
+
     device = setup.own_device
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(device)
-    distributed: Any = dist  # it does not say what it exports
-    store = distributed.FileStore(str(setup.store), setup.size)
+    store = FileStore(str(setup.store), setup.size)
     store.set_timeout(_MEETING_TIME)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",

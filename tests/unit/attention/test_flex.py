@@ -39,6 +39,24 @@ def test_a_graph_plan_follows_its_steps(case):
     assert_graph_plan_follows(FlexBackend, SHAPE.pool(), SHAPE, options_of(case))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_it_is_traced_for_the_compiler_as_on_cuda(case):
+    """All that comes before code is generated: what functions capture, shapes that change."""
+    traced = torch.compile(
+        library.flex_attention, backend="aot_eager", dynamic=True, fullgraph=True
+    )
+
+    class Traced(FlexBackend):
+        def __init__(self, pool):
+            super().__init__(pool)
+            self.attend = traced
+
+    for lengths in ([(1, 9), (1, 4)], [(1, 9), (7, 4), (2, 20)]):
+        step = make_step(lengths, SHAPE)
+        assert_like_oracle(Traced, SHAPE.pool(), step, options_of(case))
+
+
 def test_keys_and_values_may_differ_in_size():
     shape = Shape(dim_v=5)
     step = make_step([(1, 9), (3, 4)], shape)

@@ -11,10 +11,10 @@ from pyengine.attention import (
     AttentionNeeds,
     PagedContext,
     choose_backend,
+    cpu,
     explain_backends,
     needs_of,
     register_paged_attention,
-    registry,
 )
 from pyengine.attention.registry import paged_attention
 from pyengine.core.errors import ConfigurationError
@@ -97,7 +97,7 @@ def test_auto_passes_over_what_cannot_serve_and_says_why(monkeypatch):
     with pytest.raises(ConfigurationError, match="'cpu' cannot serve: it computes in float32"):
         choose_backend("cpu", half)
     slow = SimpleNamespace(is_fast=lambda: False)
-    monkeypatch.setattr(registry, "CpuAttention", slow)
+    monkeypatch.setattr(cpu, "CpuAttention", slow)
     assert "no AVX2" in choose_backend("auto", CPU_NEEDS).reason
 
 

@@ -90,7 +90,7 @@ def test_steps_that_do_not_fit(changed, words):
     ("changed", "words"),
     [
         ({"query": floats(1, HEADS, DIM_K + 1)}, "query has 16 elements"),
-        ({"query": np.ones((1, HEADS, DIM_K))}, "query has format \"d\", not that of f32"),
+        ({"query": np.ones((1, HEADS, DIM_K))}, 'query has format "d", not that of f32'),
         ({"query": floats(1, HEADS, DIM_K).astype(">f4")}, "query has format"),
         ({"key": floats(2, KV_HEADS, DIM_K)}, "key has 12 elements"),
         ({"value": floats(1, KV_HEADS)}, "value has 2 dimensions, not 3"),

@@ -233,7 +233,7 @@ def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
         resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=GIB), specs, CPU).num_blocks
         for specs in (wide, narrow)
     ]
-    assert sizes[1] + 1 == 2 * (sizes[0] + 1)  # the trash block is paid for, too
+    assert (sizes[1] + 1) // 2 == sizes[0] + 1  # the trash block is paid for, too
     pools = [KVPool(specs, 3, 16, CPU) for specs in (wide, narrow)]
     assert 2 * pools[1].num_bytes == pools[0].num_bytes
     assert pools[1].num_bytes == sum(t.nbytes for t in (*pools[1].keys, *pools[1].values))
@@ -255,3 +255,19 @@ def test_the_dtype_of_the_cache_has_a_name():
         assert resolve_kv_cache_dtype(name, torch.float16) == torch.float8_e4m3fn
     with pytest.raises(ConfigurationError, match="kv_cache_dtype='int4' is not known"):
         resolve_kv_cache_dtype("int4", torch.float16)
+
+
+def test_a_part_of_a_model_keeps_its_part_of_the_heads():
+    whole = kv_cache_specs(config(num_key_value_heads=4), torch.float32)
+    part = kv_cache_specs(config(num_key_value_heads=4), torch.float32, kv_shards=2)
+    assert [spec.num_kv_heads for spec in part] == [2, 2, 2]
+    assert 2 * bytes_per_block(part, 16) == bytes_per_block(whole, 16)
+
+
+def test_memory_that_something_else_limits(memory):
+    memory(16 * GIB)
+    limited = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 14)
+    with pytest.raises(ConfigurationError, match=r"0\.00 GiB are available"):
+        resolve_num_blocks(limited, LAYERS, CPU)
+    roomy = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 20)
+    assert resolve_num_blocks(roomy, LAYERS, CPU).num_blocks == 10

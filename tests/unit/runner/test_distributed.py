@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -107,17 +108,19 @@ class Faults:
     """An LLM of two processes whose worker fails as it is told."""
 
     def __init__(self, folder: Path, control: Path) -> None:
-        self.llm = LLM(folder, **SETTINGS, tensor_parallel_size=2)
+        settings = {**SETTINGS, "attention_backend": "gather"}  # which is made to fail
+        self.llm = LLM(folder, **settings, tensor_parallel_size=2)
         self._control = control
+        self._rounds = count()
 
     def are(self, word: str) -> None:
         self._control.write_text(word)
 
     def run(self) -> tuple[list[list[int]], list[BaseException]]:
         """Tokens of every prompt, in spite of steps that fail; and what failed."""
-        engine, failures = self.llm._engine, []
+        engine, failures, name = self.llm._engine, [], next(self._rounds)
         for index, prompt in enumerate(prompts()):
-            engine.add_request(f"{id(failures)}-{index}", Prompt(token_ids=prompt), GREEDY)
+            engine.add_request(f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
         done = {}
         while engine.has_work:
             try:

@@ -35,14 +35,14 @@ def test_the_workers_get_what_rank_0_has(copies, extra):
     plan.prefill(short, 3)
     plan.prefill(long, 9)  # whole blocks of it: eight tokens
     sent = PlanWithCopies(plan, copies)
-    filled = ours.fill(sent)
+    filled = ours.fill(sent).upload()
     message = pack_step(sent, ours.arrays, extra, block_size=4)
 
     received = ReceivedPlan(message.tobytes(), theirs.arrays)
     assert (received.num_tokens, received.num_sequences, received.num_samples) == (11, 2, 1)
     assert received.copies() == copies
     assert received.extra_rows.tolist() == ([] if extra is None else extra.tolist())
-    got = theirs.fill(received)
+    got = theirs.fill(received).upload()
     for name in ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens"):
         assert getattr(got, name).tolist() == getattr(filled, name).tolist(), name
     assert got.logits_indices.tolist() == filled.logits_indices.tolist()
