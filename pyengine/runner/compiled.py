@@ -47,28 +47,32 @@ class CompiledForward:
             forward, fullgraph=True, backend=backend
         )
         try:
+            device = next(model.parameters()).device
             for num_tokens in (TYPICAL_TOKENS, 1):
-                self._warm_up(num_tokens, num_layers)
+                self._warm_up(num_tokens, num_layers, device)
         except ConfigurationError:
             raise
         except Exception as error:  # the compiler's errors have many types
             raise ConfigurationError(_why_not(model, error)) from error
 
+    @torch.inference_mode()
     def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
         """Logits `[T, vocab]`."""
+        # Copies: torch would compile once more for views, or for what was made outside inference.
+        ids, positions = inputs.input_ids.clone(), inputs.positions.clone()
         with running(self._number, context):
-            return self._compiled(inputs.input_ids, inputs.positions)
+            return self._compiled(ids, positions)
 
     @torch.inference_mode()
-    def _warm_up(self, num_tokens: int, num_layers: int) -> None:
+    def _warm_up(self, num_tokens: int, num_layers: int, device: torch.device) -> None:
         """Compile for so many tokens, and for more of them, without a step."""
-        with torch.inference_mode(False):  # as those of steps: graphs tell them apart
-            ids, positions = (torch.zeros(num_tokens, dtype=torch.int64) for _ in range(2))
+        ids, positions = (
+            torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
+        )
         if num_tokens > 1:
             for tensor in (ids, positions):
                 torch._dynamo.mark_dynamic(tensor, 0, min=2)
-        context = PagedContext(_NoStep(), [None] * num_layers)
-        with running(self._number, context):
+        with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
             self._compiled(ids, positions)
 
 
