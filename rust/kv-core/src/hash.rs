@@ -14,6 +14,8 @@ use xxhash_rust::xxh3::{xxh3_128, xxh3_128_with_seed};
 
 /// Tokens that a block may have for its bytes to be hashed from the stack.
 const STACK_TOKENS: usize = 64;
+/// The usual block size: of so many tokens the compiler knows how long their bytes are.
+const USUAL_TOKENS: usize = 16;
 
 /// Chained 128-bit content hashes under one seed.
 #[derive(Clone, Debug)]
@@ -50,6 +52,15 @@ impl ContentHasher {
     /// The hash of a block of `tokens` that follows the content hashed `parent`.
     #[inline]
     pub fn child(&self, parent: u128, tokens: &[u32]) -> u128 {
+        if tokens.len() == USUAL_TOKENS {
+            let mut bytes = [0; 16 + 4 * USUAL_TOKENS];
+            Self::lay_out(parent, tokens, &mut bytes);
+            return xxh3_128(&bytes) & self.mask;
+        }
+        self.child_of_any_size(parent, tokens)
+    }
+
+    fn child_of_any_size(&self, parent: u128, tokens: &[u32]) -> u128 {
         let mut stack = [0_u8; 16 + 4 * STACK_TOKENS];
         let hash = if tokens.len() <= STACK_TOKENS {
             let bytes = &mut stack[..16 + 4 * tokens.len()];
