@@ -212,6 +212,8 @@ impl ContentTree {
         let node = self.new_slot(hash, parent);
         let start = node.at() * self.block_size;
         self.tokens[start..start + self.block_size].copy_from_slice(tokens);
+        let nodes = &self.nodes;
+        self.index.make_room(|node| nodes[node.at()].hash);
         self.index.insert(hash, node);
         let parent = &mut self.nodes[parent.at()];
         parent.holds += 1;
