@@ -12,10 +12,10 @@ use std::hash::{BuildHasher, Hasher as _, RandomState};
 
 use xxhash_rust::xxh3::{xxh3_128, xxh3_128_with_seed};
 
+use crate::usual;
+
 /// Tokens that a block may have for its bytes to be hashed from the stack.
 const STACK_TOKENS: usize = 64;
-/// The usual block size: of so many tokens the compiler knows how long their bytes are.
-const USUAL_TOKENS: usize = 16;
 
 /// Chained 128-bit content hashes under one seed.
 #[derive(Clone, Debug)]
@@ -50,10 +50,10 @@ impl ContentHasher {
     }
 
     /// The hash of a block of `tokens` that follows the content hashed `parent`.
-    #[inline]
+    #[inline(always)] // every new content comes here
     pub fn child(&self, parent: u128, tokens: &[u32]) -> u128 {
-        if tokens.len() == USUAL_TOKENS {
-            let mut bytes = [0; 16 + 4 * USUAL_TOKENS];
+        if tokens.len() == usual::TOKENS {
+            let mut bytes = [0; 16 + 4 * usual::TOKENS]; // their number is known, so no loop is needed
             Self::lay_out(parent, tokens, &mut bytes);
             return xxh3_128(&bytes) & self.mask;
         }
