@@ -1,4 +1,4 @@
-//! The one unsafe corner: a Python buffer's memory as a slice of cells.
+//! One unsafe corner: a Python buffer's memory as a slice of cells.
 
 use std::cell::Cell;
 

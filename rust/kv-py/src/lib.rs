@@ -6,6 +6,7 @@ mod buffers;
 mod cells;
 mod errors;
 mod events;
+mod ints;
 mod lease;
 mod locked;
 mod manager;
