@@ -216,7 +216,7 @@ fn check_query(
         same_length("sinks", query.heads, sinks.len())?;
     }
     match options.softcap {
-        Some(cap) if !(cap > 0.0) => Err(Error::Softcap(cap)),
+        Some(cap) if cap.is_nan() || cap <= 0.0 => Err(Error::Softcap(cap)),
         _ => Ok(()),
     }
 }

@@ -31,6 +31,7 @@
 //! # Ok::<(), cpu_attention::Error>(())
 //! ```
 #![deny(unsafe_code)]
+#![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
 
 mod attention;
 mod error;

@@ -20,6 +20,7 @@ use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
 use crate::index::HashIndex;
 use crate::retention::Priority;
+use crate::usual;
 
 #[derive(Clone)]
 struct Node {
@@ -136,6 +137,7 @@ impl ContentTree {
     }
 
     /// Gives one hold back; nodes that nothing holds any more die, up to the root.
+    #[inline]
     pub(crate) fn unhold(&mut self, node: NodeIdx) {
         let mut node = node;
         loop {
@@ -144,16 +146,13 @@ impl ContentTree {
             if slot.holds > 0 {
                 return;
             }
-            let parent = slot.parent;
-            if parent == NodeIdx::NONE {
-                self.roots.retain(|_, root| *root != node);
-            } else {
-                self.index.remove(self.nodes[node.at()].hash, node);
-            }
+            let (parent, hash) = (slot.parent, slot.hash);
             self.free_slots.push(node);
             if parent == NodeIdx::NONE {
+                self.roots.retain(|_, root| *root != node);
                 return;
             }
+            self.index.remove(hash, node);
             node = parent;
         }
     }
@@ -164,9 +163,9 @@ impl ContentTree {
     /// under this parent where an earlier step has computed it already.
     #[inline]
     pub(crate) fn step(&mut self, parent: NodeIdx, tokens: &[u32], known: Option<u128>) -> Step {
-        let guess = self.nodes[parent.at()].latest_child;
-        if guess != NodeIdx::NONE && self.is_child(guess, parent, tokens) {
-            return Step::Found(guess);
+        let guess = self.latest_child(parent);
+        if let Some(child) = guess.filter(|&child| self.is_child(child, parent, tokens)) {
+            return Step::Found(child);
         }
         let hash = known.unwrap_or_else(|| {
             self.hashed += 1;
@@ -206,12 +205,35 @@ impl ContentTree {
         black_box(nodes.map(touch).fold(0, |all, one| all ^ one));
     }
 
-    /// A new content under `parent`. It must be given a block at once.
+    /// The child that was made or matched last, perhaps in another life of its slot; none if no content
+    /// has ever followed this one.
     #[inline]
+    pub(crate) fn latest_child(&self, node: NodeIdx) -> Option<NodeIdx> {
+        self.nodes[node.at()].latest_child.some()
+    }
+
+    /// A new content under a `parent` that has no children, as `insert`; none if another content has its
+    /// hash.
+    #[inline]
+    pub(crate) fn append(
+        &mut self,
+        parent: NodeIdx,
+        tokens: &[u32],
+        hash: u128,
+    ) -> Option<NodeIdx> {
+        self.find(hash)
+            .is_none()
+            .then(|| self.insert(parent, tokens, hash))
+    }
+
+    /// A new content under `parent`. It must be given a block at once.
+    #[inline(always)] // every new content comes here
     pub(crate) fn insert(&mut self, parent: NodeIdx, tokens: &[u32], hash: u128) -> NodeIdx {
         let node = self.new_slot(hash, parent);
         let start = node.at() * self.block_size;
-        self.tokens[start..start + self.block_size].copy_from_slice(tokens);
+        usual::copy(tokens, &mut self.tokens[start..start + self.block_size]);
+        let nodes = &self.nodes;
+        self.index.make_room(|node| nodes[node.at()].hash);
         self.index.insert(hash, node);
         let parent = &mut self.nodes[parent.at()];
         parent.holds += 1;
@@ -247,6 +269,7 @@ impl ContentTree {
     }
 
     /// The content loses a group's block. It lives on if it has others, or descendants.
+    #[inline]
     pub(crate) fn clear_block(&mut self, node: NodeIdx, group: usize) {
         *self.place(node, group) = BlockId::NONE;
         self.unhold(node);
@@ -291,10 +314,12 @@ impl ContentTree {
         self.nodes[node.at()].parent.some()
     }
 
+    #[inline]
     pub(crate) fn tokens(&self, node: NodeIdx) -> &[u32] {
         &self.tokens[node.at() * self.block_size..][..self.block_size]
     }
 
+    #[inline]
     pub(crate) fn hash(&self, node: NodeIdx) -> u128 {
         self.nodes[node.at()].hash
     }
@@ -329,10 +354,10 @@ impl ContentTree {
         self.nodes.len() - self.free_slots.len()
     }
 
-    #[inline]
-    fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
+    #[inline(always)] // every row of a prompt that is cached comes here
+    pub(crate) fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
         let slot = &self.nodes[node.at()];
-        slot.holds > 0 && slot.parent == parent && self.tokens(node) == tokens
+        slot.holds > 0 && slot.parent == parent && usual::are_equal(self.tokens(node), tokens)
     }
 
     #[inline]
@@ -341,6 +366,7 @@ impl ContentTree {
             .find(hash, |node| self.nodes[node.at()].hash == hash)
     }
 
+    #[inline(always)] // as `insert`
     fn new_slot(&mut self, hash: u128, parent: NodeIdx) -> NodeIdx {
         self.next_id += 1;
         let node = Node {

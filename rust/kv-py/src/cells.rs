@@ -1,4 +1,4 @@
-//! The one unsafe corner: a Python buffer's memory as a slice.
+//! One unsafe corner: a Python buffer's memory as a slice.
 
 use std::cell::Cell;
 

@@ -8,6 +8,7 @@ mod buffers;
 mod cells;
 mod errors;
 mod events;
+mod ints;
 mod lease;
 mod locked;
 mod manager;

@@ -18,7 +18,7 @@ const KEYS: &[Case] = &[
         let mut key = s.manager.open[NEWER].key;
         key.serial = 13;
         s.manager.plans = 13;
-        s.manager.open.push_back(Plan {
+        s.manager.open.push(Plan {
             key,
             entries: Vec::new(),
             budget_left: 0,
