@@ -65,7 +65,8 @@ impl World {
             width: self.width,
         };
         let shape = &self.shape;
-        let step = Step::new(&sequences, shape.num_blocks, shape.block_size, most_rows).unwrap();
+        let step =
+            Step::new(&sequences, shape.num_blocks, shape.block_size, most_rows).expect("it fits");
         let mut out = vec![f32::NAN; step.num_rows() * self.heads * shape.dim_v];
         let query = Query {
             rows: &self.query,
@@ -81,7 +82,7 @@ impl World {
                 &self.options(),
                 &mut out,
             )
-            .unwrap();
+            .expect("it fits");
         out
     }
 
@@ -169,7 +170,11 @@ fn world(
         .map(|&(new, before)| (new, new + before))
         .collect();
     let blocks = |len: usize| len.div_ceil(shape.block_size);
-    let width = sequences.iter().map(|&(_, len)| blocks(len)).max().unwrap();
+    let width = sequences
+        .iter()
+        .map(|&(_, len)| blocks(len))
+        .max()
+        .expect("it fits");
     shape.num_blocks = sequences.iter().map(|&(_, len)| blocks(len)).sum::<usize>() + 3;
     let mut ids: Vec<i32> = (0..shape.num_blocks as i32).collect();
     for at in (1..ids.len()).rev() {
@@ -180,7 +185,7 @@ fn world(
         let mut row = ids.split_off(ids.len() - blocks(len));
         row.resize(width, -7); // past its end nothing is looked at
         tables.extend(row);
-        starts.push(starts.last().unwrap() + new as i32);
+        starts.push(starts.last().expect("it fits") + new as i32);
     }
     let rows = starts[sequences.len()] as usize;
     let heads = shape.kv_heads * group;
@@ -206,7 +211,7 @@ fn world(
         let keys = numbers.floats(len * shape.kv_heads * shape.dim_k);
         let values = numbers.floats(len * shape.kv_heads * shape.dim_v);
         let cache = (&mut world.keys[..], &mut world.values[..]);
-        write(&shape, &slots, (&keys, &values), cache).unwrap();
+        write(&shape, &slots, (&keys, &values), cache).expect("it fits");
     }
     world
 }
@@ -220,7 +225,7 @@ proptest! {
 
     #[test]
     fn every_row_sees_what_it_should_and_nothing_else(world in worlds()) {
-        let out = world.attend(&Attention::new(1).unwrap(), usize::MAX);
+        let out = world.attend(&Attention::new(1).expect("it fits"), usize::MAX);
         let oracle = world.oracle();
         prop_assert_eq!(out.len(), oracle.len());
         for (found, exact) in out.iter().zip(oracle) {
@@ -230,16 +235,16 @@ proptest! {
 
     #[test]
     fn builds_and_threads_give_the_same_bits(world in worlds()) {
-        let one = bits(&world.attend(&Attention::new(1).unwrap(), usize::MAX));
+        let one = bits(&world.attend(&Attention::new(1).expect("it fits"), usize::MAX));
         for (threads, isa) in [(3, Isa::detect()), (1, Isa::Portable)] {
-            let attention = Attention::with_isa(threads, isa).unwrap();
+            let attention = Attention::with_isa(threads, isa).expect("it fits");
             prop_assert_eq!(&one, &bits(&world.attend(&attention, usize::MAX)));
         }
     }
 
     #[test]
     fn a_row_depends_on_itself_alone(world in worlds()) {
-        let attention = Attention::new(1).unwrap();
+        let attention = Attention::new(1).expect("it fits");
         let together = world.attend(&attention, usize::MAX);
         let (per_query, per_row) = (world.heads * world.shape.dim_k, world.heads * world.shape.dim_v);
         for (sequence, &(new, len)) in world.sequences.iter().enumerate() {
@@ -264,7 +269,7 @@ proptest! {
 
     #[test]
     fn longer_prefills_are_left_to_others(world in worlds(), most_rows in 0..12usize) {
-        let attention = Attention::new(2).unwrap();
+        let attention = Attention::new(2).expect("it fits");
         let (all, some) = (world.attend(&attention, usize::MAX), world.attend(&attention, most_rows));
         let per_row = world.heads * world.shape.dim_v;
         for (sequence, &(new, _)) in world.sequences.iter().enumerate() {
@@ -289,15 +294,15 @@ fn threads_share_a_large_step() {
     };
     let tokens: Vec<_> = (0..9).map(|number| (1, 300 + 97 * number)).collect();
     let world = world(shape, 4, &tokens, (0.125, None, None, true), 5);
-    let one = bits(&world.attend(&Attention::new(1).unwrap(), 1));
+    let one = bits(&world.attend(&Attention::new(1).expect("it fits"), 1));
     for threads in [2, 3, 8] {
-        let attention = Attention::new(threads).unwrap();
+        let attention = Attention::new(threads).expect("it fits");
         for _ in 0..20 {
             assert_eq!(one, bits(&world.attend(&attention, 1)));
         }
     }
     for (found, exact) in world
-        .attend(&Attention::new(2).unwrap(), 1)
+        .attend(&Attention::new(2).expect("it fits"), 1)
         .iter()
         .zip(world.oracle())
     {
@@ -318,7 +323,7 @@ fn scores_that_leave_no_room_for_others() {
         dim_v: 8,
     };
     let world = world(shape, 1, &[(1, 600), (3, 2)], (90.0, None, None, true), 1);
-    let out = world.attend(&Attention::new(1).unwrap(), 4);
+    let out = world.attend(&Attention::new(1).expect("it fits"), 4);
     for (found, exact) in out.iter().zip(world.oracle()) {
         assert!(
             exact.is_nan() || (f64::from(*found) - exact).abs() < 1e-3,

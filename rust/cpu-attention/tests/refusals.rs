@@ -33,7 +33,9 @@ fn step(starts: &[i32], lens: &[i32], tables: &[i32], width: usize) -> Result<St
 #[test]
 fn steps() {
     let said = |starts: &[i32], lens: &[i32], tables: &[i32], width: usize| {
-        step(starts, lens, tables, width).unwrap_err().to_string()
+        step(starts, lens, tables, width)
+            .expect_err("it is refused")
+            .to_string()
     };
     assert!(said(&[0, 1, 2], &[1], &[0], 1).contains("query_start_loc has 3 elements"));
     assert!(said(&[0, 1], &[1], &[0, 1, 2], 2).contains("block_tables has 3 elements"));
@@ -56,7 +58,7 @@ fn steps() {
         Err(Error::Length { .. })
     ));
     assert_eq!(
-        Step::new(&sequences, 3, 0, 1).unwrap_err(),
+        Step::new(&sequences, 3, 0, 1).expect_err("it is refused"),
         Error::Zero("block_size")
     );
     let sequences = Sequences {
@@ -64,10 +66,13 @@ fn steps() {
         lens: &[1, 1],
         ..sequences
     };
-    assert_eq!(Step::new(&sequences, 3, 2, 1).unwrap_err(), Error::TooLarge);
+    assert_eq!(
+        Step::new(&sequences, 3, 2, 1).expect_err("it is refused"),
+        Error::TooLarge
+    );
     assert_eq!(
         step(&[0, 1, 1], &[2, 6], &[2, 9, 9, 0, 1, 2], 3)
-            .unwrap()
+            .expect("it fits")
             .num_rows(),
         1
     );
@@ -100,10 +105,10 @@ fn attend(
 #[test]
 fn attending() {
     let fits = [36, 12, 12, 4];
-    assert_eq!(attend(SHAPE, fits, 4, &PLAIN).unwrap(), [1.0; 4]);
+    assert_eq!(attend(SHAPE, fits, 4, &PLAIN).expect("it fits"), [1.0; 4]);
     let said = |lengths, heads, options: &Options<'_>| {
         attend(SHAPE, lengths, heads, options)
-            .unwrap_err()
+            .expect_err("it is refused")
             .to_string()
     };
     assert!(said([35, 12, 12, 4], 4, &PLAIN).contains("the cache's keys has 35 elements"));
@@ -161,7 +166,7 @@ fn attending() {
     };
     assert_eq!(attend(huge, fits, 4, &PLAIN), Err(Error::TooLarge));
     assert_eq!(
-        Attention::new(0).unwrap_err(),
+        Attention::new(0).expect_err("it is refused"),
         Error::Zero("the number of threads")
     );
 }
@@ -198,7 +203,10 @@ fn writing() {
         ));
         assert!(cache_k.iter().chain(&cache_v).all(|&float| float == 0.0));
     }
-    let said = written(&[7], 6, 2).0.unwrap_err().to_string();
+    let said = written(&[7], 6, 2)
+        .0
+        .expect_err("it is refused")
+        .to_string();
     assert_eq!(
         said,
         "slot 7 of row 0 is neither -1 nor one of the 6 of the cache"
