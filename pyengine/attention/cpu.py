@@ -30,7 +30,7 @@ def cpu_obstacle(needs: AttentionNeeds) -> str | None:
     return cache_dtype_obstacle(needs)
 
 
-MOST_ROWS = 1
+MOST_ROWS = 8
 """New tokens of a sequence up to which the kernel attends; beyond, SDPA is faster."""
 
 

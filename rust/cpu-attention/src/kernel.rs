@@ -1,7 +1,11 @@
 //! The arithmetic: the rows of a run over a part of their keys, and how parts come together.
 
+use std::ops::Range;
+
 use crate::attention::Job;
-use crate::lanes::{LANES, Lanes, dot8, exp, larger};
+#[cfg(target_arch = "x86_64")]
+use crate::lanes::Avx2;
+use crate::lanes::{LANES, Lanes, Plain, Shuffles, dot8, exp, larger, largest, sum_all};
 use crate::step::Run;
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
@@ -51,207 +55,178 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
 ///
 /// `state` is `[rows, query heads, state_len]`. The keys are the positions from `part` times
 /// `part_keys` on.
-pub(crate) fn attend(
-    isa: Isa,
-    job: &Job<'_>,
-    run: &Run,
-    part: std::ops::Range<usize>,
-    state: &mut [f32],
-) {
+pub(crate) fn attend(isa: Isa, job: &Job<'_>, run: &Run, part: Range<usize>, state: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Avx2 && Isa::detect() == Isa::Avx2 {
         #[target_feature(enable = "avx2,fma")]
-        fn avx2(job: &Job<'_>, run: &Run, part: std::ops::Range<usize>, state: &mut [f32]) {
-            attend_lanes(job, run, part, state);
+        fn avx2(job: &Job<'_>, run: &Run, part: Range<usize>, state: &mut [f32]) {
+            attend_lanes::<Avx2>(job, run, part, state);
         }
         // SAFETY: the machine has AVX2 and FMA, as was looked up.
         #[allow(unsafe_code)]
         return unsafe { avx2(job, run, part, state) };
     }
     let _ = isa;
-    attend_lanes(job, run, part, state);
+    attend_lanes::<Plain>(job, run, part, state);
 }
 
-/// The keys of a tile that a query sees, and where the keys stand in the cache.
-struct Tile {
-    slots: [usize; TILE],
+/// The keys and values of one head that a tile holds. Beside those that are seen, some are repeated.
+struct Tile<'a> {
     start: usize,
+    keys: [&'a [f32]; TILE],
+    values: [&'a [f32]; TILE],
 }
 
 #[inline(always)]
-fn attend_lanes(job: &Job<'_>, run: &Run, part: std::ops::Range<usize>, state: &mut [f32]) {
-    let (shape, group) = (job.shape, job.group);
-    for one in state.chunks_exact_mut(state_len(shape.dim_v)) {
+fn attend_lanes<S: Shuffles>(job: &Job<'_>, run: &Run, part: Range<usize>, state: &mut [f32]) {
+    let (shape, group, size) = (job.shape, job.group, state_len(job.shape.dim_v));
+    for one in state.chunks_exact_mut(size) {
         one.fill(0.0);
         one[0] = f32::NEG_INFINITY;
     }
     let (low, high) = (job.low(run.position), run.position + run.count);
-    let table = &job.step.blocks[run.blocks.clone()];
     for start in part.clone().step_by(TILE) {
-        let (first, end) = (start.max(low), (start + TILE).min(part.end).min(high));
-        if first >= end {
+        let seen = start.max(low)..(start + TILE).min(part.end).min(high);
+        if seen.is_empty() {
             continue;
         }
-        let mut tile = Tile {
-            slots: [0; TILE],
-            start,
-        };
-        for (at, slot) in tile.slots.iter_mut().enumerate() {
-            let position = (start + at).clamp(first, end - 1); // beside the tile: not looked at
-            let block = table[position / shape.block_size] as usize;
-            *slot = block * shape.block_size + position % shape.block_size;
-        }
+        let slots = slots(job, run, start, &seen);
         for kv_head in 0..shape.kv_heads {
+            let rows = slots.map(|slot| slot * shape.kv_heads + kv_head);
+            let tile = Tile {
+                start,
+                keys: rows.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]),
+                values: rows.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]),
+            };
             for row in 0..run.count {
                 let position = run.position + row;
-                let sees = first.max(job.low(position))..end.min(position + 1);
+                let sees = seen.start.max(job.low(position))..seen.end.min(position + 1);
                 if sees.is_empty() {
                     continue;
                 }
                 for head in kv_head * group..(kv_head + 1) * group {
                     let at = (run.first_row + row) * job.heads + head;
                     let query = &job.query[at * shape.dim_k..][..shape.dim_k];
-                    let size = state_len(shape.dim_v);
                     let state = &mut state[(row * job.heads + head) * size..][..size];
-                    attend_tile(job, &tile, kv_head, sees.clone(), query, state);
+                    attend_tile::<S>(job, &tile, sees.clone(), query, state);
                 }
             }
         }
     }
 }
 
-/// One query over one tile.
+/// Where the keys of the tile at `start` stand in the cache; beside `seen`, its first or last one.
 #[inline(always)]
-fn attend_tile(
+fn slots(job: &Job<'_>, run: &Run, start: usize, seen: &Range<usize>) -> [usize; TILE] {
+    let (table, size) = (&job.step.blocks[run.blocks.clone()], job.shape.block_size);
+    let mut slots = [0; TILE];
+    for (at, slot) in slots.iter_mut().enumerate() {
+        let position = (start + at).clamp(seen.start, seen.end - 1);
+        *slot = table[position / size] as usize * size + position % size;
+    }
+    slots
+}
+
+/// One query over one tile, of which it sees the positions `sees`.
+#[inline(always)]
+fn attend_tile<S: Shuffles>(
     job: &Job<'_>,
-    tile: &Tile,
-    kv_head: usize,
-    sees: std::ops::Range<usize>,
+    tile: &Tile<'_>,
+    sees: Range<usize>,
     query: &[f32],
     state: &mut [f32],
 ) {
-    let shape = job.shape;
-    let (begin, end) = (sees.start - tile.start, sees.end - tile.start);
-    let mut weights = [Lanes::splat(f32::NEG_INFINITY); TILE / LANES];
-    let mut largest = f32::NEG_INFINITY;
-    for at in begin / LANES..end.div_ceil(LANES) {
-        let slots = &tile.slots[at * LANES..][..LANES];
-        let mut keys = [query; LANES];
-        for (key, slot) in keys.iter_mut().zip(slots) {
-            let start = (slot * shape.kv_heads + kv_head) * shape.dim_k;
-            *key = &job.keys[start..][..shape.dim_k];
-        }
-        let mut scores = dot8(query, keys).scale(job.scaling);
-        if let Some(cap) = job.softcap {
-            for score in &mut scores.0 {
-                *score = cap * (*score / cap).tanh();
-            }
-        }
-        for (lane, score) in scores.0.iter_mut().enumerate() {
-            let key = at * LANES + lane;
-            *score = if key >= begin && key < end {
-                *score
-            } else {
-                f32::NEG_INFINITY
-            };
-        }
-        weights[at] = scores;
-        largest = larger(scores.max(), largest);
-    }
+    let sees = sees.start - tile.start..sees.end - tile.start;
+    let mut weights = scores::<S>(job, tile, &sees, query);
     let (header, sum) = state.split_at_mut(HEADER);
     let before = header[0];
-    let now = larger(before, largest);
+    let now = larger(before, largest(&weights));
     let faded = if now == before {
         1.0
     } else {
         exp(before - now)
     };
-    let mut total = Lanes::splat(0.0);
-    for (at, scores) in weights.iter_mut().enumerate() {
-        if at < begin / LANES || at >= end.div_ceil(LANES) {
-            continue;
-        }
-        let mut from_largest = *scores;
-        for score in &mut from_largest.0 {
-            *score -= now;
-        }
-        let mut powers = from_largest.exp();
-        for (power, score) in powers.0.iter_mut().zip(scores.0) {
-            *power = if score == f32::NEG_INFINITY {
-                0.0
-            } else {
-                *power
-            };
-        }
-        total = total.add(powers);
-        *scores = powers;
+    for weight in &mut weights {
+        let power = exp(*weight - now);
+        *weight = if *weight == f32::NEG_INFINITY {
+            0.0
+        } else {
+            power
+        };
     }
     header[0] = now;
-    header[1] = header[1].mul_add(faded, total.sum());
-    let first_value = kv_head * shape.dim_v;
-    let row_len = shape.kv_heads * shape.dim_v;
-    let weight = |key: usize| weights[key / LANES].0[key % LANES];
-    let mut done = 0;
-    while shape.dim_v - done >= 8 * LANES {
-        weigh::<8>(
-            job.values,
-            &tile.slots[begin..end],
-            first_value + done,
-            row_len,
-            |at| weight(begin + at),
-            faded,
-            &mut sum[done..],
-        );
-        done += 8 * LANES;
+    header[1] = header[1].mul_add(faded, sum_all(&weights));
+    let (weights, values) = (&weights[sees.clone()], &tile.values[sees]);
+    let (wide, rest) = sum.split_at_mut(sum.len() / WIDE * WIDE);
+    for (at, sum) in wide.chunks_exact_mut(WIDE).enumerate() {
+        weigh::<8>(weights, values, at * WIDE, faded, sum);
     }
-    while shape.dim_v - done >= LANES {
-        weigh::<1>(
-            job.values,
-            &tile.slots[begin..end],
-            first_value + done,
-            row_len,
-            |at| weight(begin + at),
-            faded,
-            &mut sum[done..],
-        );
-        done += LANES;
+    let first = wide.len();
+    let (narrow, rest) = rest.split_at_mut(rest.len() / LANES * LANES);
+    for (at, sum) in narrow.chunks_exact_mut(LANES).enumerate() {
+        weigh::<1>(weights, values, first + at * LANES, faded, sum);
     }
-    for element in done..shape.dim_v {
-        let mut found = sum[element] * faded;
-        for (at, slot) in tile.slots[begin..end].iter().enumerate() {
-            found = weight(begin + at)
-                .mul_add(job.values[slot * row_len + first_value + element], found);
+    let first = first + narrow.len();
+    for (at, sum) in rest.iter_mut().enumerate() {
+        *sum *= faded;
+        for (&weight, value) in weights.iter().zip(values) {
+            *sum = weight.mul_add(value[first + at], *sum);
         }
-        sum[element] = found;
     }
 }
 
-/// Adds weighted values to `sum`, `N` times eight elements of each.
+/// The scores of a query in a tile; negative infinity for what it does not see.
+#[inline(always)]
+fn scores<S: Shuffles>(
+    job: &Job<'_>,
+    tile: &Tile<'_>,
+    sees: &Range<usize>,
+    query: &[f32],
+) -> [f32; TILE] {
+    let mut scores = [f32::NEG_INFINITY; TILE];
+    let (eights, _) = scores.as_chunks_mut::<LANES>();
+    let (keys, _) = tile.keys.as_chunks::<LANES>();
+    for at in sees.start / LANES..sees.end.div_ceil(LANES) {
+        eights[at] = dot8::<S>(query, &keys[at]).scale(job.scaling).0;
+    }
+    if let Some(cap) = job.softcap {
+        for score in &mut scores[sees.clone()] {
+            *score = cap * (*score / cap).tanh();
+        }
+    }
+    for (at, score) in scores.iter_mut().enumerate() {
+        let is_seen = at >= sees.start && at < sees.end;
+        *score = if is_seen { *score } else { f32::NEG_INFINITY };
+    }
+    scores
+}
+
+/// Elements of a value that are added up at a time: as many as registers hold.
+const WIDE: usize = 8 * LANES;
+
+/// Adds weighted values, from element `first` on, to `sum`, which is `N` times eight elements.
 #[inline(always)]
 fn weigh<const N: usize>(
-    values: &[f32],
-    slots: &[usize],
+    weights: &[f32],
+    values: &[&[f32]],
     first: usize,
-    row_len: usize,
-    weight: impl Fn(usize) -> f32,
     faded: f32,
     sum: &mut [f32],
 ) {
     let (sum, _) = sum.as_chunks_mut::<LANES>();
-    let sum = &mut sum[..N];
     let mut lanes = [Lanes::splat(0.0); N];
-    for at in 0..N {
-        lanes[at] = Lanes(sum[at]).scale(faded);
+    for (lanes, sum) in lanes.iter_mut().zip(&*sum) {
+        *lanes = Lanes(*sum).scale(faded);
     }
-    for (key, slot) in slots.iter().enumerate() {
-        let (value, _) = values[slot * row_len + first..][..N * LANES].as_chunks::<LANES>();
-        let weight = Lanes::splat(weight(key));
+    for (&weight, value) in weights.iter().zip(values) {
+        let (value, _) = value[first..][..N * LANES].as_chunks::<LANES>();
+        let weight = Lanes::splat(weight);
         for at in 0..N {
             lanes[at] = weight.mul_add(&value[at], lanes[at]);
         }
     }
-    for at in 0..N {
-        sum[at] = lanes[at].0;
+    for (sum, lanes) in sum.iter_mut().zip(lanes) {
+        *sum = lanes.0;
     }
 }
 
