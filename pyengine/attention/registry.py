@@ -71,7 +71,7 @@ _CANDIDATES = {  # the preferred first
         "its paged kernels serve this model",
         uncertain=True,
     ),
-    "flash_attn": _Candidate(
+    "flash-attn": _Candidate(
         FlashAttnBackend,
         flash_attn_obstacle,
         "its paged kernels serve this model",
@@ -161,13 +161,13 @@ def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
 
 
 def explain_backends(choice: Choice, needs: AttentionNeeds) -> dict[str, str]:
-    """For every backend, in order of preference: chosen and why, or why not."""
+    """For every backend, in order of preference: whether it was chosen, could serve, or why not."""
     verdicts = {}
     for name, candidate in _CANDIDATES.items():
         obstacle = candidate.obstacle(needs)
         verdicts[name] = f"cannot serve: {obstacle}" if obstacle else "could serve"
         if name == choice.backend:
-            verdicts[name] = f"chosen: {choice.reason}"
+            verdicts[name] = "chosen"
     return verdicts
 
 
