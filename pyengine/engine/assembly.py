@@ -23,6 +23,7 @@ from pyengine.engine.engine import Engine, ModelFacts
 from pyengine.engine.pipeline import Pipeline
 from pyengine.engine.profiling import CudaMeter, activation_bytes
 from pyengine.models import LoadedModel, load_model
+from pyengine.models.packed import can_pack, pack_linears
 from pyengine.runner import ModelRunner, Runner, RunnerLimits, RunnerSetup, Team, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
@@ -234,6 +235,8 @@ def _runner(
     backend = choice.build(pool)
     graphs = loaded.device.type == "cuda" and backend.supports_graphs
     recorder = CudaRecorder() if graphs and not settings.enforce_eager else None
+    if can_pack(loaded.device, loaded.dtype):
+        pack_linears(loaded.model)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     if settings.compile:
         runner.compile()

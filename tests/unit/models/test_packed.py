@@ -1,0 +1,92 @@
+"""Packed linear layers give what the plain ones give, in a model, outside of it and compiled."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pyengine.models import packed
+from pyengine.models.packed import PackedLinear, can_pack, pack_linears
+from tests.unit.runner.hand_made import random_model
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
+CPU = torch.device("cpu")
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 24), (5, 24), (1, 40, 24), (2, 3, 24), (300, 24)])
+def test_it_multiplies_as_the_layer_it_replaces(shape, bias):
+    torch.manual_seed(0)
+    plain, rows = nn.Linear(24, 17, bias=bias), torch.randn(shape)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            found = PackedLinear(plain)(rows)
+            torch.testing.assert_close(found, plain(rows), atol=1e-5, rtol=1e-5)
+            assert found.shape == (*shape[:-1], 17)
+
+
+@needs_onednn
+def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back():
+    model: Any = random_model("llama")
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+        embedding = model.get_input_embeddings().weight.clone()
+        assert pack_linears(model) == 3 * 7 + 1
+        gc.collect()
+        assert kept() is None
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert model.lm_head.weight.shape == embedding.shape
+    assert pack_linears(model) == 0
+
+
+@needs_onednn
+def test_a_graph_holds_the_layer_by_its_number():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
+    rows = torch.randn(5, 8)
+    expected = plain(rows).detach()
+    assert pack_linears(plain) == 2
+    torch._dynamo.reset()
+    graph = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        torch.testing.assert_close(graph(rows), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_onednn
+def test_layers_are_forgotten_with_their_model():
+    gc.collect()
+    before = len(packed._layers)
+    layer = PackedLinear(nn.Linear(3, 3))
+    assert len(packed._layers) == before + 1
+    del layer
+    gc.collect()
+    assert len(packed._layers) == before
+
+
+def test_what_is_no_plain_linear_in_float32_stays():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16)])
+    before = list(model)
+    assert pack_linears(model) == 0
+    assert list(model) == before
+
+
+def test_packing_is_for_float32_on_a_cpu_with_avx512(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
+    assert not can_pack(CPU, torch.bfloat16)
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not can_pack(CPU, torch.float32)
