@@ -141,3 +141,8 @@ def _check_window(module: Any, asked: int | None, kept: int | None) -> None:
         f"and values only the last {kept} are kept, as the model's configuration says that its "
         "attention slides: the two contradict each other, this model is not supported"
     )
+
+
+def backend_names() -> tuple[str, ...]:
+    """All that `choose_backend` knows, the preferred first, whether they can serve or not."""
+    return tuple(_CANDIDATES)

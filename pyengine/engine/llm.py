@@ -322,6 +322,10 @@ class _Progress:
 
 
 def _package_version() -> str:
-    from importlib.metadata import version
+    """The installed version; in words where the package is run from a checkout."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version("pyengine")
+    try:
+        return version("pyengine")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,38 @@
+"""Every backend once, on the model whose kernels most others share: what compiles, compiles now."""
+
+from collections.abc import Iterator
+from functools import partial
+from time import perf_counter
+
+from benches.gpu_check.answers import GREEDY, family_folder, prompts, small_llm
+from benches.gpu_check.names import CANNOT_SERVE, TRIED_IN_VAIN, backends
+from benches.gpu_check.rows import Part, Row, Setup, rounded
+from pyengine.core.errors import ConfigurationError
+
+
+def parts(setup: Setup) -> list[Part]:
+    """See `Part`."""
+    return [(name, partial(_use, setup, name)) for name in backends(setup)]
+
+
+def _use(setup: Setup, backend: str) -> Iterator[Row]:
+    """Seconds until the first answer, and of the same again."""
+    check, start = f"first use of {backend}", perf_counter()
+    try:
+        llm = small_llm(family_folder(setup, "llama"), setup, "bfloat16", backend)
+    except ConfigurationError as error:
+        yield refusal(check, error)
+        return
+    seconds = []
+    for _ in range(2):
+        llm.generate(prompts(), GREEDY, use_tqdm=False)
+        seconds.append(rounded(perf_counter() - start))
+        start = perf_counter()
+    yield Row(check, "pass", {"first": seconds[0], "again": seconds[1]})
+
+
+def refusal(check: str, error: ConfigurationError) -> Row:
+    """A backend that says it cannot serve; one that is there and fails is another thing."""
+    text = str(error)
+    is_refusal = CANNOT_SERVE in text and TRIED_IN_VAIN not in text
+    return Row(check, "refused" if is_refusal else "fail", {}, text.partition("; ")[0])

@@ -1,0 +1,107 @@
+"""The same requests through transformers' own continuous batching."""
+
+from collections.abc import Iterator
+from functools import partial
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benches.gpu_check.goals import OURS, THEIRS
+from benches.gpu_check.models import Shape
+from benches.gpu_check.rows import Part, Row, Setup, rounded
+from benches.gpu_check.timing import (
+    build,
+    load,
+    random_prompts,
+    release,
+    seconds_to_generate,
+    shape_of,
+)
+
+_FULL, _TINY = (256, 512, 128), (4, 16, 8)
+"""Requests, tokens in, tokens out."""
+
+
+def parts(setup: Setup) -> list[Part]:
+    """See `Part`."""
+    return [(OURS, partial(_ours, setup)), (THEIRS, partial(_theirs, setup))]
+
+
+def _work(setup: Setup) -> tuple[int, int, int]:
+    return _FULL if setup.on_cuda else _TINY
+
+
+def _rounds(setup: Setup) -> Iterator[list[list[int]]]:
+    """New prompts each time: the first round is to warm up, the second counts."""
+    count, length, _ = _work(setup)
+    random = Random(9)
+    for _ in range(2):
+        yield random_prompts(shape_of(setup), count, length, random)
+
+
+def _row(setup: Setup, engine: str, seconds: float, **more: Any) -> Row:
+    count, length, max_tokens = _work(setup)
+    numbers = {
+        "engine": engine,
+        "shape": shape_of(setup).name,
+        "work": f"{count} x ({length} in, {max_tokens} out)",
+        "tokens_per_second": rounded(count * max_tokens / seconds),
+        "seconds": rounded(seconds),
+        **more,
+    }
+    return Row(f"continuous batching, {engine}", "info", numbers)
+
+
+def _ours(setup: Setup) -> Iterator[Row]:
+    count, length, max_tokens = _work(setup)
+    llm = build(
+        setup,
+        load(setup),
+        max_num_seqs=count,
+        max_model_len=length + max_tokens,
+        max_num_batched_tokens=8192,
+    )
+    for prompts in _rounds(setup):
+        seconds = seconds_to_generate(llm, prompts, max_tokens)
+    yield _row(setup, OURS, seconds, attention=llm.describe()["attention_backend"])
+
+
+def _theirs(setup: Setup) -> Iterator[Row]:
+    """With its defaults: the flash attention that it finds, its own choice of CUDA graphs."""
+    count, _, max_tokens = _work(setup)
+    release(setup)
+    model, config = _their_model(shape_of(setup), setup, max_tokens)
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        for prompts in _rounds(setup):
+            start = perf_counter()
+            manager.add_requests(inputs=prompts, max_new_tokens=max_tokens)
+            lengths = [len(_next(manager).generated_tokens) for _ in range(count)]
+            seconds = perf_counter() - start
+            if lengths != [max_tokens] * count:
+                raise RuntimeError(f"transformers gave {sum(lengths)} tokens for {count} requests")
+        attention = model.config._attn_implementation
+    yield _row(setup, THEIRS, seconds, attention=attention)
+
+
+def _their_model(shape: Shape, setup: Setup, max_tokens: int) -> tuple[Any, Any]:
+    from transformers import GenerationConfig
+
+    model = shape.model(torch.device(setup.device))
+    model.set_attn_implementation("sdpa")
+    make: Any = GenerationConfig  # it carries no types
+    config = make(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    return model, config
+
+
+def _next(manager: Any) -> Any:
+    """The next request that is through."""
+    while True:
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            if result.error is not None:
+                raise RuntimeError(f"transformers failed: {result.error}")
+            return result
+        if result is None and not manager.is_running():
+            raise RuntimeError("transformers' generation thread ended")
