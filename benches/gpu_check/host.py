@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from random import Random
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -12,10 +11,10 @@ from unittest.mock import patch
 
 from benches.gpu_check.rows import Part, Row, Setup, rounded
 from benches.gpu_check.timing import (
+    DecodeWork,
     build,
     decoding,
     load,
-    random_prompts,
     release,
     seconds_per_step,
     shape_of,
@@ -29,6 +28,7 @@ from pyengine.sampling import PendingSample
 
 _FULL, _TINY = (256, 512, 32), (4, 32, 2)
 """Requests, context, steps."""
+_CHUNK = 8192
 
 
 def parts(setup: Setup) -> list[Part]:
@@ -101,16 +101,16 @@ def _method(call: Callable[..., Any]) -> Callable[..., Any]:
 def _host(setup: Setup, loaded: LoadedModel, *, ahead: bool) -> Iterator[Row]:
     release(setup)
     count, context, steps = _FULL if setup.on_cuda else _TINY
+    task = DecodeWork(count=count, context=context, chunk=_CHUNK, steps=steps_needed(steps) + steps)
     llm = build(
         setup,
         loaded,
         max_num_seqs=count,
-        max_model_len=context + tokens_needed(count, 2 * steps_needed(steps)),
-        max_num_batched_tokens=8192,
+        max_model_len=tokens_needed(task),
+        max_num_batched_tokens=_CHUNK,
         async_scheduling=ahead,
     )
-    prompts = random_prompts(shape_of(setup), count, context, Random(8))
-    with decoding(llm, prompts, 2 * steps_needed(steps)) as work:
+    with decoding(llm, shape_of(setup), task) as work:
         unwatched = seconds_per_step(work.engine, steps)
         with _watched(llm) as watch:
             start = perf_counter()

@@ -64,6 +64,19 @@ def seconds_to_generate(llm: LLM, prompts: list[list[int]], max_tokens: int) -> 
     return perf_counter() - start
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodeWork:
+    """`count` prompts of `context` tokens that decode together for `steps` steps.
+
+    `chunk` is the engine's `max_num_batched_tokens`.
+    """
+
+    count: int
+    context: int
+    chunk: int
+    steps: int
+
+
 @dataclass(frozen=True)
 class Decoding:
     """Requests in the middle of their answers."""
@@ -80,11 +93,12 @@ class Decoding:
 
 
 @contextmanager
-def decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[Decoding]:
-    """All of these decode at once, for at least `steps` more steps; none is left behind."""
+def decoding(llm: LLM, shape: Shape, work: DecodeWork) -> Iterator[Decoding]:
+    """Random prompts that decode at once, for `work.steps` steps; none is left behind."""
     engine = llm._engine
+    prompts = random_prompts(shape, work.count, work.context, Random(work.count + work.context))
     named = {f"timed {number}": prompt for number, prompt in enumerate(prompts)}
-    params = out(tokens_needed(len(prompts), steps))
+    params = out(tokens_needed(work) - work.context)
     try:
         for name, prompt in named.items():
             engine.add_request(name, Prompt(token_ids=prompt), params)
@@ -110,12 +124,13 @@ def seconds_per_step(engine: Engine, steps: int) -> float:
     return median(found)
 
 
-def tokens_needed(count: int, steps: int) -> int:
-    """How many tokens `count` requests that decode for `steps` steps must be allowed each.
+def tokens_needed(work: DecodeWork) -> int:
+    """How many tokens each request must be allowed, prompt and answer.
 
-    The first decode while others are prefilled, of which a step takes one at least.
+    The first decode while the others are prefilled, in steps of `chunk` tokens together.
     """
-    return count + _WARM_STEPS + steps + 8
+    prefill_steps = -(-work.count * work.context // (work.chunk - work.count)) + 1
+    return work.context + prefill_steps + _WARM_STEPS + work.steps + 4
 
 
 def steps_needed(steps: int) -> int:

@@ -1,6 +1,7 @@
 """`python -m benches.gpu_check`: its checks on a CPU, and what becomes of parts that go wrong."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
@@ -10,9 +11,13 @@ import pytest
 
 from benches.gpu_check.__main__ import main, run
 from benches.gpu_check.harness import Section, SectionResult
+from benches.gpu_check.models import FAMILIES, SHAPES
 from benches.gpu_check.report import Report
 from benches.gpu_check.rows import Setup
+from benches.gpu_check.sections import CHECKS
+from tests.support.docs import ROOT, commands, table
 
+DOCUMENT = "docs/gpu.md"
 PARTS = "tests.support.gpu_check_parts"
 
 
@@ -117,3 +122,36 @@ def test_the_checks_pass_on_a_cpu(tmp_path: Path) -> None:
 def test_a_section_that_there_is_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no section sundries; known: machine, first use"):
         main(["--device", "cpu", "--only", "sundries", "--out", str(tmp_path)])
+
+
+def test_the_page_names_what_there_is() -> None:
+    said = {row[0] for row in table(DOCUMENT, "section", "what must hold")}
+    assert said == {section.name for section in CHECKS}
+    text = (ROOT / DOCUMENT).read_text()
+    _, _, families = text.partition("in bfloat16: ")
+    assert set(re.findall(r"\w+", families.partition(".")[0])) == set(FAMILIES)
+    for shape in ("Qwen3-0.6B", "Llama-3.1-8B"):
+        assert shape in text and shape in SHAPES
+    assert "Not yet run on a GPU" in text
+
+
+def test_the_page_s_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    asked = commands(DOCUMENT)
+    assert len(asked) == 3
+    for words in asked:
+        if words[0] == "make":
+            assert words[1] in targets
+        else:
+            assert "benches.gpu_check" in words
+            assert all(word in shown for word in words if word.startswith("--"))
+
+
+@pytest.mark.slow
+def test_a_device_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    arguments = ["--device", "cuda:63", "--families", "llama", "--backends", "gather"]
+    assert main([*arguments, "--only", "first use", "--out", str(tmp_path)]) == 1
+    assert "torch" in (tmp_path / "report.md").read_text()
