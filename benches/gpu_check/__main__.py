@@ -11,8 +11,9 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,25 +33,44 @@ def main(arguments: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     begun = monotonic()
+
+    def report(results: Sequence[SectionResult]) -> Report:
+        missing = draw(rows_of(results), out)
+        return Report(
+            device=options.device,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            seconds=monotonic() - begun,
+            sections=results,
+            plot=f"none: {missing}" if missing else FILE,
+        )
+
+    def keep(results: Sequence[SectionResult]) -> None:
+        """Write what there is so far: whoever ends this early still has it."""
+        _write(report(results), out)
+
     with TemporaryDirectory(prefix="gpu-check-") as folder:
-        results = run(_sections(options), _setup(options, folder), 60 * options.minutes)
-    seconds = monotonic() - begun
-    missing = draw(rows_of(results), out)
-    report = Report(
-        device=options.device,
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        seconds=seconds,
-        sections=results,
-        plot=f"none: {missing}" if missing else FILE,
-    )
-    (out / "report.json").write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n")
-    (out / "report.md").write_text(report.as_markdown())
-    print(f"{out / 'report.md'}: {'FAILED' if report.has_failed else 'passed'}", file=sys.stderr)
-    return int(report.has_failed)
+        results = run(_sections(options), _setup(options, folder), 60 * options.minutes, keep)
+    found = report(results)
+    print(f"{out / 'report.md'}: {'FAILED' if found.has_failed else 'passed'}", file=sys.stderr)
+    return int(found.has_failed)
 
 
-def run(sections: Sequence[Section], setup: Setup, seconds: float) -> list[SectionResult]:
-    """Every section up to the end of its share, then what is left over of them in the time left."""
+def _write(report: Report, out: Path) -> None:
+    text = json.dumps(report.as_json(), indent=1, default=str)
+    (out / "report.json").write_text(text + "\n", encoding="utf-8")
+    (out / "report.md").write_text(report.as_markdown(), encoding="utf-8")
+
+
+def run(
+    sections: Sequence[Section],
+    setup: Setup,
+    seconds: float,
+    keep: Callable[[Sequence[SectionResult]], None],
+) -> list[SectionResult]:
+    """Every section up to the end of its share, then what is left over of them in the time left.
+
+    `keep` is called with all results after each.
+    """
     begun = monotonic()
     total = sum(section.share for section in sections)
     results = [SectionResult(section) for section in sections]
@@ -62,6 +82,7 @@ def run(sections: Sequence[Section], setup: Setup, seconds: float) -> list[Secti
         facts = {row.check: row.numbers for row in rows_of(results) if row.numbers}
         own = replace(setup, facts=facts, options=result.section.options)
         Run(result, own, say).until(end)
+        keep(results)
 
     planned = 0.0
     for result in results:
@@ -121,4 +142,6 @@ def _setup(options: argparse.Namespace, folder: str) -> Setup:
 
 
 if __name__ == "__main__":
+    # so that a section's process ends with this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     sys.exit(main())

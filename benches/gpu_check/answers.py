@@ -16,14 +16,16 @@ from pyengine import LLM, RequestOutput, SamplingParams
 
 ORACLE = "gather"
 MAX_TOKENS = 24
+_TOP = 20
+"""Tokens of each position whose log-probabilities are known: a near-tie is among them."""
 GREEDY = SamplingParams(
-    temperature=0, ignore_eos=True, max_tokens=MAX_TOKENS, logprobs=8, detokenize=False
+    temperature=0, ignore_eos=True, max_tokens=MAX_TOKENS, logprobs=_TOP, detokenize=False
 )
 WITH_PROMPT = SamplingParams(
     temperature=0,
     ignore_eos=True,
     max_tokens=MAX_TOKENS,
-    logprobs=8,
+    logprobs=_TOP,
     prompt_logprobs=0,
     detokenize=False,
 )

@@ -28,7 +28,7 @@ def _use(setup: Setup, backend: str) -> Iterator[Row]:
         llm.generate(prompts(), GREEDY, use_tqdm=False)
         seconds.append(rounded(perf_counter() - start))
         start = perf_counter()
-    yield Row(check, "pass", {"first": seconds[0], "again": seconds[1]})
+    yield Row(check, "pass", {"first_seconds": seconds[0], "again_seconds": seconds[1]})
 
 
 def refusal(check: str, error: ConfigurationError) -> Row:

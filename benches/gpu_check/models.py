@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "cohere2": {"logit_scale": 1.0, **_SLIDING},
     "olmo2": {},
-    "granite": {},
+    "granite": {"attention_multiplier": 128**-0.5},
     "smollm3": {},
     "deepseek_v3": {
         "num_key_value_heads": 4,

@@ -2,7 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -36,6 +39,10 @@ def setup(folder: Path, device: str = "cpu") -> Setup:
     return Setup(device=device, folder=str(folder))
 
 
+def nothing(results: Sequence[SectionResult]) -> None:
+    """Keep no report."""
+
+
 def states(result: SectionResult) -> dict[str, str]:
     return {name: part.state for name, part in result.parts.items()}
 
@@ -47,7 +54,7 @@ def report_of(results: list[SectionResult]) -> Report:
 def test_what_goes_wrong_in_a_part_costs_that_part_alone(tmp_path: Path) -> None:
     wanted = ("good", "raises", "hangs", "exits", "is killed", "good too")
     bad = section(part_seconds=1.5, parts=wanted)
-    results = run([bad, section("next", parts=("good",))], setup(tmp_path), 300)
+    results = run([bad, section("next", parts=("good",))], setup(tmp_path), 300, nothing)
     first, second = results
     assert states(first) == dict(
         zip(wanted, ("done", "failed", "failed", "failed", "failed", "done"), strict=True)
@@ -73,7 +80,7 @@ def test_what_goes_wrong_in_a_part_costs_that_part_alone(tmp_path: Path) -> None
 
 def test_a_device_that_answers_no_more_is_replaced(tmp_path: Path) -> None:
     names = ("good", "breaks the device", "good too")
-    (result,) = run([section(parts=names)], setup(tmp_path, "cuda"), 300)
+    (result,) = run([section(parts=names)], setup(tmp_path, "cuda"), 300, nothing)
     assert set(states(result).values()) == {"done"}
     processes = [result.parts[name].rows[0].numbers["process"] for name in names]
     assert processes[0] == processes[1] != processes[2]
@@ -81,7 +88,7 @@ def test_a_device_that_answers_no_more_is_replaced(tmp_path: Path) -> None:
 
 def test_a_section_that_does_not_begin_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
     broken = section("broken", breaks="at once")
-    results = run([broken, section(parts=("good",))], setup(tmp_path), 300)
+    results = run([broken, section(parts=("good",))], setup(tmp_path), 300, nothing)
     assert "ValueError: no parts today" in results[0].error
     assert states(results[1]) == {"good": "done"}
     assert report_of(results).has_failed
@@ -91,13 +98,45 @@ def test_a_section_that_does_not_begin_is_named_and_the_next_one_runs(tmp_path: 
 def test_what_there_was_no_time_for_is_skipped_and_named(tmp_path: Path) -> None:
     start = monotonic()
     slow = section("slow", part_seconds=500, parts=("hangs", "good too"))
-    results = run([slow, section("late", parts=("good",))], setup(tmp_path), 4)
+    results = run([slow, section("late", parts=("good",))], setup(tmp_path), 4, nothing)
     assert monotonic() - start < 60
     assert states(results[0]) == {"hangs": "open", "good too": "open"}
     report = report_of(results)
     assert not report.has_failed  # nothing was found to be wrong
     _, _, not_run = report.as_markdown().partition("## Not run")
     assert "slow: hangs, good too: out of time" in not_run
+
+
+def test_what_was_found_is_kept_after_every_section(tmp_path: Path) -> None:
+    kept: list[list[int]] = []
+
+    def keep(results: Sequence[SectionResult]) -> None:
+        kept.append([len(result.parts) for result in results])
+
+    run([section(parts=("good",)), section("b", parts=("good",))], setup(tmp_path), 300, keep)
+    assert kept == [[1, 0], [1, 1]]
+
+
+def test_whoever_ends_it_ends_what_it_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benches.gpu_check", "--device", "cpu", "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # the first part is done: its process is there
+        (child,) = children(process.pid)
+        process.terminate()
+        process.stderr.read()
+    assert process.returncode == 1
+    assert not Path(f"/proc/{child}").exists()
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            parent = status.read_text().rpartition(")")[2].split()[1]
+            found += [int(status.parent.name)] if int(parent) == pid else []
+    return found
 
 
 @pytest.mark.slow
