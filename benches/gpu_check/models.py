@@ -54,7 +54,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "cohere2": {"logit_scale": 1.0, **_SLIDING},
     "olmo2": {},
-    "granite": {"attention_multiplier": 128**-0.5},
+    "granite": {
+        "attention_multiplier": 1 / 64,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
     "smollm3": {},
     "deepseek_v3": {
         "num_key_value_heads": 4,

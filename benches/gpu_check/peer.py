@@ -33,12 +33,12 @@ def _work(setup: Setup) -> tuple[int, int, int]:
     return _FULL if setup.on_cuda else _TINY
 
 
-def _rounds(setup: Setup) -> Iterator[list[list[int]]]:
-    """New prompts each time: the first round is to warm up, the second counts."""
-    count, length, _ = _work(setup)
+def _rounds(setup: Setup) -> Iterator[tuple[list[list[int]], int]]:
+    """Prompts and tokens out, twice: a small round to warm up, and the one that counts."""
+    count, length, max_tokens = _work(setup)
     random = Random(9)
-    for _ in range(2):
-        yield random_prompts(shape_of(setup), count, length, random)
+    yield random_prompts(shape_of(setup), -(-count // 16), length, random), 4
+    yield random_prompts(shape_of(setup), count, length, random), max_tokens
 
 
 def _row(setup: Setup, engine: str, seconds: float, **more: Any) -> Row:
@@ -63,36 +63,40 @@ def _ours(setup: Setup) -> Iterator[Row]:
         max_model_len=length + max_tokens,
         max_num_batched_tokens=8192,
     )
-    for prompts in _rounds(setup):
-        seconds = seconds_to_generate(llm, prompts, max_tokens)
+    for prompts, asked in _rounds(setup):
+        seconds = seconds_to_generate(llm, prompts, asked)
     yield _row(setup, OURS, seconds, attention=llm.describe()["attention_backend"])
 
 
 def _theirs(setup: Setup) -> Iterator[Row]:
     """With its defaults: the flash attention that it finds, its own choice of CUDA graphs."""
-    count, _, max_tokens = _work(setup)
     release(setup)
-    model, config = _their_model(shape_of(setup), setup, max_tokens)
-    with model.continuous_batching_context_manager(generation_config=config) as manager:
-        for prompts in _rounds(setup):
+    model, settings = _their_model(shape_of(setup), setup)
+    with model.continuous_batching_context_manager(**settings) as manager:
+        for prompts, asked in _rounds(setup):
             start = perf_counter()
-            manager.add_requests(inputs=prompts, max_new_tokens=max_tokens)
-            lengths = [len(_next(manager).generated_tokens) for _ in range(count)]
+            manager.add_requests(inputs=prompts, max_new_tokens=asked)
+            lengths = [len(_next(manager).generated_tokens) for _ in prompts]
             seconds = perf_counter() - start
-            if lengths != [max_tokens] * count:
-                raise RuntimeError(f"transformers gave {sum(lengths)} tokens for {count} requests")
+            if lengths != [asked] * len(prompts):
+                raise RuntimeError(f"transformers gave {lengths} tokens, {asked} were asked for")
         attention = model.config._attn_implementation
     yield _row(setup, THEIRS, seconds, attention=attention)
 
 
-def _their_model(shape: Shape, setup: Setup, max_tokens: int) -> tuple[Any, Any]:
-    from transformers import GenerationConfig
+def _their_model(shape: Shape, setup: Setup) -> tuple[Any, dict[str, Any]]:
+    """Their model, and the settings of their manager."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = shape.model(torch.device(setup.device))
     model.set_attn_implementation("sdpa")
     make: Any = GenerationConfig  # it carries no types
-    config = make(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    return model, config
+    config = make(max_new_tokens=_work(setup)[2], do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = {"generation_config": config}
+    if not setup.on_cuda:  # else it takes nearly all of the memory that there is
+        small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+        settings["continuous_batching_config"] = small
+    return model, settings
 
 
 def _next(manager: Any) -> Any:

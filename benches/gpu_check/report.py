@@ -182,10 +182,10 @@ def _matrix(report: Report) -> Iterator[str]:
     names = list(dict.fromkeys(name for line in cells.values() for name in line))
     lines = [[family, *(line.get(name) for name in names)] for family, line in cells.items()]
     yield (
-        "## Backends against the oracle\n\nLargest difference of log-probabilities, and its bound: of "
-        "the gather backend in float32 from transformers' own forward pass; of each backend from the "
-        "gather backend in bfloat16, where rounding sets the bound.\n\n"
-        + table(("family", *names), lines)
+        "## Backends against the oracle\n\n"
+        "Largest difference of log-probabilities, and its bound: of the gather backend in float32 "
+        "from transformers' own forward pass; of each backend from the gather backend in "
+        "bfloat16, where rounding sets the bound.\n\n" + table(("family", *names), lines)
     )
     if reasons:
         yield "\n".join(f"- refused ({', '.join(of)}): {why}" for why, of in reasons.items())
