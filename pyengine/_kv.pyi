@@ -1,4 +1,6 @@
-"""The KV-cache block manager, written in Rust (`rust/kv-core`, bound by `rust/kv-py`)."""
+"""The KV-cache block manager and attention on the CPU, written in Rust (`rust/kv-core` and
+`rust/cpu-attention`, bound by `rust/kv-py`).
+"""
 
 from collections.abc import Sequence as ListLike
 from os import PathLike
@@ -14,6 +16,9 @@ __all__ = [
     "BufferError",
     "Cleared",
     "ConfigError",
+    "CpuAttention",
+    "CpuCache",
+    "CpuStep",
     "Divergence",
     "HandleError",
     "InvariantError",
@@ -42,6 +47,7 @@ __all__ = [
 __version__: str
 
 _Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer
+_Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
 _TokenIds: TypeAlias = ListLike[int] | _Array
 _BlockState: TypeAlias = Literal["free", "idle", "active", "leased"]
 
@@ -54,6 +60,43 @@ class PlanError(KvError): ...
 class BufferError(KvError): ...
 class TraceError(KvError): ...
 class InvariantError(KvError): ...
+
+@final
+class CpuCache:
+    def __new__(cls, keys: _Floats, values: _Floats) -> Self: ...
+
+@final
+class CpuStep:
+    def __new__(
+        cls,
+        cache: CpuCache,
+        *,
+        query_start_loc: _Array,
+        seq_lens: _Array,
+        block_tables: _Array,
+        slots: _Array,
+        most_rows: int,
+    ) -> Self: ...
+
+@final
+class CpuAttention:
+    def __new__(cls, num_threads: int) -> Self: ...
+    @staticmethod
+    def is_fast() -> bool: ...
+    def forward(
+        self,
+        step: CpuStep,
+        cache: CpuCache,
+        query: _Floats,
+        key: _Floats,
+        value: _Floats,
+        out: _Floats,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: _Floats | None = None,
+    ) -> None: ...
 
 @final
 class Stored:

@@ -7,8 +7,10 @@ that lie anywhere in the pool, lengths that differ by up to a block. Each way gi
 numbers (checked). FlexAttention is compiled first, which takes most of a minute and a C++
 compiler.
 
-- `backend`: the gather backend as the engine runs it, the write of the new keys and values
-  included. Gathers a few sequences at a time, as much as a core's cache holds.
+- `kernel`: the cpu backend as the engine runs it, the write of the new keys and values included:
+  Rust that reads the blocks where they are.
+- `gather`: the gather backend in the same way. Gathers a few sequences at a time, as much as a
+  core's cache holds.
 - `padded`: all sequences gathered at once, to the longest, and one call of SDPA.
 - `per sequence`: each gathered by itself, one call each, the query heads of a KV head as rows.
 - `flex`: compiled FlexAttention that reads the blocks where they are.
@@ -30,7 +32,8 @@ import torch.nn.functional as F
 
 from benches.peers.report import libraries, machine
 from benches.peers.sampling import Effort, Spread, Stream, interleave
-from pyengine.attention import AttentionOptions, StepInputs
+from pyengine.attention import AttentionBackend, AttentionOptions, StepInputs
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 
@@ -89,10 +92,20 @@ class Step:
         )
 
 
-def backend(step: Step) -> Attend:
-    """The engine's own; what it prepares once for all layers of a step is not timed."""
+def kernel(step: Step) -> Attend:
+    """The engine's own, in Rust."""
+    return backend(CpuBackend(step.pool), step)
+
+
+def gather(step: Step) -> Attend:
+    """The engine's own, in torch."""
+    return backend(GatherBackend(step.pool), step)
+
+
+def backend(attention: AttentionBackend, step: Step) -> Attend:
+    """A backend; what it prepares once for all layers of a step is not timed."""
     inputs = step.inputs()
-    plan = GatherBackend(step.pool).plan(inputs)
+    plan = attention.plan(inputs)
     options = AttentionOptions(scaling=DIM**-0.5)
     slots = inputs.slot_mapping[0]
     key = step.pool.keys[0].flatten(0, 1)[slots].clone()
@@ -183,7 +196,13 @@ def compiled_flex() -> Any:
     return _compiled[0]
 
 
-WAYS = {"backend": backend, "padded": padded, "per sequence": per_sequence, "flex": flex}
+WAYS = {
+    "kernel": kernel,
+    "gather": gather,
+    "padded": padded,
+    "per sequence": per_sequence,
+    "flex": flex,
+}
 
 
 def timed(attend: Attend) -> Stream:
@@ -226,11 +245,11 @@ def measure(sizes: tuple[tuple[int, int], ...], ways: list[str], effort: Effort)
 
 
 def table(results: dict[str, Any], ways: list[str]) -> Iterator[str]:
-    """In markdown; times as much as the backend in brackets."""
+    """In markdown; times as much as the kernel in brackets."""
     yield "| batch x context, us per layer | " + " | ".join(ways) + " |"
     yield "|---|" + "---|" * len(ways)
     for size, found in results.items():
-        ours = found["backend"]["median"]
+        ours = found["kernel"]["median"]
         cells = [f"{found[w]['median']:,.0f} ({found[w]['median'] / ours:.2f}x)" for w in ways]
         yield f"| {size} | " + " | ".join(cells) + " |"
 

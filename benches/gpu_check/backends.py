@@ -15,11 +15,11 @@ from benches.gpu_check.answers import (
     small_llm,
 )
 from benches.gpu_check.compare import FLOAT32_BOUND, Answer, Comparison, compare
-from benches.gpu_check.first_use import refusal
+from benches.gpu_check.first_use import first_served
 from benches.gpu_check.models import WINDOW, save_small_model
 from benches.gpu_check.names import backends, families
 from benches.gpu_check.rows import Part, Row, Setup, checked, rounded
-from pyengine.core.errors import ConfigurationError
+from pyengine import LLM
 
 DTYPE = "bfloat16"
 _CHUNK = 96
@@ -61,12 +61,16 @@ def _backend(setup: Setup, family: str, backend: str) -> Iterator[Row]:
     """All positions of the prompts, then the same prompts out of the cache."""
     check = f"{family}: {backend}"
     folder = family_folder(setup, family)
-    told = oracle(folder, setup.device, DTYPE)
-    try:
-        llm = small_llm(folder, setup, DTYPE, backend, max_num_batched_tokens=_CHUNK)
-    except ConfigurationError as error:
-        yield refusal(check, error)
+
+    def build(dtype: str) -> LLM:
+        return small_llm(folder, setup, dtype, backend, max_num_batched_tokens=_CHUNK)
+
+    served = first_served(setup, check, build)
+    if isinstance(served, Row):
+        yield served
         return
+    dtype, llm = served
+    told = oracle(folder, setup.device, dtype)
     found = [told.compare(ask(llm, params)) for params in (WITH_PROMPT, GREEDY)]
     same = [pair[0] for pair in found]
     exact = [pair[1] for pair in found]
@@ -74,6 +78,7 @@ def _backend(setup: Setup, family: str, backend: str) -> Iterator[Row]:
     numbers = {
         "family": family,
         "backend": backend,
+        "dtype": dtype,
         "error": rounded(max(one.largest for one in same)),
         "bound": rounded(told.bounds.same),
         "error_float32": rounded(max(one.largest for one in exact)),

@@ -48,9 +48,7 @@ class Mode:
 
 def parts(setup: Setup) -> list[Part]:
     """Each check in float32 over the oracle, where ties are rare, and as it will be used."""
-    kinds = [("float32", ORACLE)]
-    if setup.on_cuda:
-        kinds.append(("bfloat16", "auto"))
+    kinds = [("float32", ORACLE), ("bfloat16" if setup.on_cuda else "float32", "auto")]
     checks = {
         "overlap": _overlap,
         "sharing": _sharing,

@@ -15,6 +15,11 @@ def backends(setup: Setup) -> list[str]:
     return [name for name in backend_names() if setup.backends is None or name in setup.backends]
 
 
+def formats(setup: Setup) -> tuple[str, ...]:
+    """The number formats in which a backend is tried, until it serves one."""
+    return ("bfloat16",) if setup.on_cuda else ("bfloat16", "float32")
+
+
 def families(setup: Setup) -> list[str]:
     """All that there are, or those that were asked for."""
     return [name for name in FAMILIES if setup.families is None or name in setup.families]

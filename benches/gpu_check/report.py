@@ -200,7 +200,8 @@ def _verdict(part: PartResult) -> str:
     if row.status not in ("pass", "fail") or "error" not in row.numbers:
         return "FAIL" if row.status == "fail" else row.status
     word = "FAIL " if row.status == "fail" else ""
-    return f"{word}{_cell(row.numbers['error'])} of {_cell(row.numbers['bound'])}"
+    dtype = " in float32" if row.numbers.get("dtype") == "float32" else ""
+    return f"{word}{_cell(row.numbers['error'])} of {_cell(row.numbers['bound'])}{dtype}"
 
 
 def _checks(report: Report) -> Iterator[str]:

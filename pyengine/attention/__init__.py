@@ -7,12 +7,14 @@ from pyengine.attention.interface import (
     GraphPlan,
 )
 from pyengine.attention.metadata import PagedContext, StepInputs
+from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of
 from pyengine.attention.registry import (
     ATTENTION_NAME,
-    AttentionNeeds,
     Choice,
     choose_backend,
+    explain_backends,
     register_paged_attention,
+    select_backend,
 )
 
 __all__ = [
@@ -23,8 +25,12 @@ __all__ = [
     "AttentionPlan",
     "Choice",
     "GraphPlan",
+    "LayerNeeds",
     "PagedContext",
     "StepInputs",
     "choose_backend",
+    "explain_backends",
+    "needs_of",
     "register_paged_attention",
+    "select_backend",
 ]

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.attention.interface import AttentionOptions, GraphPlan
+from pyengine.attention.kv_write import KVWriter
 from pyengine.attention.layout import Batch, Span, StepLayout
 from pyengine.attention.metadata import StepInputs
+from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 
@@ -36,16 +38,17 @@ class GatherBackend:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
         self._scratch = Scratch(pool.device)
-
-    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
-        """See `AttentionBackend.graph_plan`: what is gathered differs from step to step."""
-        raise ConfigurationError(
-            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
-        )
+        self._writer = KVWriter(pool)
 
     def plan(self, inputs: StepInputs) -> "GatherPlan":
         """Prepare a step; index tensors are made per sliding window, when first asked for."""
-        return GatherPlan(self._pool, inputs, self._scratch)
+        return GatherPlan(self._pool, inputs, self._scratch, self._writer)
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """Raises `ConfigurationError`: what is gathered differs in shape from step to step."""
+        raise ConfigurationError(
+            "attention_backend='gather' cannot be captured in a CUDA graph: set enforce_eager=True"
+        )
 
 
 class Scratch:
@@ -85,16 +88,18 @@ class Scratch:
 class GatherPlan:
     """One step of the gather backend."""
 
-    def __init__(self, pool: KVPool, inputs: StepInputs, scratch: Scratch) -> None:
+    def __init__(
+        self, pool: KVPool, inputs: StepInputs, scratch: Scratch, writer: KVWriter
+    ) -> None:
         self._pool = pool
         self._scratch = scratch
+        self._writer = writer
         self._layouts = [
             StepLayout(inputs.host_query_start_loc, inputs.host_seq_lens, tables, pool.block_size)
             for tables in inputs.host_block_tables
         ]
-        slots = inputs.slot_mapping
-        self._slots = torch.where(slots < 0, pool.trash_slot, slots)
-        self._pieces: dict[tuple[int, int | None], list[_SpanPiece | _BatchPiece]] = {}
+        self._slots = writer.slots(inputs.slot_mapping)
+        self._pieces: dict[tuple[int, int | None], list[SpanPiece | _BatchPiece]] = {}
 
     def forward(
         self,
@@ -106,15 +111,18 @@ class GatherPlan:
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         group = self._pool.groups.places[layer].group
-        self._pool.write(layer, key, value, self._slots[group])
+        self._writer.write(layer, key, value, self._slots[group])
         keys, values = self._pool.keys[layer], self._pool.values[layer]
+        spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for piece in self._pieces_for(group, options.sliding_window):
             k, v = piece.gather(keys, values, self._scratch)
+            if spec.dtype in FLOAT8_DTYPES:
+                k, v = k.to(query.dtype) * spec.scale_k, v.to(query.dtype) * spec.scale_v
             piece.attend(query, k, v, options, out)
         return out
 
-    def _pieces_for(self, group: int, window: int | None) -> "list[_SpanPiece | _BatchPiece]":
+    def _pieces_for(self, group: int, window: int | None) -> "list[SpanPiece | _BatchPiece]":
         """The pieces of a layer of this group with this window, made when first asked for."""
         pieces = self._pieces.get((group, window))
         if pieces is None:
@@ -122,7 +130,7 @@ class GatherPlan:
             max_blocks = _BATCH_BYTES[device.type] // max(
                 spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
             )
-            pieces = [_SpanPiece(span, window, device) for span in layout.spans(window)]
+            pieces = [SpanPiece(span, window, device) for span in layout.spans(window)]
             pieces += [
                 _BatchPiece(rows, self._pool.block_size, device)
                 for rows in layout.batches(window, max_blocks)
@@ -131,7 +139,7 @@ class GatherPlan:
         return pieces
 
 
-class _SpanPiece:
+class SpanPiece:
     """Consecutive rows of one sequence."""
 
     def __init__(self, span: Span, window: int | None, device: torch.device) -> None:

@@ -86,8 +86,8 @@ class AttentionBackend(Protocol):
 
         In order: `graph_plan`; one pass of the model without a capture, in which what is made at
         first use is made; the capture; then, for each step, the tensors are filled, `refresh` is
-        called, and the graph is replayed. Rows that pad the batch have length 1 and the trash
-        block as their table; their slot is -1.
+        called, and the graph is replayed. All of it under `torch.inference_mode`, or none of it.
+        Rows that pad the batch have length 1, the trash block as their table, and the slot -1.
 
         Raises `ConfigurationError` where `supports_graphs` is false.
         """

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.interface import AttentionPlan
+from pyengine.attention.interface import AttentionOptions, AttentionPlan
+from pyengine.core.errors import ConfigurationError
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -56,3 +58,36 @@ class PagedContext:
     plan: AttentionPlan
     kept: Sequence[int | None]
     attended: int = field(default=0)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """`AttentionPlan.forward`, counted.
+
+        Raises `ConfigurationError` for a layer that sees further back than its group keeps its
+        blocks.
+        """
+        self.attended += 1
+        kept, asked = self.kept[layer], options.sliding_window
+        if kept is not None and (asked is None or asked > kept):
+            sight = "every position" if asked is None else f"the last {asked} positions"
+            raise ConfigurationError(
+                f"layer {layer} attends to {sight}, but of its keys and values only the last "
+                f"{kept} are kept, as the model's configuration says that its attention slides: "
+                "the two contradict each other, this model is not supported"
+            )
+        return self.plan.forward(layer, query, key, value, options)
+
+
+class CompiledModel(NamedTuple):
+    """What a model is given as `paged=` while it is compiled: the number that names it.
+
+    A graph cannot hold a step; `opaque.running` says which one is meant when it runs.
+    """
+
+    number: int

@@ -13,7 +13,7 @@ groups share tensors, never blocks: each reads and writes by the block table of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,13 +34,16 @@ _CPU_DEFAULT_SHARE = 0.25
 class KVCacheSpec:
     """What one layer keeps per token: its KV heads, their dimensions, the element type.
 
-    Keys and values may differ in dimension (multi-head latent attention).
+    Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
+    are kept divided by `scale_k` and `scale_v`, constants of the whole tensor.
     """
 
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
     dtype: "torch.dtype"
+    scale_k: float = 1.0
+    scale_v: float = 1.0
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of this layer's keys and values for one block of `block_size` tokens."""
@@ -48,16 +51,19 @@ class KVCacheSpec:
         return block_size * elements * self.dtype.itemsize
 
 
-def kv_cache_specs(config: Any, dtype: "torch.dtype") -> list[KVCacheSpec]:
+def kv_cache_specs(config: Any, dtype: "torch.dtype", kv_shards: int = 1) -> list[KVCacheSpec]:
     """One spec per layer, from a transformers model configuration.
 
     Honours configurations whose layers differ (`per_layer_config`) and multi-head latent
     attention, whose keys arrive expanded to every query head (DeepSeek-V2, section 2.1).
+    With `kv_shards`, which divides the KV heads, the specs are those of one part.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
-        return [_layer_spec(layer, dtype) for layer in text.per_layer_config]
-    return [_layer_spec(text, dtype)] * text.num_hidden_layers
+        specs = [_layer_spec(layer, dtype) for layer in text.per_layer_config]
+    else:
+        specs = [_layer_spec(text, dtype)] * text.num_hidden_layers
+    return [replace(spec, num_kv_heads=spec.num_kv_heads // kv_shards) for spec in specs]
 
 
 def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
@@ -69,6 +75,22 @@ def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
     head_dim_v = getattr(layer, "v_head_dim", None) or head_dim
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     return KVCacheSpec(kv_heads, head_dim, head_dim_v, dtype)
+
+
+def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtype":
+    """The element type of the KV cache: "auto" (the model's), "fp8" or "fp8_e4m3".
+
+    Raises `ConfigurationError` for another name.
+    """
+    import torch
+
+    if name == "auto":
+        return model_dtype
+    if name in ("fp8", "fp8_e4m3"):
+        return torch.float8_e4m3fn
+    raise ConfigurationError(
+        f"kv_cache_dtype={name!r} is not known: use one of auto, fp8, fp8_e4m3"
+    )
 
 
 def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
@@ -83,6 +105,8 @@ class PoolSettings:
     `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
     free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
     sequence of `max_model_len` tokens takes at most; `None`: one table, nothing given back.
+    `available_memory`, in bytes, is what the pool may take where something else than the free
+    memory of its device limits it; `None`: nothing does.
     """
 
     block_size: int
@@ -92,6 +116,7 @@ class PoolSettings:
     max_num_seqs: int = 256
     max_model_len: int = 8192
     blocks_per_seq: int | None = None
+    available_memory: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_cache_memory"):
@@ -132,7 +157,9 @@ def resolve_num_blocks(
     Raises `ConfigurationError` where the pool does not fit, with what was asked for and found.
     """
     per_block = bytes_per_block(specs, settings.block_size)
-    available = available_memory(device)
+    available = settings.available_memory
+    if available is None:
+        available = available_memory(device)
     if settings.num_blocks is not None:
         num_blocks, asked = settings.num_blocks, f"num_blocks={settings.num_blocks}"
     elif settings.kv_cache_memory is not None:
@@ -270,7 +297,8 @@ class KVPool:
             return
         sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).T
         for tensor in self._tensors:
-            tensor.index_copy_(0, targets, tensor[sources])
+            rows = _copyable(tensor)
+            rows.index_copy_(0, targets, rows[sources])
 
     def write(
         self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"
@@ -278,7 +306,31 @@ class KVPool:
         """Write one row per token.
 
         `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots`
-        int64 `[T]` of slots in `0 .. (num_blocks + 1) * block_size`.
+        int64 `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes
+        them divided by the scales of the layer's spec, and what is too large as the largest
+        number of the type.
         """
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        spec = self.specs[layer]
+        for cache, rows, scale in (
+            (self.keys[layer], keys, spec.scale_k),
+            (self.values[layer], values, spec.scale_v),
+        ):
+            _copyable(cache.flatten(0, 1)).index_copy_(0, slots, _stored(rows, spec.dtype, scale))
+
+
+def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.Tensor":
+    """`rows` as a pool of `dtype` keeps them."""
+    import torch
+
+    if dtype.itemsize > 1:
+        return rows
+    largest = torch.finfo(dtype).max
+    scaled = rows.float() * (1.0 / scale)
+    return _copyable(scaled.clamp(-largest, largest).to(dtype))
+
+
+def _copyable(tensor: "torch.Tensor") -> "torch.Tensor":
+    """`tensor` as torch can index it on every device: 8-bit floats as bytes."""
+    import torch
+
+    return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)

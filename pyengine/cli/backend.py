@@ -28,7 +28,9 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     attention_backend: str = "auto"
-    block_size: int = 16
+    compile: bool = False
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_gib: float | None = None
     gpu_memory_utilization: float = 0.9
@@ -39,6 +41,7 @@ class EngineOptions:
     in_flight_sharing: bool = True
     layer_groups: bool = True
     seed: int = 0
+    tensor_parallel_size: int = 1
 
 
 class StatsView(Protocol):
@@ -96,6 +99,8 @@ def open_llm(options: EngineOptions) -> Engine:
         device=options.device,
         dtype=options.dtype,
         attention_backend=options.attention_backend,
+        compile=options.compile,
+        kv_cache_dtype=options.kv_cache_dtype,
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         kv_cache_memory=None if budget is None else int(budget * GIB),
@@ -107,6 +112,7 @@ def open_llm(options: EngineOptions) -> Engine:
         in_flight_sharing=options.in_flight_sharing,
         layer_groups=options.layer_groups,
         seed=options.seed,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
     atexit.register(gc.unfreeze)  # at the end it goes as usual

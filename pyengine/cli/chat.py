@@ -32,7 +32,9 @@ def chat(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     attention_backend: opt.AttentionBackend = "auto",
-    block_size: opt.BlockSize = 16,
+    compile: opt.Compile = False,
+    block_size: opt.BlockSize = None,
+    kv_cache_dtype: opt.KvCacheDtype = "auto",
     num_blocks: opt.NumBlocks = None,
     kv_cache_gib: opt.KvCacheGib = None,
     gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
@@ -40,6 +42,7 @@ def chat(
     prefix_caching: opt.PrefixCaching = True,
     in_flight_sharing: opt.InFlightSharing = True,
     layer_groups: opt.LayerGroups = True,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Talk to the model. Earlier turns are cache hits: each turn says how many tokens were."""
     with guarded():
@@ -58,7 +61,9 @@ def chat(
                 device=device,
                 dtype=dtype,
                 attention_backend=attention_backend,
+                compile=compile,
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 num_blocks=num_blocks,
                 kv_cache_gib=kv_cache_gib,
                 gpu_memory_utilization=gpu_memory_utilization,
@@ -66,6 +71,7 @@ def chat(
                 enable_prefix_caching=prefix_caching,
                 in_flight_sharing=in_flight_sharing,
                 layer_groups=layer_groups,
+                tensor_parallel_size=tensor_parallel_size,
                 seed=seed,
             )
         )

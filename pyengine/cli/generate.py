@@ -64,7 +64,9 @@ def generate(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     attention_backend: opt.AttentionBackend = "auto",
-    block_size: opt.BlockSize = 16,
+    compile: opt.Compile = False,
+    block_size: opt.BlockSize = None,
+    kv_cache_dtype: opt.KvCacheDtype = "auto",
     num_blocks: opt.NumBlocks = None,
     kv_cache_gib: opt.KvCacheGib = None,
     gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
@@ -74,6 +76,7 @@ def generate(
     prefix_caching: opt.PrefixCaching = True,
     in_flight_sharing: opt.InFlightSharing = True,
     layer_groups: opt.LayerGroups = True,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
     with guarded():
@@ -99,7 +102,9 @@ def generate(
                 device=device,
                 dtype=dtype,
                 attention_backend=attention_backend,
+                compile=compile,
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 num_blocks=num_blocks,
                 kv_cache_gib=kv_cache_gib,
                 gpu_memory_utilization=gpu_memory_utilization,
@@ -109,6 +114,7 @@ def generate(
                 enable_prefix_caching=prefix_caching,
                 in_flight_sharing=in_flight_sharing,
                 layer_groups=layer_groups,
+                tensor_parallel_size=tensor_parallel_size,
                 seed=seed,
             )
         )

@@ -20,9 +20,11 @@ def info(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     attention_backend: opt.AttentionBackend = "auto",
-    block_size: opt.BlockSize = 16,
+    block_size: opt.BlockSize = None,
+    kv_cache_dtype: opt.KvCacheDtype = "auto",
     num_blocks: opt.NumBlocks = None,
     layer_groups: opt.LayerGroups = True,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
 ) -> None:
     """Print versions, then open the model and print device, attention backend and why."""
     with guarded():
@@ -35,8 +37,10 @@ def info(
                 dtype=dtype,
                 attention_backend=attention_backend,
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 num_blocks=num_blocks,
                 layer_groups=layer_groups,
+                tensor_parallel_size=tensor_parallel_size,
             )
         )
         rows = {key: value for key, value in engine.describe().items() if key not in versions}

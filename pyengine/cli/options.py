@@ -22,7 +22,25 @@ Dtype = Annotated[
 AttentionBackend = Annotated[
     str, typer.Option(help="auto, or a backend's name to force it.", rich_help_panel=_ENGINE)
 ]
-BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=_ENGINE)]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Let torch compile the model: a minute or two first, then faster.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(help="auto (the model's), or fp8: 8-bit floats.", rich_help_panel=_ENGINE),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens per KV block; without it, what the attention backend likes best.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 NumBlocks = Annotated[
     int | None,
     typer.Option(help="Blocks in the pool; without it, by memory.", rich_help_panel=_ENGINE),
@@ -73,6 +91,10 @@ LayerGroups = Annotated[
         help="Layers with sliding windows give back the KV blocks behind them.",
         rich_help_panel=_ENGINE,
     ),
+]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(help="Processes that the model is divided over.", rich_help_panel=_ENGINE),
 ]
 Seed = Annotated[
     int, typer.Option(help="Seed of the engine's random draws.", rich_help_panel=_SAMPLING)

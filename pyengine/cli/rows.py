@@ -6,7 +6,7 @@ import typer
 
 
 def print_rows(title: str, rows: Mapping[str, object]) -> None:
-    """A title, and a line for each row; nested rows carry the names above them."""
+    """A title, and a line for each row; nested ones stay as they are, behind the name above."""
     flat = dict(_flatten(rows))
     width = max(map(len, flat))
     typer.secho(title, bold=True)
@@ -14,10 +14,10 @@ def print_rows(title: str, rows: Mapping[str, object]) -> None:
         typer.echo(f"  {key:<{width}}  {value}")
 
 
-def _flatten(rows: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in rows.items():
-        name = f"{prefix}{key}".replace("_", " ")
+        name = key.replace("_", " ")
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{name}: ")
+            yield from ((f"{name}: {one}", of_it) for one, of_it in value.items())
         else:
             yield name, value

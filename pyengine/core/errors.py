@@ -1,7 +1,8 @@
 """The errors that people who call pyengine are meant to catch.
 
-One exception per decision a caller can take: correct the request, change the settings, or
-provide another model. Every message names the value that was found and the way out.
+One exception per decision a caller can take: correct the request, change the settings, provide
+another model; and where a process or a device failed: try again, or start again. Every
+message names the value that was found and the way out.
 """
 
 
@@ -23,3 +24,11 @@ class DeviceMemoryError(PyEngineError):
 
 class ModelLoadError(PyEngineError):
     """A model that is missing, damaged, or of a kind that cannot be loaded."""
+
+
+class WorkerError(PyEngineError):
+    """A worker process failed in a step, which was rolled back; the engine can go on."""
+
+
+class EngineDeadError(PyEngineError):
+    """The engine lost a worker process or its device and has ended: make a new one."""

@@ -4,6 +4,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from pyengine.cache import BlockManager
 from pyengine.cache.kv_pool import (
     KVCacheSpec,
@@ -40,14 +42,21 @@ class CachePlan:
 
 
 def plan_cache(
-    loaded: LoadedModel, settings: PoolSettings, max_tokens: int, *, layer_groups: bool
+    loaded: LoadedModel,
+    settings: PoolSettings,
+    max_tokens: int,
+    *,
+    layer_groups: bool,
+    kv_dtype: torch.dtype | None = None,
 ) -> CachePlan:
     """Group the model's layers and size the pool; steps compute up to `max_tokens` tokens.
+
+    `kv_dtype` is the element type of the pool, None: the model's.
 
     Without `layer_groups` all layers are in one group that keeps everything. Raises
     `ConfigurationError` where the pool does not fit into memory.
     """
-    specs = kv_cache_specs(loaded.config, loaded.dtype)
+    specs = kv_cache_specs(loaded.config, kv_dtype or loaded.dtype, loaded.kv_shards)
     groups = LayerGroups.single(len(specs))
     if layer_groups:
         groups = choose_layer_groups(layer_windows(loaded.config), specs, settings.max_model_len)

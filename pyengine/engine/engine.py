@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pyengine.cache import BlockManager, Ledger
-from pyengine.core.errors import DeviceMemoryError, InvalidRequestError
+from pyengine.core.errors import DeviceMemoryError, EngineDeadError, InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
@@ -91,6 +91,8 @@ class Engine:
         self._in_flight: Flight | None = None
         """The step that runs while the caller has the results of the one before."""
         self._is_stepping = False
+        self._death = ""
+        """Why no step can run any more, if so."""
 
     @property
     def has_work(self) -> bool:
@@ -176,6 +178,7 @@ class Engine:
         for; it decodes them all the same. If anything fails on the way, the step is rolled back,
         with the one after it, and no request has changed. One that was too large for the device's
         memory is planned again, smaller; `DeviceMemoryError` is raised when it cannot be smaller.
+        Once the device has failed, this and every later call raises `EngineDeadError`.
         """
         self._is_stepping = True
         try:
@@ -185,6 +188,8 @@ class Engine:
             self._settle()
 
     def _step(self) -> StepResult:
+        if self._death:
+            raise EngineDeadError(self._death)
         flight = self._in_flight or self._launch(None)
         if flight is None:
             return StepResult([], [], 0)
@@ -201,6 +206,12 @@ class Engine:
             if isinstance(error, torch.OutOfMemoryError):
                 self._shrink(num_tokens, error)
                 return StepResult([], [], 0)
+            if isinstance(error, torch.AcceleratorError):
+                self._death = (
+                    f"the device failed: {error}; no request was lost, but nothing can run on it "
+                    "any more: make a new LLM in a new process"
+                )
+                raise EngineDeadError(self._death) from error
             raise
         flight.batch.collect_prompt_logprobs(logits)
         return self._collect(flight.batch, sampled.token_ids.tolist(), sampled.logprobs)

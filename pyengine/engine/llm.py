@@ -1,26 +1,21 @@
 """Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
 
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
-from pyengine.attention import AttentionNeeds, choose_backend
-from pyengine.cache import BlockManager, ConfigError, TraceError
-from pyengine.cache.kv_pool import PoolSettings
+from pyengine.cache import TraceError
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.capacity import model_facts, plan_cache
-from pyengine.engine.engine import Engine, EngineStats, Prompt
-from pyengine.engine.pipeline import Pipeline
+from pyengine.engine.assembly import EngineSettings, assemble
+from pyengine.engine.engine import EngineStats, Prompt
 from pyengine.engine.prompts import (
     Message,
     PromptLike,
@@ -30,10 +25,6 @@ from pyengine.engine.prompts import (
     parse_prompt,
     render_chat,
 )
-from pyengine.models import load_model
-from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
-from pyengine.runner.graphs import CudaRecorder
-from pyengine.scheduler import Scheduler, SchedulerLimits
 
 
 class LLM:
@@ -41,9 +32,12 @@ class LLM:
 
     `model` is a hub id, a local folder, a GGUF file, or None for the embedded default. `device`
     and `dtype` are torch's names or "auto" (CUDA where there is one; float32 on the CPU, else
-    what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens,
-    or what `kv_cache_memory` bytes pay for, or by default a share of the free memory
-    (`gpu_memory_utilization` on CUDA). With `in_flight_sharing`, equal prefixes of one step are
+    what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens
+    (None or "auto": what the attention backend likes best), or what `kv_cache_memory` bytes pay
+    for, or by default a share of the free memory: on CUDA `gpu_memory_utilization` of what the
+    largest step leaves, which is run once to see. It is kept in the model's dtype or, with
+    `kv_cache_dtype` "fp8" or "fp8_e4m3", in 8-bit floats, where the attention backend can. With
+    `in_flight_sharing`, equal prefixes of one step are
     computed once; without it they are merged after the step. `eviction` is "lru" or "2q" (which
     keeps what comes back from being flushed by what does not). With `layer_groups`, layers whose
     attention slides give back the blocks behind their window: a block is one of a group of
@@ -54,8 +48,17 @@ class LLM:
     planned while one runs; None: on CUDA. The tokens are the same. On CUDA, where the attention
     backend can, decode steps are captured in CUDA graphs, which `enforce_eager` turns off.
 
+    With `compile`, torch compiles the forward pass of decodes, which takes a minute or two at the
+    start and needs a C++ compiler.
+
+    With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
+    among them: on CUDA one device each, on the CPU a share of the cores each. Sizes of the KV pool
+    are then those of each process. The others end with `close`, at the end of a `with` block, with
+    this object, or with the interpreter; there can be one such LLM at a time.
+
     Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
-    model that cannot be loaded.
+    model that cannot be loaded. If one of several processes ends, this and every later call raises
+    `EngineDeadError`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -64,7 +67,7 @@ class LLM:
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
-        block_size: int = 16,
+        block_size: int | Literal["auto"] | None = None,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -77,90 +80,55 @@ class LLM:
         layer_groups: bool = True,
         seed: int = 0,
         attention_backend: str = "auto",
+        kv_cache_dtype: str = "auto",
         async_scheduling: bool | None = None,
         enforce_eager: bool = False,
+        tensor_parallel_size: int = 1,
+        compile: bool = False,
     ) -> None:
-        limits = SchedulerLimits(
-            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-        )
-        settings = PoolSettings(  # refuses bad settings before a model is loaded
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            max_num_seqs=max_num_seqs,
-        )
-        try:
-            BlockManager(1, block_size, eviction=eviction)
-        except ConfigError as error:
-            raise ConfigurationError(str(error)) from error
-        if max_model_len is not None and max_model_len < 2:
-            raise ConfigurationError(
-                f"max_model_len={max_model_len}: a prompt token and an output token are the least"
-            )
-        loaded = load_model(model, device=device, dtype=dtype)
-        length = min(max_model_len or loaded.max_model_len, loaded.max_model_len)
-        settings = replace(settings, max_model_len=length)
-        plan = plan_cache(loaded, settings, max_num_batched_tokens, layer_groups=layer_groups)
-        manager = plan.manager(
-            prefix_caching=enable_prefix_caching,
-            in_flight_sharing=in_flight_sharing,
-            eviction=eviction,
-        )
-        facts = model_facts(loaded, settings, manager, max_num_batched_tokens, max_model_len)
-        needs = AttentionNeeds(device=loaded.device, block_size=block_size)
-        choice = choose_backend(attention_backend, needs)
-        pool = plan.pool(loaded)
-        backend = choice.build(pool)
-        graphs = loaded.device.type == "cuda" and backend.supports_graphs and not enforce_eager
-        runner = ModelRunner(
-            loaded,
-            pool,
-            backend,
-            RunnerLimits(
-                max_num_batched_tokens=max_num_batched_tokens,
+        parts = assemble(
+            EngineSettings(
+                model=model,
+                device=device,
+                dtype=dtype,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                kv_cache_memory=kv_cache_memory,
+                gpu_memory_utilization=gpu_memory_utilization,
                 max_num_seqs=max_num_seqs,
-                max_blocks_per_seq=-(-facts.max_model_len // block_size),
-                num_groups=len(plan.groups.windows),
-            ),
-            recorder=CudaRecorder() if graphs else None,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                enable_prefix_caching=enable_prefix_caching,
+                in_flight_sharing=in_flight_sharing,
+                eviction=eviction,
+                layer_groups=layer_groups,
+                seed=seed,
+                attention_backend=attention_backend,
+                kv_cache_dtype=kv_cache_dtype,
+                async_scheduling=async_scheduling,
+                enforce_eager=enforce_eager,
+                compile=compile,
+                tensor_parallel_size=tensor_parallel_size,
+            )
         )
-        pipeline = _pipeline(runner, loaded.device, async_scheduling)
-        self.model_path: Path = loaded.path
-        self.tokenizer: Any = loaded.tokenizer
-        self._manager = manager
-        self._engine = Engine(
-            manager,
-            Scheduler(manager, limits),
-            pipeline,
-            facts,
-            tokenizer=loaded.tokenizer,
-            seed=seed,
-        )
+        self.model_path: Path = parts.loaded.path
+        self.tokenizer: Any = parts.loaded.tokenizer
+        self._manager = parts.manager
+        self._engine = parts.engine
+        self._team = parts.team
+        self._description = parts.description
         self._ids = count()
-        self._description: dict[str, object] = {
-            "pyengine": _package_version(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "model": loaded.name,
-            "model_path": str(loaded.path),
-            "device": str(loaded.device),
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "attention_backend": choice.backend,
-            "attention_reason": choice.reason,
-            "block_size": block_size,
-            "num_blocks": plan.size.num_blocks,
-            "kv_cache_bytes": pool.num_bytes,
-            "kv_cache_reason": plan.size.reason,
-            "layer_groups": str(plan.groups),
-            "max_model_len": facts.max_model_len,
-            "max_model_len_reason": facts.limited_by,
-            "enable_prefix_caching": enable_prefix_caching,
-            "in_flight_sharing": in_flight_sharing,
-            "eviction": eviction,
-            "async_scheduling": pipeline.depth > 1,
-            "cuda_graphs": f"batches of {runner.graphs.sizes}" if runner.graphs.sizes else "none",
-        }
+
+    def close(self) -> None:
+        """End the processes that the model is divided over; in one process there are none."""
+        if self._team is not None:
+            self._team.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -273,19 +241,6 @@ class LLM:
             self._engine.abort(ids)
 
 
-def _pipeline(runner: Runner, device: torch.device, ahead: bool | None) -> Pipeline:
-    """A second step waits behind the one that runs, if asked for or (None) where that is fast.
-
-    CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little where
-    the model uses all cores.
-    """
-    if ahead is None:
-        ahead = device.type == "cuda"
-    if not ahead:
-        return Pipeline(runner)
-    return Pipeline(runner, None if device.type == "cuda" else ThreadQueue(), depth=2)
-
-
 @contextmanager
 def _writing(path: str | Path) -> Iterator[None]:
     try:
@@ -319,13 +274,3 @@ class _Progress:
         share = self._cached / max(self._prompt, 1)
         self._bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
         self._bar.update(len(finished))
-
-
-def _package_version() -> str:
-    """The installed version; in words where the package is run from a checkout."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("pyengine")
-    except PackageNotFoundError:
-        return "not installed"

@@ -9,6 +9,7 @@ import torch
 from pyengine.core.errors import ModelLoadError
 from pyengine.models.placement import resolve_device, resolve_dtype
 from pyengine.models.quiet import paused_gc, quiet_transformers
+from pyengine.models.sharding import kv_shards
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.weights import check_weights
 
@@ -23,7 +24,8 @@ class LoadedModel:
 
     `tokenizer` is None for a folder without one: then prompts are token ids. `eos_token_ids`
     end a generation. `max_model_len` is the number of positions, `vocab_size` the number of
-    token ids that the model knows.
+    token ids that the model knows. Where the model is divided over processes, this is one
+    process's part, which has 1 / `kv_shards` of the KV heads.
     """
 
     model: Any
@@ -35,6 +37,7 @@ class LoadedModel:
     vocab_size: int
     device: torch.device
     dtype: torch.dtype
+    kv_shards: int = 1
 
     @property
     def config(self) -> Any:
@@ -47,32 +50,45 @@ def load_model(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    tensor_parallel_size: int = 1,
 ) -> LoadedModel:
     """Load a hub id, a local folder, a GGUF file, or (None) the embedded default.
 
-    Weights are mapped from the safetensors files, never initialised first. Raises
-    `ModelLoadError` for a model that is missing, damaged or of an unsupported kind, and
-    `ConfigurationError` for a device or dtype that cannot be had.
+    Weights are mapped from the safetensors files, never initialised first. With a
+    `tensor_parallel_size` above 1, every process of torch's default group, which has as many,
+    calls this at the same time and gets its part of the model. Raises `ModelLoadError` for a
+    model that is missing, damaged or of an unsupported kind, and `ConfigurationError` for a
+    device or dtype that cannot be had.
     """
     where = resolve_device(device)
     with paused_gc():
         source = resolve_source(model)
         check_weights(source.folder)
         with quiet_transformers():
-            return _load(source, where, dtype)
+            return _load(source, where, dtype, tensor_parallel_size)
 
 
-def _load(source: ModelSource, device: torch.device, dtype: str | torch.dtype) -> LoadedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def read_config(folder: Path) -> Any:
+    """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used."""
+    from transformers import AutoConfig
 
-    folder = source.folder
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"{folder / 'config.json'} cannot be used: {error}") from error
     _refuse_unpageable(config, folder)
+    return config
+
+
+def _load(
+    source: ModelSource, device: torch.device, dtype: str | torch.dtype, shards: int
+) -> LoadedModel:
+    from transformers import AutoModelForCausalLM
+
+    folder = source.folder
+    config = read_config(folder)
     resolved_dtype = resolve_dtype(dtype, config, device)
-    placement = {} if device.type == "cpu" else {"device_map": {"": device}}
+    placement = _placement(device, shards)
     try:
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -104,7 +120,17 @@ def _load(source: ModelSource, device: torch.device, dtype: str | torch.dtype) -
         vocab_size=text.vocab_size,
         device=device,
         dtype=resolved_dtype,
+        kv_shards=kv_shards(config, shards),
     )
+
+
+def _placement(device: torch.device, shards: int) -> dict[str, Any]:
+    """What tells transformers where the weights go: to one device, or a part to every process."""
+    if shards > 1:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=shards)}
+    return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
 def _refuse_missing(info: Any, folder: Path) -> None:

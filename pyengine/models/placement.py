@@ -39,6 +39,38 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu")
 
 
+def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
+    """The device of the first of `size` processes that divide a model; the others take the next.
+
+    On CUDA these are the devices 0 to `size - 1`. Raises `ConfigurationError` where there are
+    fewer, for another first device, and for the CPU of a machine that has CUDA devices:
+    transformers divides a model over those wherever torch sees them.
+    """
+    if size < 1:
+        raise ConfigurationError(f"tensor_parallel_size={size}: it must be at least 1")
+    first = resolve_device(device)
+    if size == 1:
+        return first
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    asked = f"tensor_parallel_size={size}, device={str(device)!r}"
+    if first.type == "cpu" and count:
+        raise ConfigurationError(
+            f"{asked}: transformers divides a model over the {count} CUDA devices that torch sees; "
+            "start Python with CUDA_VISIBLE_DEVICES= (empty) to divide it over CPU processes"
+        )
+    if first.type == "cuda" and first.index:
+        raise ConfigurationError(
+            f"{asked}: the processes take the devices from cuda:0 on; say device='cuda', and "
+            "choose devices with CUDA_VISIBLE_DEVICES"
+        )
+    if first.type == "cuda" and size > count:
+        raise ConfigurationError(
+            f"{asked}: torch sees {count} CUDA devices and each process takes one; "
+            f"use tensor_parallel_size={count} or less"
+        )
+    return first
+
+
 def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
     """The number format for "auto", "float32", "bfloat16", "float16" or a torch dtype.
 

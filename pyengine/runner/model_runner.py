@@ -1,6 +1,9 @@
 """One forward pass of a step. Knows tokens and blocks, nothing of requests."""
 
+import sys
 from dataclasses import replace
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
 from pyengine.runner.buffers import InputBuffers, RunnerLimits
+from pyengine.runner.compiled import CompiledForward
 from pyengine.runner.graphs import DecodeGraphs, Recorder, graph_sizes
 from pyengine.runner.interface import Forward, Plan, StepLogits
 
@@ -34,21 +38,39 @@ class ModelRunner:
         *,
         recorder: Recorder | None = None,
     ) -> None:
-        """With a `recorder`, decode steps are captured per batch size and replayed.
-
-        The backend must support graphs then.
-        """
+        """With a `recorder`, `capture` can be called; the backend must support graphs then."""
         self._model: Any = loaded.model
         self._pool = pool
         self._backend = backend
+        self._compiled: CompiledForward | None = None
         apart = recorder is not None
         self.buffers = InputBuffers(limits, pool.device, apart=apart)
         """Those that the next step is written into."""
         self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers, apart=apart)
         _switch_to_paged_attention(self._model)
-        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
-        if recorder is not None:
-            self.graphs.capture(graph_sizes(limits.max_num_seqs), recorder)
+        self._recorder = recorder
+        self._max_num_seqs = limits.max_num_seqs
+        forward = partial(self._forward, is_decode=True)
+        self.graphs = DecodeGraphs(forward, backend, self.buffers, pool.num_blocks)
+
+    def capture(self) -> None:
+        """Capture decode steps per batch size, if there is a recorder; they are replayed then.
+
+        After `compile`, if that is wanted too.
+        """
+        if self._recorder is not None:
+            self.graphs.capture(graph_sizes(self._max_num_seqs), self._recorder)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the forward pass of decodes, and say so on standard error: it takes a while.
+
+        Steps in which every token gives logits run compiled from then on, others as before.
+        `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
+        """
+        name, start = type(self._model).__name__, monotonic()
+        print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
+        self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
+        print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
         """See `Runner.prepare`."""
@@ -57,7 +79,8 @@ class ModelRunner:
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
-        is_graph = extra is None and self.graphs.fits(plan)
+        is_decode = extra is None and plan.num_tokens == plan.num_samples
+        is_graph = is_decode and self.graphs.fits(plan)
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             self._pool.copy_blocks(copies)
@@ -71,29 +94,32 @@ class ModelRunner:
                     rows = torch.from_numpy(extra).to(inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
-                logits = self._forward(inputs, self._backend.plan(inputs))
+                logits = self._forward(inputs, self._backend.plan(inputs), is_decode=is_decode)
             return StepLogits(logits[:num_samples], logits[num_samples:])
 
         return forward
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
-        """The logits of `inputs.logits_indices`."""
+    def _forward(self, inputs: StepInputs, plan: AttentionPlan, *, is_decode: bool) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`: of every token, in order, if all decode."""
         context = PagedContext(plan, self._pool.groups.layer_windows)
-        output = self._model(
-            input_ids=inputs.input_ids[None],
-            position_ids=inputs.positions[None],
-            use_cache=False,
-            logits_to_keep=inputs.logits_indices,
-            paged=context,
-        )
+        logits: torch.Tensor
+        if self._compiled is not None and is_decode:
+            logits = self._compiled(inputs, context)
+        else:
+            logits = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=inputs.logits_indices,
+                paged=context,
+            ).logits[0]
         if context.attended != self._pool.num_layers:
             raise ConfigurationError(
                 f"{type(self._model).__name__} attended in {context.attended} of "
                 f"{self._pool.num_layers} layers: the others keep a state that paged attention "
                 "does not hold; this model is not supported"
             )
-        logits: torch.Tensor = output.logits[0]
         return logits
 
 

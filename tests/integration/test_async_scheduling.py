@@ -85,6 +85,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
     runner_limits = RunnerLimits(max_num_batched_tokens=32, max_num_seqs=8, max_blocks_per_seq=48)
     recorder = EagerRecorder() if graphs else None
     runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, recorder=recorder)
+    runner.capture()
     facts = ModelFacts(
         vocab_size=97,
         eos_token_ids=frozenset({2}),

@@ -128,7 +128,7 @@ def test_weights_that_lack_a_layer(copy: Path) -> None:
         ({"max_num_batched_tokens": 8}, ["max_num_batched_tokens=8", "max_num_seqs=256"]),
         ({"max_model_len": POSITIONS + 1}, [f"max_model_len={POSITIONS + 1}", "64 positions"]),
         ({"max_model_len": 60, "num_blocks": 4}, ["max_model_len=60", "4 blocks of 4", "larger"]),
-        ({"attention_backend": "magic"}, ["attention_backend='magic'", "auto, gather"]),
+        ({"attention_backend": "magic"}, ["attention_backend='magic'", "auto, cpu, flashinfer"]),
         ({"device": "abacus"}, ["abacus"]),
         ({"dtype": "float7"}, ["float7"]),
     ],

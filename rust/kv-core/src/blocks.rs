@@ -1,13 +1,10 @@
 //! The only place where counters, queue and tree meet: every block that gets a holder, loses one,
 //! gets a content or loses it goes through here.
 
-use std::collections::VecDeque;
-
 use crate::events::Event;
 use crate::eviction::Ghost;
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
-use crate::plan::Plan;
 use crate::queue::List;
 use crate::retention::Priority;
 use crate::shared::Letter;
@@ -35,6 +32,9 @@ pub(crate) struct Block {
     pub(crate) list: List,
 }
 
+/// The steps that are open: the older and the newer one, which may be the same.
+pub(crate) type OpenSteps = Option<[u32; 2]>;
+
 impl Block {
     pub(crate) const NEW: Self = Self {
         seq_refs: 0,
@@ -49,8 +49,8 @@ impl Block {
 
     /// Whether its content is there: no open step is to compute it.
     #[inline]
-    pub(crate) fn is_ready(&self, open: &VecDeque<Plan>) -> bool {
-        open.iter().all(|plan| plan.step() != self.step)
+    pub(crate) fn is_ready(&self, open: OpenSteps) -> bool {
+        open.is_none_or(|steps| !steps.contains(&self.step))
     }
 }
 
@@ -85,7 +85,7 @@ impl BlockManager {
     }
 
     /// A block that nobody holds any more: idle if its content can be matched, else free.
-    #[inline]
+    #[inline(always)] // the end of every sequence comes here for each of its blocks
     pub(crate) fn enter_queue(&mut self, block: BlockId) {
         let place = &mut self.blocks[block.at()];
         if place.node == NodeIdx::NONE {
@@ -105,15 +105,19 @@ impl BlockManager {
         }
     }
 
-    /// An idle block loses its content.
-    pub(crate) fn evict(&mut self, block: BlockId) {
-        let Block { node, group, .. } = self.blocks[block.at()];
-        let hash = self.tree.hash(node);
-        self.policy.evicted(Ghost { hash, group });
-        self.forget(block);
-        if self.config.events && !self.tree.has_block(node) {
+    /// An idle block loses its content, and becomes what `then` says.
+    #[inline(always)] // as `enter_queue`
+    pub(crate) fn evict(&mut self, block: BlockId, then: Block) {
+        let Block { node, group, .. } = std::mem::replace(&mut self.blocks[block.at()], then);
+        if self.policy.remembers() {
+            let hash = self.tree.hash(node);
+            self.policy.evicted(Ghost { hash, group });
+        }
+        if self.config.events && self.tree.blocks(node).count() == 1 {
+            let hash = self.tree.hash(node);
             self.events.push(Event::Removed { hash });
         }
+        self.tree.clear_block(node, usize::from(group));
         self.stats.evicted_blocks += 1;
     }
 
@@ -130,9 +134,15 @@ impl BlockManager {
     #[inline]
     pub(crate) fn store(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         self.tree.set_block(node, group, block);
+        self.note_content(node, group, block, step);
+        self.blocks[block.at()].priority = self.tree.priority(node);
+    }
+
+    /// The part of `store` that is the block's; of normal priority, as it was when it was allocated.
+    #[inline(always)] // every new content comes here
+    pub(crate) fn note_content(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         let place = &mut self.blocks[block.at()];
         (place.node, place.step, place.group) = (node, step, group as u8);
-        place.priority = self.tree.priority(node);
         if self.policy.remembers() {
             let hash = self.tree.hash(node);
             let ghost = Ghost {
@@ -146,7 +156,12 @@ impl BlockManager {
     /// Whether the content of a block is there: no open step is to compute it.
     #[inline]
     pub(crate) fn is_ready(&self, block: BlockId) -> bool {
-        self.blocks[block.at()].is_ready(&self.open)
+        self.blocks[block.at()].is_ready(self.open_steps())
+    }
+
+    #[inline]
+    pub(crate) fn open_steps(&self) -> OpenSteps {
+        Some([self.open.first()?.step(), self.open.last()?.step()])
     }
 
     /// All holders.
@@ -176,13 +191,13 @@ impl BlockManager {
     }
 
     /// A table entry less.
-    #[inline]
+    #[inline(always)] // as `enter_queue`
     pub(crate) fn let_go_for_sequence(&mut self, block: BlockId) {
-        let seq_refs = &mut self.blocks[block.at()].seq_refs;
-        *seq_refs -= 1;
-        if *seq_refs == 0 {
+        let place = &mut self.blocks[block.at()];
+        place.seq_refs -= 1;
+        if place.seq_refs == 0 {
             self.active -= 1;
-            if self.is_unheld(block) {
+            if place.fences == 0 && self.shared.lease_refs_of(block) == 0 {
                 self.enter_queue(block);
             }
         }
@@ -204,32 +219,41 @@ impl BlockManager {
         }
     }
 
-    /// So many blocks are to be allocated: brings what evicting them reads into the processor's cache.
-    pub(crate) fn expect_allocations(&self, count: usize) {
-        let short = count.saturating_sub(self.queue.len_of(List::Free));
-        if short > 1 {
-            let victims = self.queue.iter(self.policy.victim(&self.queue));
-            let nodes = victims.map(|block| self.blocks[block.at()].node);
-            self.tree.touch(nodes.take(short));
+    /// The next `count` blocks of the queue go to the end of a sequence's table, without their old
+    /// contents. The caller has counted that there are as many.
+    pub(crate) fn allocate(&mut self, slot: u32, count: usize) {
+        let mut table = std::mem::take(&mut self.sequences.at_mut(slot).table);
+        let start = table.len();
+        self.queue.pop_heads(List::Free, count, &mut table);
+        let idle = table.len();
+        while table.len() < start + count {
+            let (list, most) = self.policy.victims(&self.queue);
+            let missing = start + count - table.len();
+            self.queue.pop_heads(list, most.min(missing), &mut table);
         }
+        let held = Block {
+            seq_refs: 1,
+            ..Block::NEW
+        };
+        for &block in &table[start..idle] {
+            self.blocks[block.at()] = held;
+        }
+        self.expect_evictions(&table[idle..]);
+        for &block in &table[idle..] {
+            self.evict(block, held);
+        }
+        self.active += count;
+        self.stats.allocated_blocks += count as u64;
+        self.sequences.at_mut(slot).table = table;
     }
 
-    /// The next block of the queue, without its old content. The caller has counted that there is one.
+    /// Brings what evicting these blocks reads into the processor's cache.
     #[inline]
-    pub(crate) fn allocate(&mut self) -> BlockId {
-        let block = match self.queue.pop_head(List::Free) {
-            Some(block) => block,
-            None => {
-                let list = self.policy.victim(&self.queue);
-                let block = self.queue.pop_head(list).expect("counted before");
-                self.evict(block);
-                block
-            }
-        };
-        self.blocks[block.at()].used_again = false;
-        self.stats.allocated_blocks += 1;
-        self.hold_for_sequence(block);
-        block
+    fn expect_evictions(&self, blocks: &[BlockId]) {
+        if blocks.len() > 1 {
+            let nodes = blocks.iter().map(|block| self.blocks[block.at()].node);
+            self.tree.expect_end(nodes);
+        }
     }
 
     /// Shortens a table to `rows` rows, last entry first, so that prefixes outlive continuations.

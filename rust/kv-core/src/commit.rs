@@ -52,7 +52,7 @@ impl BlockManager {
             copies,
             fenced,
             ..
-        } = self.open.pop_front().expect("checked before");
+        } = self.open.remove(0);
         self.shared.close_plan(key);
         let mut redirects = Vec::new();
         // First: what a later entry announced may be the parent of what an earlier one registers.
@@ -197,6 +197,10 @@ impl BlockManager {
     /// Contents that the entry announced are there now.
     fn tell_announced(&mut self, slot: u32, more: &More) {
         let groups = self.groups.len();
+        if more.present.is_empty() && !self.config.events {
+            self.stats.registered_blocks += more.announced as u64;
+            return;
+        }
         for row in more.announce_from..more.announce_from + more.announced {
             // A content of which a block was there before is no news.
             let entries = row * groups..(row + 1) * groups;

@@ -29,7 +29,11 @@ impl BlockManager {
         if let Some(more) = more.as_mut().filter(|more| more.prefill) {
             self.announce(slot, start + len, more);
         }
-        self.extend_table(slot, self.groups.rows(start + len + lookahead));
+        let entries = self.groups.rows(start + len + lookahead) * self.groups.len();
+        let held = self.sequences.at(slot).table.len();
+        if entries > held {
+            self.allocate(slot, entries - held);
+        }
         self.note_entry(slot, before, len, more);
     }
 
@@ -45,7 +49,7 @@ impl BlockManager {
     }
 
     /// The plan computes the next `len` positions of a sequence, whose blocks are in its table.
-    #[inline]
+    #[inline(always)] // without `more`, for each decode, little of it is left
     pub(crate) fn note_entry(
         &mut self,
         slot: u32,
@@ -69,7 +73,7 @@ impl BlockManager {
         let pending_row = (seq.pending > 0).then_some(seq.sample_row);
         seq.ahead = end;
         seq.speculating = drafts > 0;
-        let plan = self.open.back_mut().expect("checked before");
+        let plan = self.open.last_mut().expect("checked before");
         if samples {
             seq.pending += 1;
             seq.sample_row = plan.num_samples;
@@ -89,16 +93,6 @@ impl BlockManager {
         });
     }
 
-    /// Allocates until the table has `rows` rows.
-    #[inline]
-    fn extend_table(&mut self, slot: u32, rows: usize) {
-        let len = rows * self.groups.len();
-        while self.sequences.at(slot).table.len() < len {
-            let block = self.allocate();
-            self.sequences.at_mut(slot).table.push(block);
-        }
-    }
-
     /// Copies what `must_copy` named, the first of which is `first`. Returns the entries and what they
     /// were.
     fn copy_row(&mut self, slot: u32, first: usize) -> Vec<(usize, BlockId)> {
@@ -111,9 +105,10 @@ impl BlockManager {
     /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
     /// until it is closed: whatever becomes of its other holders, it is still to be read.
     fn copy_block(&mut self, slot: u32, at: usize) -> BlockId {
-        let copy = self.allocate();
+        self.allocate(slot, 1);
         let seq = self.sequences.at_mut(slot);
-        let source = std::mem::replace(&mut seq.table[at], copy);
+        let copy = seq.table[seq.table.len() - 1];
+        let source = seq.table.swap_remove(at);
         seq.table_version += 1;
         self.fence(source);
         self.let_go_for_sequence(source);
@@ -134,14 +129,18 @@ impl BlockManager {
         if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
             return;
         }
-        self.hash_ahead(slot, end / block_size);
-        self.expect_allocations((end / block_size - from) * groups);
+        let rows = end / block_size;
+        self.hash_ahead(slot, rows);
         let step = self.plan_mut().step();
-        for row in from..end / block_size {
+        for row in from..rows {
             let seq = self.sequences.at(slot);
             let tip = seq.chain.tip;
-            let tokens = &seq.tokens[row * block_size..][..block_size];
             let has_row = row * groups < seq.table.len();
+            if !has_row && self.tree.latest_child(tip).is_none() {
+                more.announced += self.announce_new(slot, rows, step);
+                break;
+            }
+            let tokens = &seq.tokens[row * block_size..][..block_size];
             let found = self.tree.step(tip, tokens, seq.hashes.get(row).copied());
             let node = match found {
                 Step::Missing(hash) => self.tree.insert(tip, tokens, hash),
@@ -165,6 +164,38 @@ impl BlockManager {
         }
     }
 
+    /// The rest of `announce` for a sequence that stands at the end of its table and on a content that
+    /// nothing follows: all up to row `rows` is new. Returns how many rows it announced.
+    fn announce_new(&mut self, slot: u32, rows: usize, step: u32) -> usize {
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
+        let from = self.sequences.at(slot).chain.blocks;
+        self.allocate(slot, (rows - from) * groups);
+        let seq = self.sequences.at_mut(slot);
+        let hashes = std::mem::take(&mut seq.hashes);
+        let tokens = std::mem::take(&mut seq.tokens);
+        let table = std::mem::take(&mut seq.table);
+        let mut tip = seq.chain.tip;
+        let mut announced = 0;
+        self.tree.expect(&hashes[from..rows]);
+        let blocks = tokens[from * block_size..rows * block_size].chunks_exact(block_size);
+        let entries = table[from * groups..].chunks_exact(groups);
+        for ((tokens, &hash), entries) in blocks.zip(&hashes[from..rows]).zip(entries) {
+            let Some(node) = self.tree.append(tip, tokens, hash, entries) else {
+                break;
+            };
+            for (group, &block) in entries.iter().enumerate() {
+                self.note_content(node, group, block, step);
+            }
+            tip = node;
+            announced += 1;
+        }
+        let seq = self.sequences.at_mut(slot);
+        (seq.hashes, seq.tokens, seq.table) = (hashes, tokens, table);
+        seq.chain.tip = tip;
+        seq.chain.blocks += announced;
+        announced
+    }
+
     /// Hashes what is not hashed yet of the first `rows` blocks, all at once.
     fn hash_ahead(&mut self, slot: u32, rows: usize) {
         let block_size = self.config.block_size;
@@ -182,19 +213,14 @@ impl BlockManager {
     #[inline]
     fn take_present(&mut self, slot: u32, node: NodeIdx, more: &mut More) {
         for group in 0..self.groups.len() {
-            let held = self.tree.block(node, group);
-            let block = match held {
-                Some(block) => {
-                    self.hold_for_sequence(block);
-                    more.in_flight += usize::from(!self.is_ready(block));
-                    block
-                }
-                None => self.allocate(),
+            let Some(block) = self.tree.block(node, group) else {
+                self.allocate(slot, 1);
+                continue;
             };
+            self.hold_for_sequence(block);
+            more.in_flight += usize::from(!self.is_ready(block));
             let table = &mut self.sequences.at_mut(slot).table;
-            if held.is_some() {
-                more.present.push(table.len());
-            }
+            more.present.push(table.len());
             table.push(block);
         }
     }
@@ -213,11 +239,13 @@ impl BlockManager {
     fn adopt(&mut self, slot: u32, more: &mut More) {
         let matched = std::mem::take(&mut self.matched);
         if let Some(&tip) = matched.nodes.last() {
+            let open = self.open_steps();
             for block in matched.blocks.iter().copied().filter_map(BlockId::some) {
-                self.blocks[block.at()].used_again = true;
                 self.hold_for_sequence(block);
+                let place = &mut self.blocks[block.at()];
+                place.used_again = true;
                 more.matched_blocks += 1;
-                more.in_flight += usize::from(!self.is_ready(block));
+                more.in_flight += usize::from(!place.is_ready(open));
             }
             more.matched = matched.rows();
             let seq = self.sequences.at_mut(slot);

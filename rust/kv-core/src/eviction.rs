@@ -81,18 +81,19 @@ impl Policy {
         }
     }
 
-    /// The list of which the first block goes. There is an idle one.
+    /// The list of which the first blocks go, and how many of them before another one may have its turn.
+    /// There is an idle one.
     #[inline]
-    pub(crate) fn victim(&self, queue: &FreeQueue) -> List {
-        let (once, again) = (queue.len_of(List::Probation), queue.len_of(List::Protected));
-        if queue.len_of(List::Low) > 0 {
-            List::Low
+    pub(crate) fn victims(&self, queue: &FreeQueue) -> (List, usize) {
+        let [low, once, again, high] = List::IDLE.map(|list| queue.len_of(list));
+        if low > 0 {
+            (List::Low, low)
         } else if once + again == 0 {
-            List::High
-        } else if again == 0 || (once > 0 && 2 * once > once + again) {
-            List::Probation
+            (List::High, high)
+        } else if once > again {
+            (List::Probation, once - again) // until it has half of them
         } else {
-            List::Protected
+            (List::Protected, (again - once + 1).min(again))
         }
     }
 
@@ -181,22 +182,49 @@ mod tests {
     fn the_list_that_gives() {
         use List::{High, Low, Probation, Protected};
         let policy = Policy::new(Eviction::TwoQueue, 32);
-        for (lens, list) in [
-            ((1, 2, 2, 2), Low),
-            ((0, 0, 0, 1), High),
-            ((0, 1, 0, 1), Probation),
-            ((0, 0, 1, 1), Protected),
-            ((0, 1, 1, 0), Protected),
-            ((0, 1, 2, 0), Protected),
-            ((0, 2, 1, 0), Probation),
-            ((0, 3, 2, 0), Probation),
-            ((0, 3, 3, 0), Protected),
-            ((0, 5, 6, 0), Protected),
-            ((0, 7, 6, 0), Probation),
+        for (lens, list, count) in [
+            ((1, 2, 2, 2), Low, 1),
+            ((3, 0, 0, 0), Low, 3),
+            ((0, 0, 0, 2), High, 2),
+            ((0, 1, 0, 1), Probation, 1),
+            ((0, 9, 0, 0), Probation, 9),
+            ((0, 0, 1, 1), Protected, 1),
+            ((0, 0, 9, 1), Protected, 9),
+            ((0, 1, 1, 0), Protected, 1),
+            ((0, 1, 2, 0), Protected, 2),
+            ((0, 2, 1, 0), Probation, 1),
+            ((0, 3, 2, 0), Probation, 1),
+            ((0, 3, 3, 0), Protected, 1),
+            ((0, 5, 6, 0), Protected, 2),
+            ((0, 7, 6, 0), Probation, 1),
+            ((0, 7, 2, 0), Probation, 5),
         ] {
             let (low, once, again, high) = lens;
             let queue = queue(low, once, again, high);
-            assert_eq!(policy.victim(&queue), list, "{lens:?}");
+            assert_eq!(policy.victims(&queue), (list, count), "{lens:?}");
+        }
+    }
+
+    /// To take many at once is to take them one by one.
+    #[test]
+    fn victims_of_one_list_are_those_that_would_go_one_by_one() {
+        let policy = Policy::new(Eviction::TwoQueue, 32);
+        for (once, again) in (0..12).flat_map(|once| (0..12).map(move |again| (once, again))) {
+            if once + again == 0 {
+                continue;
+            }
+            let (list, count) = policy.victims(&queue(0, once, again, 0));
+            let (mut once, mut again) = (once, again);
+            for _ in 0..count {
+                let half = once > 0 && 2 * once > once + again;
+                let from_first = again == 0 || half;
+                assert_eq!(list == List::Probation, from_first, "{once} {again}");
+                *(if from_first { &mut once } else { &mut again }) -= 1;
+            }
+            if once + again > 0 {
+                let next = policy.victims(&queue(0, once, again, 0)).0;
+                assert_ne!(next, list, "{once} {again}");
+            }
         }
     }
 }

@@ -79,6 +79,12 @@ impl Groups {
         self.has_windows
     }
 
+    /// One group that sees everything.
+    #[inline]
+    pub(crate) fn is_one(&self) -> bool {
+        self.reach.len() == 1 && !self.has_windows
+    }
+
     pub(crate) fn is_window(&self, group: usize) -> bool {
         self.reach[group] != usize::MAX
     }
@@ -176,6 +182,14 @@ mod tests {
         let groups = Groups::new(&[None, Some(5)], 4).expect("valid");
         assert!(groups.have_windows() && groups.is_window(1) && !groups.is_window(0));
         assert_eq!(groups.len(), 2);
+        for (windows, is_one) in [
+            (&[None][..], true),
+            (&[Some(5)], false),
+            (&[None; 2], false),
+        ] {
+            let groups = Groups::new(windows, 4).expect("valid");
+            assert_eq!(groups.is_one(), is_one);
+        }
         assert_eq!(
             [1, 2, 3, 4].map(|rows| groups.first_row(1, rows)),
             [0, 0, 1, 2]

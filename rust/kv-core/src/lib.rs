@@ -61,6 +61,7 @@ mod stats;
 mod sync;
 mod trace;
 mod tree;
+mod usual;
 
 pub use config::Config;
 pub use error::Error;

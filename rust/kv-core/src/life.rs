@@ -45,7 +45,7 @@ impl BlockManager {
             hashes: None,
         };
         let mut found = std::mem::take(&mut self.matched);
-        let (blocks, open) = (&self.blocks, &self.open);
+        let (blocks, open) = (&self.blocks, self.open_steps());
         let is_ready = |block: BlockId| blocks[block.at()].is_ready(open);
         found.walk(&mut self.tree, &self.groups, prompt, is_ready);
         let end = found.nodes.last().copied().unwrap_or(NodeIdx::NONE);

@@ -1,6 +1,5 @@
 //! The block manager: blocks, sequences, leases, and the calls that are not part of a step.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::blocks::Block;
@@ -36,7 +35,7 @@ pub struct BlockManager {
     pub(crate) tree: ContentTree,
     pub(crate) sequences: SequenceTable,
     /// Oldest first; at most two.
-    pub(crate) open: VecDeque<Plan>,
+    pub(crate) open: Vec<Plan>,
     pub(crate) plans: u64,
     /// The memory of a closed plan's entries.
     pub(crate) spare_entries: Vec<Entry>,
@@ -77,7 +76,7 @@ impl BlockManager {
             active: 0,
             tree: ContentTree::new(num_blocks, block_size, groups.len(), hasher).map_err(oom)?,
             sequences: SequenceTable::new(id),
-            open: VecDeque::new(),
+            open: Vec::new(),
             plans: 0,
             spare_entries: Vec::new(),
             stats: Stats::default(),
@@ -200,7 +199,7 @@ impl BlockManager {
         let told = self.events.len();
         for &block in &idle {
             self.leave_queue(block);
-            self.evict(block);
+            self.evict(block, Block::NEW);
             self.enter_queue(block);
         }
         if self.config.events && !idle.is_empty() && self.tree.held().next().is_none() {

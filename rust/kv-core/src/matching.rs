@@ -52,10 +52,15 @@ impl Match {
             mut hashes,
         } = prompt;
         self.clear();
-        self.runs.resize(groups.len(), rows);
         let mut best = 0;
         let blocks = tokens.chunks_exact(groups.block_size()).enumerate();
-        for (row, tokens) in blocks.skip(rows) {
+        if groups.is_one() {
+            let blocks = blocks.clone().skip(rows);
+            best = self.follow(tree, tip, blocks, hashes.as_deref_mut(), &usable);
+            tip = self.nodes.last().copied().unwrap_or(tip);
+        }
+        self.runs.resize(groups.len(), rows + best);
+        for (row, tokens) in blocks.skip(rows + best) {
             let known = hashes.as_ref().and_then(|hashes| hashes.get(row).copied());
             let step = tree.step(tip, tokens, known);
             if let (Some(hashes), None) = (&mut hashes, known) {
@@ -70,6 +75,34 @@ impl Match {
             tip = node;
         }
         self.cut(groups, rows, best);
+    }
+
+    /// Where one group sees everything: goes the way of the latest reader, as far as it is this prompt's.
+    /// Returns how many rows that are.
+    fn follow<'a>(
+        &mut self,
+        tree: &ContentTree,
+        tip: NodeIdx,
+        blocks: impl Iterator<Item = (usize, &'a [u32])>,
+        mut hashes: Option<&mut Vec<u128>>,
+        usable: impl Fn(BlockId) -> bool,
+    ) -> usize {
+        let (mut at, mut latest) = (tip, tree.latest_child(tip));
+        for (row, tokens) in blocks {
+            let Some(child) = latest.filter(|&child| tree.is_child(child, at, tokens)) else {
+                break;
+            };
+            let Some(block) = tree.block(child, 0).filter(|&block| usable(block)) else {
+                break;
+            };
+            if let Some(hashes) = hashes.as_mut().filter(|hashes| hashes.len() == row) {
+                hashes.push(tree.hash(child));
+            }
+            self.nodes.push(child);
+            self.blocks.push(block);
+            (at, latest) = (child, tree.latest_child(child));
+        }
+        self.rows()
     }
 
     pub(crate) fn clear(&mut self) {

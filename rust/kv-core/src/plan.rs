@@ -190,7 +190,7 @@ impl BlockManager {
     /// (see [`BlockManager::decode`]). They are committed in order.
     pub fn begin_step(&mut self, token_budget: usize) -> Result<PlanHandle, Error> {
         self.read_mail();
-        if let (Some(oldest), 2..) = (self.open.front(), self.open.len()) {
+        if let (Some(oldest), 2..) = (self.open.first(), self.open.len()) {
             return Err(Error::PlanOpen {
                 plan: oldest.key.serial,
             });
@@ -200,7 +200,7 @@ impl BlockManager {
             manager: self.shared.manager,
             serial: self.plans,
         };
-        self.open.push_back(Plan {
+        self.open.push(Plan {
             key,
             entries: std::mem::take(&mut self.spare_entries),
             budget_left: token_budget,
@@ -227,7 +227,7 @@ impl BlockManager {
     /// The plan, which must be the newest: the one that is planned into.
     pub(crate) fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
         let plan = self.open_plan(key)?;
-        match self.open.back() {
+        match self.open.last() {
             Some(newest) if newest.key != key => Err(Error::PlanOrder {
                 plan: key.serial,
                 first: newest.key.serial,
@@ -239,7 +239,7 @@ impl BlockManager {
     /// The plan, which must be the oldest: the one that is committed.
     pub(crate) fn oldest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
         let plan = self.open_plan(key)?;
-        match self.open.front() {
+        match self.open.first() {
             Some(oldest) if oldest.key != key => Err(Error::PlanOrder {
                 plan: key.serial,
                 first: oldest.key.serial,
@@ -248,8 +248,9 @@ impl BlockManager {
         }
     }
 
+    #[inline]
     pub(crate) fn plan_mut(&mut self) -> &mut Plan {
-        self.open.back_mut().expect("checked by newest_plan")
+        self.open.last_mut().expect("checked by newest_plan")
     }
 
     /// The figures of an open plan.

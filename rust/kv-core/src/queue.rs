@@ -110,14 +110,18 @@ impl FreeQueue {
         self.insert(list, block, self.links[sentinel.at()].prev, sentinel);
     }
 
+    /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`.
     #[inline]
-    pub(crate) fn pop_head(&mut self, list: List) -> Option<BlockId> {
-        let sentinel = self.sentinel(list);
-        let first = self.links[sentinel.at()].next;
-        (first != sentinel).then(|| {
-            self.unlink(list, first);
-            first
-        })
+    pub(crate) fn pop_heads(&mut self, list: List, most: usize, taken: &mut Vec<BlockId>) {
+        let (sentinel, count) = (self.sentinel(list), most.min(self.len_of(list)));
+        let mut first = self.links[sentinel.at()].next;
+        for _ in 0..count {
+            taken.push(first);
+            first = std::mem::replace(&mut self.links[first.at()], UNQUEUED).next;
+        }
+        self.links[sentinel.at()].next = first;
+        self.links[first.at()].prev = sentinel;
+        self.lens[list as usize] -= count;
     }
 
     /// Takes a block out of the middle of its list.
@@ -213,14 +217,23 @@ mod tests {
         queue.unlink(Free, BlockId::new(3));
         assert_eq!(order(&queue), [4, 0, 2]);
         assert!(!queue.contains(BlockId::new(1)));
-        assert_eq!(queue.pop_head(Free), Some(BlockId::new(4)));
+        let mut taken = vec![BlockId::new(7)];
+        queue.pop_heads(Free, 1, &mut taken);
+        assert_eq!(taken, [7, 4].map(BlockId::new));
         queue.push_tail(Protected, BlockId::new(4));
         queue.push_head(Free, BlockId::new(1));
         assert_eq!(order(&queue), [1, 0, 2]);
         assert_eq!((queue.len_of(Protected), queue.len()), (1, 4));
         queue.check().expect("consistent");
-        while queue.pop_head(Free).is_some() {}
-        assert_eq!((queue.len(), queue.pop_head(Free)), (1, None));
+        queue.pop_heads(Free, 2, &mut taken);
+        assert_eq!((taken.len(), order(&queue)), (4, vec![2]));
+        queue
+            .check()
+            .expect("consistent when two were taken at once");
+        queue.pop_heads(Free, 2, &mut taken);
+        queue.pop_heads(Free, 2, &mut taken);
+        assert_eq!(taken, [7, 4, 1, 0, 2].map(BlockId::new));
+        assert_eq!((queue.len(), queue.len_of(Free)), (1, 0));
         queue.check().expect("consistent when a list is empty");
     }
 

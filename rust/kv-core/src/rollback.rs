@@ -40,7 +40,7 @@ impl BlockManager {
 
     /// Rows move up when an entry goes.
     fn number_rows(&mut self) {
-        let Some(plan) = self.open.back() else {
+        let Some(plan) = self.open.last() else {
             return;
         };
         let mut row = 0;
@@ -62,7 +62,7 @@ impl BlockManager {
             return vec![first];
         }
         let groups = self.groups.len();
-        let entries = &self.open.back().expect("open").entries;
+        let entries = &self.open.last().expect("open").entries;
         let mut out = vec![first];
         let mut gone: HashSet<BlockId> = HashSet::new();
         for (at, entry) in entries.iter().enumerate().skip(first) {
@@ -92,7 +92,7 @@ impl BlockManager {
             let copy = std::mem::replace(&mut seq.table[at], source);
             seq.table_version += 1;
             self.let_go_for_sequence(copy);
-            if let Some(plan) = self.open.back_mut() {
+            if let Some(plan) = self.open.last_mut() {
                 plan.copies.retain(|&(_, to)| to != copy);
             }
         }
@@ -130,7 +130,7 @@ impl BlockManager {
         self.note(|_| Call::drop_plan(key.serial), ());
         while self
             .open
-            .back()
+            .last()
             .is_some_and(|plan| plan.key.serial >= key.serial)
         {
             self.roll_back_newest();
@@ -141,7 +141,7 @@ impl BlockManager {
         while let Some(entry) = self.plan_mut().entries.pop() {
             self.undo(entry);
         }
-        let plan = self.open.pop_back().expect("checked by newest_plan");
+        let plan = self.open.pop().expect("checked by newest_plan");
         self.lift_fence(plan.fenced);
         self.stats.rolled_back_steps += 1;
     }

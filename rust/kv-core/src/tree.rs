@@ -8,18 +8,20 @@
 //! A step down the tree is a hit only if the candidate's parent *is* the node stood
 //! on and its tokens *are equal*; a hash collision costs a miss, never a wrong block.
 
+#[path = "ahead.rs"]
+mod ahead;
 #[path = "check/tree.rs"]
 mod check;
 
 use std::collections::HashMap;
 use std::collections::TryReserveError;
-use std::hint::black_box;
 
 use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
 use crate::index::HashIndex;
 use crate::retention::Priority;
+use crate::usual;
 
 #[derive(Clone)]
 struct Node {
@@ -34,6 +36,16 @@ struct Node {
     /// Reasons to live: each block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
+
+const VACANT: Node = Node {
+    hash: 0,
+    id: ContentId(0),
+    parent: NodeIdx::NONE,
+    latest_child: NodeIdx::NONE,
+    block: BlockId::NONE,
+    priority: Priority::Normal,
+    holds: 0,
+};
 
 /// What a step down the tree found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,6 +148,7 @@ impl ContentTree {
     }
 
     /// Gives one hold back; nodes that nothing holds any more die, up to the root.
+    #[inline(always)] // every content that goes comes here
     pub(crate) fn unhold(&mut self, node: NodeIdx) {
         let mut node = node;
         loop {
@@ -144,16 +157,13 @@ impl ContentTree {
             if slot.holds > 0 {
                 return;
             }
-            let parent = slot.parent;
-            if parent == NodeIdx::NONE {
-                self.roots.retain(|_, root| *root != node);
-            } else {
-                self.index.remove(self.nodes[node.at()].hash, node);
-            }
+            let (parent, hash) = (slot.parent, slot.hash);
             self.free_slots.push(node);
             if parent == NodeIdx::NONE {
+                self.roots.retain(|_, root| *root != node);
                 return;
             }
+            self.index.remove(hash, node);
             node = parent;
         }
     }
@@ -164,9 +174,9 @@ impl ContentTree {
     /// under this parent where an earlier step has computed it already.
     #[inline]
     pub(crate) fn step(&mut self, parent: NodeIdx, tokens: &[u32], known: Option<u128>) -> Step {
-        let guess = self.nodes[parent.at()].latest_child;
-        if guess != NodeIdx::NONE && self.is_child(guess, parent, tokens) {
-            return Step::Found(guess);
+        let guess = self.latest_child(parent);
+        if let Some(child) = guess.filter(|&child| self.is_child(child, parent, tokens)) {
+            return Step::Found(child);
         }
         let hash = known.unwrap_or_else(|| {
             self.hashed += 1;
@@ -182,36 +192,44 @@ impl ContentTree {
         }
     }
 
-    /// The hashes of the blocks that follow the content hashed `parent`, added to `hashes`. Afterwards
-    /// they are soon found.
-    pub(crate) fn hash_ahead<'a>(
-        &mut self,
-        mut parent: u128,
-        blocks: impl Iterator<Item = &'a [u32]>,
-        hashes: &mut Vec<u128>,
-    ) {
-        let mut touched = 0;
-        for tokens in blocks {
-            parent = self.hasher.child(parent, tokens);
-            touched ^= self.index.touch(parent);
-            self.hashed += 1;
-            hashes.push(parent);
-        }
-        black_box(touched);
+    /// The child that was made or matched last, perhaps in another life of its slot; none if no content
+    /// has ever followed this one.
+    #[inline]
+    pub(crate) fn latest_child(&self, node: NodeIdx) -> Option<NodeIdx> {
+        self.nodes[node.at()].latest_child.some()
     }
 
-    /// The contents of these blocks are about to be evicted.
-    pub(crate) fn touch(&self, nodes: impl Iterator<Item = NodeIdx>) {
-        let touch = |node: NodeIdx| self.index.touch(self.hash(node));
-        black_box(nodes.map(touch).fold(0, |all, one| all ^ one));
+    /// A new content under a `parent` that has no children, in one block for each group; none if another
+    /// content has its hash.
+    #[inline(always)] // every new content comes here
+    pub(crate) fn append(
+        &mut self,
+        parent: NodeIdx,
+        tokens: &[u32],
+        hash: u128,
+        blocks: &[BlockId],
+    ) -> Option<NodeIdx> {
+        if self.find(hash).is_some() {
+            return None;
+        }
+        let node = self.insert(parent, tokens, hash);
+        let slot = &mut self.nodes[node.at()];
+        (slot.block, slot.holds) = (blocks[0], self.groups as u32);
+        if self.groups > 1 {
+            let at = self.more_at(node);
+            self.more_blocks[at..at + self.groups - 1].copy_from_slice(&blocks[1..]);
+        }
+        Some(node)
     }
 
     /// A new content under `parent`. It must be given a block at once.
-    #[inline]
+    #[inline(always)] // every new content comes here
     pub(crate) fn insert(&mut self, parent: NodeIdx, tokens: &[u32], hash: u128) -> NodeIdx {
         let node = self.new_slot(hash, parent);
         let start = node.at() * self.block_size;
-        self.tokens[start..start + self.block_size].copy_from_slice(tokens);
+        usual::copy(tokens, &mut self.tokens[start..start + self.block_size]);
+        let nodes = &self.nodes;
+        self.index.make_room(|node| nodes[node.at()].hash);
         self.index.insert(hash, node);
         let parent = &mut self.nodes[parent.at()];
         parent.holds += 1;
@@ -247,6 +265,7 @@ impl ContentTree {
     }
 
     /// The content loses a group's block. It lives on if it has others, or descendants.
+    #[inline]
     pub(crate) fn clear_block(&mut self, node: NodeIdx, group: usize) {
         *self.place(node, group) = BlockId::NONE;
         self.unhold(node);
@@ -291,10 +310,12 @@ impl ContentTree {
         self.nodes[node.at()].parent.some()
     }
 
+    #[inline]
     pub(crate) fn tokens(&self, node: NodeIdx) -> &[u32] {
         &self.tokens[node.at() * self.block_size..][..self.block_size]
     }
 
+    #[inline]
     pub(crate) fn hash(&self, node: NodeIdx) -> u128 {
         self.nodes[node.at()].hash
     }
@@ -329,10 +350,10 @@ impl ContentTree {
         self.nodes.len() - self.free_slots.len()
     }
 
-    #[inline]
-    fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
+    #[inline(always)] // every row of a prompt that is cached comes here
+    pub(crate) fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
         let slot = &self.nodes[node.at()];
-        slot.holds > 0 && slot.parent == parent && self.tokens(node) == tokens
+        slot.holds > 0 && slot.parent == parent && usual::are_equal(self.tokens(node), tokens)
     }
 
     #[inline]
@@ -341,29 +362,27 @@ impl ContentTree {
             .find(hash, |node| self.nodes[node.at()].hash == hash)
     }
 
+    #[inline(always)] // as `insert`
     fn new_slot(&mut self, hash: u128, parent: NodeIdx) -> NodeIdx {
+        let slot = match self.free_slots.pop() {
+            Some(slot) => slot,
+            None => self.one_more_slot(),
+        };
         self.next_id += 1;
-        let node = Node {
+        self.nodes[slot.at()] = Node {
             hash,
             id: ContentId(self.next_id),
             parent,
-            latest_child: NodeIdx::NONE,
-            block: BlockId::NONE,
-            priority: Priority::Normal,
-            holds: 0,
+            ..VACANT
         };
-        match self.free_slots.pop() {
-            Some(slot) => {
-                self.nodes[slot.at()] = node;
-                slot
-            }
-            None => {
-                self.nodes.push(node);
-                self.tokens.resize(self.nodes.len() * self.block_size, 0);
-                let more = self.nodes.len() * (self.groups - 1);
-                self.more_blocks.resize(more, BlockId::NONE);
-                NodeIdx::new(self.nodes.len() - 1)
-            }
-        }
+        slot
+    }
+
+    fn one_more_slot(&mut self) -> NodeIdx {
+        self.nodes.push(VACANT);
+        self.tokens.resize(self.nodes.len() * self.block_size, 0);
+        let more = self.nodes.len() * (self.groups - 1);
+        self.more_blocks.resize(more, BlockId::NONE);
+        NodeIdx::new(self.nodes.len() - 1)
     }
 }

@@ -1,4 +1,4 @@
-//! The one unsafe corner: a Python buffer's memory as a slice of cells.
+//! One unsafe corner: a Python buffer's memory as a slice.
 
 use std::cell::Cell;
 
@@ -19,6 +19,36 @@ pub(crate) fn cells<'a, T: Element>(
     // memory in place while the buffer is held, which outlives 'a; `Cell<T>` has the layout of `T`
     // and allows aliases. Plain integers have no invalid values.
     Some(unsafe { &*(elements.as_ptr() as *const [Cell<T>]) })
+}
+
+/// The elements of a C-contiguous buffer, to be read while the GIL is released.
+///
+/// The caller of the Python function promises that nobody writes to the array meanwhile.
+#[allow(unsafe_code)]
+pub(crate) fn shared_slice(buffer: &PyBuffer<f32>) -> &[f32] {
+    assert!(buffer.is_c_contiguous(), "looked at when it came in");
+    match buffer.item_count() {
+        0 => &[], // an empty array may have no memory
+        // SAFETY: `PyBuffer<f32>` has checked format, size and alignment; the memory stays in place
+        // while the buffer is held; all bits are floats; nobody writes (see above).
+        count => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) },
+    }
+}
+
+/// The elements of a writable C-contiguous buffer, to be written while the GIL is released.
+///
+/// The caller of the Python function promises that nobody else reads or writes the array meanwhile.
+#[allow(unsafe_code)]
+pub(crate) fn unique_slice(buffer: &mut PyBuffer<f32>) -> &mut [f32] {
+    assert!(
+        buffer.is_c_contiguous() && !buffer.readonly(),
+        "looked at when it came in"
+    );
+    match buffer.item_count() {
+        0 => &mut [],
+        // SAFETY: as in `shared_slice`, and nobody else reads either.
+        count => unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast(), count) },
+    }
 }
 
 /// Whether a buffer's elements are spelt in the other byte order. PyO3 0.30 takes `>` for native.

@@ -15,7 +15,7 @@ create_exception!(
     pyengine._kv,
     ConfigError,
     KvError,
-    "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory."
+    "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory, no threads."
 );
 create_exception!(
     pyengine._kv,
@@ -45,7 +45,7 @@ create_exception!(
     pyengine._kv,
     BufferError,
     KvError,
-    "An input array is too small, not writable, not contiguous or not int32 / int64."
+    "An array is too small, not writable, not contiguous, of another type, or does not fit the others."
 );
 create_exception!(
     pyengine._kv,
@@ -92,6 +92,24 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::SampleCount { .. } => PlanError::new_err(text),
         Error::BufferTooSmall { .. } | Error::BufferTooNarrow { .. } => BufferError::new_err(text),
         Error::Recording | Error::NotNew { .. } => TraceError::new_err(text),
+    }
+}
+
+/// Every error of attention as a Python exception: settings, or arrays that do not fit.
+pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
+    use cpu_attention::Error as E;
+    let text = error.to_string();
+    match error {
+        E::Zero(_) | E::TooLarge | E::Heads { .. } | E::Softcap(_) | E::Threads(_) => {
+            ConfigError::new_err(text)
+        }
+        E::Length { .. }
+        | E::Starts { .. }
+        | E::SeqLen { .. }
+        | E::TableWidth { .. }
+        | E::Block { .. }
+        | E::Slot { .. }
+        | E::OtherCache { .. } => BufferError::new_err(text),
     }
 }
 

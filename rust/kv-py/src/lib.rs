@@ -1,11 +1,14 @@
-//! `pyengine._kv`: the block manager for Python. Thin: conversions, the lock, the errors.
+//! `pyengine._kv`: the block manager for Python, and attention on the CPU. Thin: conversions, the lock,
+//! the errors.
 #![deny(unsafe_code)]
 
 mod answers;
+mod attention;
 mod buffers;
 mod cells;
 mod errors;
 mod events;
+mod ints;
 mod lease;
 mod locked;
 mod manager;
@@ -17,7 +20,7 @@ mod trace;
 
 use pyo3::prelude::*;
 
-/// The KV-cache block manager, written in Rust.
+/// The KV-cache block manager, written in Rust; and attention over such a cache on the CPU.
 #[pymodule(gil_used = false)]
 fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -27,6 +30,9 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Lease>()?;
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
+    module.add_class::<attention::CpuAttention>()?;
+    module.add_class::<attention::CpuCache>()?;
+    module.add_class::<attention::CpuStep>()?;
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;

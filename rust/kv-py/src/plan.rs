@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kv_core::{PlanHandle, SeqKey};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::answers::{Redirect, prefill_answer};
 use crate::buffers::StepBuffers;
@@ -27,6 +28,24 @@ impl StepPlan {
             .lock(py)?
             .plan_view(self.handle.key())
             .map_err(raise)
+    }
+}
+
+/// The sequences of a decode batch: a list of them, or any other sequence.
+struct Batch(Vec<SeqKey>);
+
+impl<'py> FromPyObject<'_, 'py> for Batch {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let key = |sequence: &Bound<'_, Sequence>| sequence.get().handle.key();
+        let keys: PyResult<_> = match object.cast_exact::<PyList>() {
+            Ok(list) => list.iter().map(|item| Ok(key(item.cast()?))).collect(),
+            Err(_) => object
+                .extract::<Vec<Bound<'_, Sequence>>>()
+                .map(|sequences| sequences.iter().map(key).collect()),
+        };
+        keys.map(Self)
     }
 }
 
@@ -71,17 +90,13 @@ impl StepPlan {
     fn decode(
         &self,
         py: Python<'_>,
-        sequences: Vec<Bound<'_, Sequence>>,
+        sequences: Batch,
         lookahead: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<usize>> {
         let lookahead = lookahead.map_or(Ok(0), |slots| number("lookahead", slots))?;
-        let keys: Vec<SeqKey> = sequences
-            .iter()
-            .map(|sequence| sequence.get().handle.key())
-            .collect();
         self.core
             .lock(py)?
-            .decode(self.handle.key(), &keys, lookahead)
+            .decode(self.handle.key(), &sequences.0, lookahead)
             .map_err(raise)
     }
 

@@ -7,17 +7,21 @@ use pyo3::types::{PyInt, PyList};
 
 use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
+use crate::ints::leading_ints;
+
+/// Tokens for which there is room beside those given, so that the first ones sampled do not move a
+/// prompt in memory.
+const ROOM: usize = 64;
 
 /// The token ids of a list or buffer as `u32`; all of them or an error that names the first bad one.
 pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    if let Ok(list) = object.cast_exact::<PyList>() {
+        return from_list(list);
+    }
     if let Ok(buffer) = PyUntypedBuffer::get(object)
         && let Some(tokens) = from_buffer(object.py(), &buffer)?
     {
         return Ok(tokens);
-    }
-    if let Ok(list) = object.cast_exact::<PyList>() {
-        let items = list.iter().enumerate();
-        return items.map(|(at, item)| token_id(&item, at)).collect();
     }
     let mut tokens = Vec::with_capacity(object.len().unwrap_or(0));
     let items = object
@@ -30,7 +34,16 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     Ok(tokens)
 }
 
-#[inline]
+fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
+    let mut tokens = Vec::with_capacity(list.len() + ROOM);
+    leading_ints(list, &mut tokens);
+    // What is not a plain int may be one all the same: NumPy's, for example.
+    for (at, item) in list.iter().enumerate().skip(tokens.len()) {
+        tokens.push(token_id(&item, at)?);
+    }
+    Ok(tokens)
+}
+
 fn token_id(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
     // A row of one element would turn into an int as well.
     let is_int = item.is_exact_instance_of::<PyInt>()
@@ -109,7 +122,8 @@ fn narrow<T: TokenInt>(values: impl ExactSizeIterator<Item = T> + Clone) -> PyRe
         cut_off |= wide >> 32;
         wide as u32
     });
-    let tokens = low.collect();
+    let mut tokens = Vec::with_capacity(values.len() + ROOM);
+    tokens.extend(low);
     if cut_off == 0 {
         return Ok(tokens);
     }

@@ -1,13 +1,15 @@
-"""The gather backend against attention written out row by row."""
+"""The backends of the CPU against attention written out row by row; what is gather's own."""
 
 import numpy as np
 import pytest
 import torch
 
-from pyengine.attention import AttentionOptions, StepInputs, gather
+from pyengine.attention import AttentionOptions, gather
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.cache.layer_groups import LayerGroups, Place
+from tests.support.attention import inputs_of
 
 BLOCK = 4
 HEADS, KV_HEADS, DIM_K, DIM_V = 6, 2, 8, 5
@@ -18,38 +20,6 @@ STEPS = {
     "chunks": [(5, 9), (3, 2)],
     "mixed": [(1, 3), (6, 5), (1, 11), (4, 0)],
 }
-
-
-def inputs_of(new_and_context, *groups) -> StepInputs:
-    """A step of sequences, (new tokens, tokens before them) each; their tables, per layer group."""
-    starts = np.cumsum([0, *(n for n, _ in new_and_context)], dtype=np.int32)
-    lens = np.array([n + c for n, c in new_and_context], dtype=np.int32)
-    width = max(map(len, groups[0]))
-    padded = np.array(
-        [[t + [0] * (width - len(t)) for t in tables] for tables in groups], dtype=np.int32
-    )
-    spans = [range(context, context + new) for new, context in new_and_context]
-    slots = [
-        [
-            t[p // BLOCK] * BLOCK + p % BLOCK
-            for t, span in zip(tables, spans, strict=True)
-            for p in span
-        ]
-        for tables in groups
-    ]
-    none = torch.zeros(0, dtype=torch.int64)
-    return StepInputs(
-        input_ids=none,
-        positions=torch.tensor([p for span in spans for p in span]),
-        slot_mapping=torch.tensor(slots),
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=torch.from_numpy(lens),
-        block_tables=torch.from_numpy(padded),
-        logits_indices=none,
-        host_query_start_loc=starts,
-        host_seq_lens=lens,
-        host_block_tables=padded,
-    )
 
 
 def row_by_row(query, keys, values, position, options):
@@ -74,7 +44,8 @@ def row_by_row(query, keys, values, position, options):
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("step", STEPS)
-def test_every_row_attends_to_what_it_should(step, window, softcap, sinks):
+@pytest.mark.parametrize("backend", [GatherBackend, CpuBackend])
+def test_every_row_attends_to_what_it_should(backend, step, window, softcap, sinks):
     torch.manual_seed(0)
     lengths = STEPS[step]
     pool = KVPool(
@@ -99,7 +70,7 @@ def test_every_row_attends_to_what_it_should(step, window, softcap, sinks):
         sinks=torch.randn(HEADS) if sinks else None,
     )
 
-    plan = GatherBackend(pool).plan(inputs_of(lengths, tables))
+    plan = backend(pool).plan(inputs_of(lengths, tables, block=BLOCK))
     got = plan.forward(
         0,
         torch.cat(queries),
@@ -119,7 +90,8 @@ def test_every_row_attends_to_what_it_should(step, window, softcap, sinks):
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", [1, 4, 5, 9])
 @pytest.mark.parametrize("step", STEPS)
-def test_layer_groups_give_bit_for_bit_what_full_tables_give(step, window, softcap):
+@pytest.mark.parametrize("backend", [GatherBackend, CpuBackend])
+def test_layer_groups_give_bit_for_bit_what_full_tables_give(backend, step, window, softcap):
     """Two layers that share a tensor; where blocks slid out, and in the trash block, stands NaN."""
     torch.manual_seed(0)
     lengths, spec = STEPS[step], KVCacheSpec(KV_HEADS, DIM_K, DIM_V, torch.float32)
@@ -148,8 +120,8 @@ def test_layer_groups_give_bit_for_bit_what_full_tables_give(step, window, softc
     rows = torch.randn(new, KV_HEADS, DIM_K), torch.randn(new, KV_HEADS, DIM_V)
     for layer, sight in enumerate((None, window)):
         options = AttentionOptions(scaling=0.4, sliding_window=sight, softcap=softcap)
-        expected = GatherBackend(full).plan(inputs_of(lengths, tables[layer]))
-        got = GatherBackend(shared).plan(inputs_of(lengths, tables[0], slid))
+        expected = backend(full).plan(inputs_of(lengths, tables[layer], block=BLOCK))
+        got = backend(shared).plan(inputs_of(lengths, tables[0], slid, block=BLOCK))
         assert torch.equal(
             got.forward(layer, query, *rows, options),
             expected.forward(layer, query, *rows, options),

@@ -1,5 +1,6 @@
 """The choice of a backend says why; the registered function says what it cannot do."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,62 @@ from pyengine.attention import (
     AttentionNeeds,
     PagedContext,
     choose_backend,
+    cpu,
+    explain_backends,
+    needs_of,
     register_paged_attention,
 )
 from pyengine.attention.registry import backend_names, paged_attention
 from pyengine.core.errors import ConfigurationError
+from tests.unit.attention.families import MODELS, on_meta
 
-CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16)
+CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype=torch.float32)
+
+
+MACHINES = {
+    "no GPU": {"device": torch.device("cpu"), "torch_version": (2, 15)},
+    "torch 2.8": {"torch_version": (2, 8)},
+    "torch 2.11": {"torch_version": (2, 11)},
+    "torch 2.15": {"torch_version": (2, 15)},
+    "flashinfer": {"torch_version": (2, 11), "packages": frozenset({"flashinfer"})},
+    "flash-attn": {"torch_version": (2, 11), "packages": frozenset({"flash_attn"})},
+    "old GPU": {
+        "torch_version": (2, 15), "capability": (7, 5), "packages": frozenset({"flashinfer"}),
+    },
+}  # fmt: skip
+"""What differs from a GPU of compute capability 9.0 with bfloat16."""
+
+TABLE = [  # model, machine, backend, block size, words of the reason
+    ("llama", "no GPU", "gather", 16, "flashinfer: it runs on cuda, the device is cpu"),
+    ("gemma3_text", "no GPU", "gather", 16, "flex: on cpu only when asked for"),
+    ("gpt_oss", "no GPU", "gather", 16, "serves every model"),
+    ("llama", "torch 2.8", "gather", 16, "flex: it needs torch 2.9, this is 2.8"),
+    ("llama", "torch 2.11", "flex", 64, "takes block tables from torch 2.12 on, this is 2.11"),
+    ("gemma3_text", "torch 2.11", "flex", 64, "flashinfer-python is not installed"),
+    ("gpt_oss", "torch 2.11", "flex", 64, "flash-attn is not installed"),
+    ("llama", "torch 2.15", "varlen", 256, "torch's own paged kernel"),
+    ("gemma3_text", "torch 2.15", "varlen", 256, "flashinfer-python is not installed"),
+    ("gpt_oss", "torch 2.15", "varlen", 256, "flash-attn is not installed"),
+    ("gemma2", "torch 2.15", "flex", 64, "varlen_attn has no softcap, which the model needs"),
+    ("llama", "flashinfer", "flashinfer", 16, "its paged kernels serve this model"),
+    ("gemma3_text", "flashinfer", "flashinfer", 16, "its paged kernels serve this model"),
+    ("gpt_oss", "flashinfer", "flashinfer", 16, "its paged kernels serve this model"),
+    ("gemma2", "flashinfer", "flashinfer", 16, "its paged kernels serve this model"),
+    ("llama", "flash-attn", "flash-attn", 256, "flashinfer-python is not installed"),
+    ("gpt_oss", "flash-attn", "flash-attn", 256, "flashinfer-python is not installed"),
+    ("llama", "old GPU", "gather", 16, "needs compute capability 8.0, the GPU has 7.5"),
+]
+
+
+@pytest.fixture(scope="module")
+def models():
+    cpu = torch.device("cpu")
+    return {name: needs_of(on_meta(name), cpu, torch.bfloat16) for name in MODELS}
+
+
+def on_machine(needs, machine):
+    gpu = {"device": torch.device("cuda"), "capability": (9, 0), "packages": frozenset()}
+    return replace(needs, **{**gpu, **MACHINES[machine]})
 
 
 class RecordingPlan:
@@ -33,22 +84,117 @@ def call(plan, mask=None, kept=None, **keywords):
 
 def test_auto_chooses_and_says_why():
     choice = choose_backend("auto", CPU_NEEDS)
+    assert choice.backend == "cpu"
+    assert choice.reason == "reads the blocks in place, in Rust"
+
+
+def test_auto_passes_over_what_cannot_serve_and_says_why(monkeypatch):
+    half = replace(CPU_NEEDS, dtype=torch.bfloat16)
+    choice = choose_backend("auto", half)
     assert choice.backend == "gather"
     assert "every model" in choice.reason
+    assert "cpu: it computes in float32, the model is in bfloat16" in choice.reason
+    with pytest.raises(ConfigurationError, match="'cpu' cannot serve: it computes in float32"):
+        choose_backend("cpu", half)
+    slow = SimpleNamespace(is_fast=lambda: False)
+    monkeypatch.setattr(cpu, "CpuAttention", slow)
+    assert "no AVX2" in choose_backend("auto", CPU_NEEDS).reason
 
 
 def test_a_forced_choice_is_followed():
     assert choose_backend("gather", CPU_NEEDS).reason == "asked for"
 
 
+@pytest.mark.parametrize(("model", "machine", "backend", "block_size", "words"), TABLE)
+def test_the_choice_follows_from_model_and_machine(
+    models, model, machine, backend, block_size, words
+):
+    needs = on_machine(models[model], machine)
+    choice = choose_backend("auto", needs)
+    assert (choice.backend, choice.block_size) == (backend, block_size)
+    assert words in choice.reason
+    verdicts = explain_backends(choice, needs)
+    assert verdicts[backend] == "chosen"
+    assert len(verdicts) >= 5
+
+
+def test_every_backend_is_explained(models):
+    needs = on_machine(models["gemma2"], "torch 2.15")
+    verdicts = explain_backends(choose_backend("auto", needs), needs)
+    assert verdicts["flashinfer"] == (
+        "cannot serve: the package flashinfer-python is not installed"
+    )
+    assert verdicts["varlen"] == ("cannot serve: varlen_attn has no softcap, which the model needs")
+    assert verdicts["gather"] == "could serve"
+
+
+@pytest.mark.parametrize(
+    ("backend", "machine", "change", "words"),
+    [
+        ("flashinfer", "flashinfer", {"dtype": torch.float32}, "bfloat16, the model in float32"),
+        ("flashinfer", "no GPU", {}, "it runs on cuda, the device is cpu"),
+        ("flashinfer", "torch 2.15", {}, "flashinfer-python is not installed"),
+        ("flash-attn", "flash-attn", {"block_size": 16}, "multiple of 256 tokens, block_size=16"),
+        ("varlen", "torch 2.15", {"kv_dtype": torch.float8_e4m3fn}, "cache in float8_e4m3fn"),
+        ("flex", "torch 2.15", {"block_size": 24}, "powers of two from 16 on, block_size=24"),
+        ("flex", "torch 2.15", {"kv_dtype": torch.float8_e4m3fn}, "cache in float8_e4m3fn"),
+    ],
+)
+def test_a_forced_backend_that_cannot_serve_is_an_error_with_the_reason(
+    models, backend, machine, change, words
+):
+    needs = replace(on_machine(models["llama"], machine), **change)
+    with pytest.raises(ConfigurationError, match=words):
+        choose_backend(backend, needs)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dims", "words"),
+    [
+        ("flashinfer", (96, 96), "head sizes are 64, 128 and 256, the model has 96"),
+        ("flashinfer", (128, 64), "one head size, those of the model are 128 and 64"),
+        ("flash-attn", (264, 264), "multiples of 8 up to 256, the model has 264"),
+        ("varlen", (20, 20), "multiples of 8 up to 256, the model has 20"),
+        ("flex", (8, 8), "head sizes start at 16, the model has 8"),
+    ],
+)
+def test_a_head_size_that_is_not_served_is_named(models, backend, dims, words):
+    needs = on_machine(models["llama"], "torch 2.15")
+    layer = replace(needs.layers[0], head_dim_k=dims[0], head_dim_v=dims[1])
+    packages = frozenset({"flashinfer", "flash_attn"})
+    needs = replace(needs, layers=(needs.layers[0], layer), packages=packages)
+    with pytest.raises(ConfigurationError, match=words):
+        choose_backend(backend, needs)
+
+
+def test_an_8_bit_cache_goes_to_a_backend_that_reads_it(models):
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    needs = replace(on_machine(models["llama"], "flashinfer"), **fp8)
+    assert choose_backend("auto", needs).backend == "flashinfer"
+    choice = choose_backend("auto", replace(on_machine(models["gpt_oss"], "flashinfer"), **fp8))
+    assert choice.backend == "gather"
+    assert "does not read an 8-bit KV cache with heads of size 64" in choice.reason
+    assert choose_backend("gather", replace(CPU_NEEDS, **fp8)).backend == "gather"
+
+
+def test_the_caller_may_say_the_block_size(models):
+    needs = on_machine(models["llama"], "torch 2.15")
+    assert choose_backend("auto", replace(needs, block_size=512)).block_size == 512
+    other = choose_backend("auto", replace(needs, block_size=32))
+    assert (other.backend, other.block_size) == ("flex", 32)
+    assert "several cannot make up a page" in other.reason
+
+
 def test_an_unknown_backend_is_named_with_the_known_ones():
-    with pytest.raises(ConfigurationError, match="'warp' is not known: use one of auto, gather"):
+    with pytest.raises(
+        ConfigurationError, match="'warp' is not known: use one of auto, cpu, flashinfer"
+    ):
         choose_backend("warp", CPU_NEEDS)
 
 
 @pytest.mark.parametrize("requested", ["auto", "gather"])
 def test_a_backend_that_cannot_serve_says_why(requested):
-    needs = AttentionNeeds(device=torch.device("meta"), block_size=16)
+    needs = AttentionNeeds(device=torch.device("meta"), block_size=16, dtype=torch.float32)
     with pytest.raises(ConfigurationError, match="the device is meta"):
         choose_backend(requested, needs)
 

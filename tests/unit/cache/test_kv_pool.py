@@ -13,6 +13,7 @@ from pyengine.cache.kv_pool import (
     PoolSettings,
     bytes_per_block,
     kv_cache_specs,
+    resolve_kv_cache_dtype,
     resolve_num_blocks,
 )
 from pyengine.cache.layer_groups import LayerGroups, Place
@@ -220,3 +221,53 @@ def test_rows_are_written_where_their_slots_say():
     assert torch.equal(pool.values[1][1, 1], values[2])
     assert int(pool.values[1].flatten(2).any(-1).sum()) == 3
     assert not pool.keys[0].any()
+
+
+def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
+    wide, narrow = (
+        kv_cache_specs(config(head_dim=64), dtype)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    )
+    assert 2 * bytes_per_block(narrow, 16) == bytes_per_block(wide, 16)
+    sizes = [
+        resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=GIB), specs, CPU).num_blocks
+        for specs in (wide, narrow)
+    ]
+    assert (sizes[1] + 1) // 2 == sizes[0] + 1  # the trash block is paid for, too
+    pools = [KVPool(specs, 3, 16, CPU) for specs in (wide, narrow)]
+    assert 2 * pools[1].num_bytes == pools[0].num_bytes
+    assert pools[1].num_bytes == sum(t.nbytes for t in (*pools[1].keys, *pools[1].values))
+
+
+def test_a_pool_of_8_bit_floats_copies_blocks():
+    pool = KVPool([KVCacheSpec(1, 2, 2, torch.float8_e4m3fn)], 3, 2, CPU)
+    rows = torch.tensor([[[1.5, -2.0]], [[0.25, 448.0]]])
+    pool.write(0, rows, -rows, torch.tensor([0, 1]))
+    pool.copy_blocks([(0, 2)])
+    assert torch.equal(pool.keys[0][2].float(), rows)
+    assert torch.equal(pool.values[0][2].float(), -rows)
+    assert not pool.keys[0][1].float().any()
+
+
+def test_the_dtype_of_the_cache_has_a_name():
+    assert resolve_kv_cache_dtype("auto", torch.float16) == torch.float16
+    for name in ("fp8", "fp8_e4m3"):
+        assert resolve_kv_cache_dtype(name, torch.float16) == torch.float8_e4m3fn
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype='int4' is not known"):
+        resolve_kv_cache_dtype("int4", torch.float16)
+
+
+def test_a_part_of_a_model_keeps_its_part_of_the_heads():
+    whole = kv_cache_specs(config(num_key_value_heads=4), torch.float32)
+    part = kv_cache_specs(config(num_key_value_heads=4), torch.float32, kv_shards=2)
+    assert [spec.num_kv_heads for spec in part] == [2, 2, 2]
+    assert 2 * bytes_per_block(part, 16) == bytes_per_block(whole, 16)
+
+
+def test_memory_that_something_else_limits(memory):
+    memory(16 * GIB)
+    limited = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 14)
+    with pytest.raises(ConfigurationError, match=r"0\.00 GiB are available"):
+        resolve_num_blocks(limited, LAYERS, CPU)
+    roomy = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 20)
+    assert resolve_num_blocks(roomy, LAYERS, CPU).num_blocks == 10

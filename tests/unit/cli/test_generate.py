@@ -34,7 +34,7 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
         "--kv-cache-gib", "0.5", "--gpu-memory-utilization", "0.4",
         "--max-num-seqs", "3", "--max-num-batched-tokens", "64",
         "--max-model-len", "128", "--no-prefix-caching", "--no-in-flight-sharing",
-        "--no-layer-groups",
+        "--no-layer-groups", "--compile", "--tensor-parallel-size", "3",
         "--seed", "5", "--device", "cpu",
         "--dtype", "float32", "--attention-backend", "gather", "--max-tokens", "9",
         "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--stop", "a",
@@ -46,11 +46,12 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
     assert options is not None and params is not None
     assert vars(options) == {
         "model": "m", "device": "cpu", "dtype": "float32", "attention_backend": "gather",
+        "kv_cache_dtype": "auto",
         "block_size": 8, "num_blocks": 99, "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.4,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 64, "max_model_len": 128, "enable_prefix_caching": False,
-        "in_flight_sharing": False, "layer_groups": False,
-        "seed": 5,
+        "in_flight_sharing": False, "layer_groups": False, "compile": True,
+        "seed": 5, "tensor_parallel_size": 3,
     }  # fmt: skip
     assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0.7)
     assert (params.top_p, params.top_k, params.min_p) == (0.9, 40, 0.1)

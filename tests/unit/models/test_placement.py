@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyengine.core.errors import ConfigurationError
-from pyengine.models import resolve_device, resolve_dtype
+from pyengine.models import resolve_device, resolve_dtype, resolve_first_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -59,3 +59,32 @@ def test_dtypes(dtype, saved, device, expected):
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ConfigurationError, match="dtype="):
         resolve_dtype(dtype, config(None), CPU)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "size", "expected"),
+    [(0, "auto", 2, CPU), (0, "cpu", 3, CPU), (2, "auto", 2, CUDA), (4, "cuda:0", 2, CUDA)],
+)
+def test_the_processes_of_a_model_start_at_the_first_device(
+    monkeypatch, count, device, size, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert resolve_first_device(device, size) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "words"),
+    [
+        ("auto", 4, "torch sees 2 CUDA devices .* use tensor_parallel_size=2 or less"),
+        ("cuda:1", 2, "from cuda:0 on.*CUDA_VISIBLE_DEVICES"),
+        ("cpu", 2, "the 2 CUDA devices that torch sees.*CUDA_VISIBLE_DEVICES"),
+        ("auto", 0, "tensor_parallel_size=0: it must be at least 1"),
+        ("auto", -3, "tensor_parallel_size=-3: it must be at least 1"),
+    ],
+)
+def test_devices_that_processes_cannot_have(monkeypatch, device, size, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigurationError, match=words):
+        resolve_first_device(device, size)

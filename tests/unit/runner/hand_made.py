@@ -101,7 +101,9 @@ class PagedRun:
         for tensor in (*self.pool.keys, *self.pool.values):
             tensor.fill_(POISON)
         self.free = Random(3).sample(range(num_blocks), num_blocks)
-        choice = choose_backend("auto", AttentionNeeds(device=device, block_size=block_size))
+        choice = choose_backend(
+            "auto", AttentionNeeds(device=device, block_size=block_size, dtype=torch.float32)
+        )
         loaded = LoadedModel(
             model=model,
             tokenizer=None,
@@ -121,6 +123,7 @@ class PagedRun:
         )
         built = backend(self.pool) if backend else choice.build(self.pool)
         self.runner = ModelRunner(loaded, self.pool, built, limits, recorder=recorder)
+        self.runner.capture()
         for buffers in (self.runner.buffers, self.runner._other_buffers):
             buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start
 

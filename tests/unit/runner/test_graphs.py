@@ -7,6 +7,7 @@ from random import Random
 import pytest
 import torch
 
+from pyengine.attention.gather import GatherBackend
 from pyengine.core.errors import ConfigurationError
 from pyengine.runner.graphs import EagerRecorder, graph_sizes
 from tests.support.static_attention import StaticBackend
@@ -122,7 +123,7 @@ def test_a_capture_that_fails_leaves_all_steps_eager(caplog: pytest.LogCaptureFi
 
 
 def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
-    run = PagedRun(random_model("llama"))
+    run = PagedRun(random_model("llama"), backend=GatherBackend)
     assert not run.runner._backend.supports_graphs
     with pytest.raises(ConfigurationError, match=r"cannot be captured .* enforce_eager=True"):
         run.runner._backend.graph_plan(run.runner.buffers.device_inputs(1, 1, 1))

@@ -62,7 +62,7 @@ impl BlockManager {
     }
 
     fn is_oldest(&self, plan: &Plan) -> bool {
-        self.open.front().is_some_and(|first| first.key == plan.key)
+        self.open.first().is_some_and(|first| first.key == plan.key)
     }
 
     /// At most two plans, this manager's, in the order of their numbers.

@@ -243,3 +243,17 @@ fn a_fork_at_the_end_keeps_what_its_parent_has() {
     assert_eq!(m.view(fork.key()).expect("live").num_computed_tokens, 24);
     assert_eq!(table(&m, &fork, 1), table(&m, &parent, 1));
 }
+
+/// A fork whose next token would see what has slid out computes its tokens again.
+#[test]
+fn a_fork_that_ends_within_the_gaps_has_nothing() {
+    let mut m = with(windowed(16, 4));
+    let seq = computed(&mut m, prompt(12));
+    assert_eq!(kept(&m, &seq), [false, false, true]);
+    for (tokens, has) in [(3, 0), (4, 0), (5, 0), (8, 0), (12, 12)] {
+        let fork = m.fork(seq.key(), tokens).expect("it has so many");
+        let view = m.view(fork.key()).expect("live");
+        assert_eq!(view.num_computed_tokens, has, "{tokens} tokens");
+        m.check().expect("sound");
+    }
+}

@@ -18,7 +18,7 @@ const KEYS: &[Case] = &[
         let mut key = s.manager.open[NEWER].key;
         key.serial = 13;
         s.manager.plans = 13;
-        s.manager.open.push_back(Plan {
+        s.manager.open.push(Plan {
             key,
             entries: Vec::new(),
             budget_left: 0,
@@ -80,6 +80,9 @@ const EXTENTS: &[Case] = &[
     }),
     ("sequence 9 was at 6 with 5 table entries", |s| {
         s.entry(NEWER, LONG).before.table_len = 5;
+    }),
+    ("sequence 9 was at 6 with 2 table entries", |s| {
+        s.entry(NEWER, LONG).before.table_len = 2;
     }),
     ("sequence 9 writes from 8, has blocks of 3 rows", |s| {
         s.entry(NEWER, LONG).write_from = 8;

@@ -1,4 +1,4 @@
-"""Steps that do not fit into the device's memory: smaller ones, or an error with the numbers."""
+"""Devices without memory for a step, or that fail: smaller steps, errors with the numbers."""
 
 import logging
 from random import Random
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pyengine.core import SamplingParams
-from pyengine.core.errors import DeviceMemoryError
+from pyengine.core.errors import DeviceMemoryError, EngineDeadError
 from pyengine.runner import StepLogits
 from pyengine.scheduler import StalledError
 from tests.support.engines import GREEDY, Bench, make_bench
-from tests.support.fake_runner import continued
+from tests.support.fake_runner import Fault, continued
 
 
 def small_device(fits: int, *, depth: int = 1, seats: int = 16) -> Bench:
@@ -55,6 +55,20 @@ def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives() -> 
     bench.assert_all_free()
     bench.runner.run = type(bench.runner).run.__get__(bench.runner)  # type: ignore[method-assign]
     assert bench.generate([[1, 2, 3]])[0].outputs[0].token_ids == continued([1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_device_that_fails_ends_the_engine_and_loses_nothing(depth: int) -> None:
+    bench = make_bench(depth=depth)
+    bench.submit({"a": [1, 2, 3]})
+    bench.runner.fault = Fault(3, torch.AcceleratorError("CUDA error: unspecified launch failure"))
+    with pytest.raises(EngineDeadError, match="unspecified launch failure; no request was lost"):
+        bench.run()
+    with pytest.raises(EngineDeadError, match=r"unspecified launch failure.* in a new process"):
+        bench.engine.step()
+    (output,) = bench.engine.abort(["a"])
+    assert output.outputs[0].token_ids == continued([1, 2, 3], 3)
+    bench.assert_all_free()
 
 
 def test_samples_that_no_longer_run_at_once_are_named() -> None:

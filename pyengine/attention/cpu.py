@@ -1,0 +1,132 @@
+"""Attention on the CPU in float32: the Rust kernel for short rows, SDPA for prefills.
+
+The kernel (`rust/cpu-attention`) writes the new keys and values into their slots and attends with
+the sequences that have few new tokens, reading the blocks where they lie. Longer prefills are
+matrix products, at which torch's SDPA is good: those go the way of the gather backend.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pyengine.attention.gather import Scratch, SpanPiece
+from pyengine.attention.interface import AttentionOptions, GraphPlan
+from pyengine.attention.layout import StepLayout
+from pyengine.attention.metadata import StepInputs
+from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
+from pyengine.cache.cpu_attention import CpuAttention, CpuCache, CpuStep
+from pyengine.cache.kv_pool import KVPool
+from pyengine.core.errors import ConfigurationError
+
+
+def cpu_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why the kernel cannot serve; None: it can."""
+    if needs.device.type != "cpu":
+        return f"it runs on cpu, the device is {needs.device}"
+    if needs.dtype != torch.float32:
+        return f"it computes in float32, the model is in {dtype_name(needs.dtype)}"
+    if not CpuAttention.is_fast():
+        return "this processor has no AVX2 with FMA"
+    return cache_dtype_obstacle(needs)
+
+
+MOST_ROWS = 1
+"""New tokens of a sequence up to which the kernel attends; beyond, SDPA is faster."""
+
+
+class CpuBackend:
+    """Attention over a float32 `KVPool` in host memory, with as many threads as torch has."""
+
+    name = "cpu"
+    supports_graphs = False
+
+    def __init__(self, pool: KVPool) -> None:
+        caches = [
+            CpuCache(keys.numpy(), values.numpy())
+            for keys, values in zip(pool.keys, pool.values, strict=True)
+        ]
+        threads = CpuAttention(torch.get_num_threads())
+        self._memory = _Memory(pool, caches, threads, Scratch(pool.device))
+
+    def plan(self, inputs: StepInputs) -> "CpuPlan":
+        """Prepare a step; the sequences are checked here, once for all layers."""
+        return CpuPlan(self._memory, inputs)
+
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
+        """Raises `ConfigurationError`: there is no GPU to capture for."""
+        raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What all steps share."""
+
+    pool: KVPool
+    caches: list[CpuCache]
+    threads: CpuAttention
+    scratch: Scratch
+
+
+class CpuPlan:
+    """One step of the cpu backend."""
+
+    def __init__(self, memory: _Memory, inputs: StepInputs) -> None:
+        self._memory = memory
+        self._layouts = [
+            StepLayout(
+                inputs.host_query_start_loc, inputs.host_seq_lens, tables, memory.pool.block_size
+            )
+            for tables in inputs.host_block_tables
+        ]
+        self._steps = [
+            CpuStep(
+                memory.caches[0],
+                query_start_loc=layout.query_start_loc,
+                seq_lens=layout.seq_lens,
+                block_tables=layout.block_tables,
+                slots=slots.numpy(),
+                most_rows=MOST_ROWS,
+            )
+            for layout, slots in zip(self._layouts, inputs.slot_mapping, strict=True)
+        ]
+        self._spans: dict[tuple[int, int | None], list[SpanPiece]] = {}
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.forward`."""
+        memory = self._memory
+        group = memory.pool.groups.places[layer].group
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        query, sinks = query.contiguous(), options.sinks
+        memory.threads.forward(
+            self._steps[group],
+            memory.caches[layer],
+            query.numpy(),
+            key.contiguous().numpy(),
+            value.contiguous().numpy(),
+            out.numpy(),
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
+        )
+        keys, values = memory.pool.keys[layer], memory.pool.values[layer]
+        for piece in self._pieces(group, options.sliding_window):
+            k, v = piece.gather(keys, values, memory.scratch)
+            piece.attend(query, k, v, options, out)
+        return out
+
+    def _pieces(self, group: int, window: int | None) -> list[SpanPiece]:
+        """The rows that are left to SDPA, made when a layer first asks for its window."""
+        pieces = self._spans.get((group, window))
+        if pieces is None:
+            spans = self._layouts[group].spans(window, more_than=MOST_ROWS)
+            pieces = [SpanPiece(span, window, self._memory.pool.device) for span in spans]
+            self._spans[group, window] = pieces
+        return pieces

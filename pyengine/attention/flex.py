@@ -1,0 +1,243 @@
+"""Attention by torch's FlexAttention over the physical pages of the pool.
+
+All rows of a step form one sequence of queries, all slots of the pool one of keys, which is a
+view of it. A block mask says which pages each tile of queries has to look at; the mask function
+decides, key by key. It finds a key's position from its page: a page holds the same positions for
+every sequence that shares it.
+"""
+
+import importlib
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyengine.attention.interface import AttentionOptions
+from pyengine.attention.kv_write import KVWriter
+from pyengine.attention.metadata import Int32Array, StepInputs
+from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, cuda_obstacle
+from pyengine.attention.paged import apply_sinks, leading_decodes, upload
+from pyengine.cache.kv_pool import KVPool
+
+_LEAST_TORCH = (2, 9)
+_DECODE_TILE = 16
+_PREFILL_TILE = 64
+_KEY_TILE = 64
+
+
+def flex_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why FlexAttention cannot serve; None: it can."""
+    if needs.torch_version < _LEAST_TORCH:
+        version = ".".join(map(str, needs.torch_version))
+        return f"it needs torch 2.9, this is {version}"
+    if needs.device.type == "cuda":
+        obstacle = cuda_obstacle(needs, (8, 0))
+        size = needs.block_size
+        if obstacle is None and size is not None and (size < 16 or size & (size - 1)):
+            obstacle = f"its blocks are powers of two from 16 on, block_size={size}"
+        if obstacle is not None:
+            return obstacle
+    elif needs.device.type != "cpu":
+        return f"it runs on cuda and cpu, the device is {needs.device}"
+    for layer in needs.layers:
+        if min(layer.head_dim_k, layer.head_dim_v) < 16 and needs.device.type == "cuda":
+            return f"its head sizes start at 16, the model has {layer.head_dim_k}"
+    return cache_dtype_obstacle(needs)
+
+
+class FlexBackend:
+    """Attention over a `KVPool` by FlexAttention: compiled on CUDA, for tests on the CPU."""
+
+    name = "flex"
+    supports_graphs = True
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.writer = KVWriter(pool)
+        self.library: Any = importlib.import_module("torch.nn.attention.flex_attention")
+        self.attend: Any = self.library.flex_attention
+        if pool.device.type == "cuda":
+            # fullgraph: an error rather than the uncompiled form, which holds every score at once
+            self.attend = torch.compile(self.attend, dynamic=True, fullgraph=True)
+
+        self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
+
+    def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
+        """The score function of a softcap, the same for all layers and steps."""
+        if softcap not in self._score_mods:
+            self._score_mods[softcap] = _capping(torch.tensor(softcap, device=self.pool.device))
+        return self._score_mods[softcap]
+
+    def plan(self, inputs: StepInputs) -> "FlexPlan":
+        """Prepare a step; tiles are laid out per group and window, when first asked for."""
+        return FlexPlan(self, inputs, None)
+
+    def graph_plan(self, inputs: StepInputs) -> "FlexPlan":
+        """Prepare a step whose tiles have room for all that its tables can hold."""
+        pages = min(self.pool.num_blocks + 1, _DECODE_TILE * inputs.block_tables.shape[2])
+        return FlexPlan(self, inputs, pages)
+
+
+class FlexPlan:
+    """One step by FlexAttention; tiles have room for `room` pages, None: for what they need."""
+
+    def __init__(self, backend: FlexBackend, inputs: StepInputs, room: int | None) -> None:
+        self._backend = backend
+        self._inputs = inputs
+        self._room = room
+        starts = inputs.host_query_start_loc
+        decoding = leading_decodes(starts) == len(starts) - 1
+        self._tile = _DECODE_TILE if decoding else _PREFILL_TILE
+        sequences = np.arange(len(starts) - 1).repeat(np.diff(starts))
+        self._sequence_of = upload(sequences, backend.pool.device)  # [T]
+        shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
+        self._places = torch.empty(shape, dtype=torch.int64, device=backend.pool.device)
+        self._masks: dict[tuple[int, int | None], Any] = {}
+        self._place_pages()
+
+    def refresh(self, inputs: StepInputs) -> None:
+        """See `GraphPlan.refresh`."""
+        self._inputs = inputs
+        self._place_pages()
+        for (group, window), mask in self._masks.items():
+            counts, pages = self._tiles(group, window)
+            mask.kv_num_blocks.copy_(counts)
+            mask.kv_indices.copy_(pages)
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.forward`."""
+        backend, pool = self._backend, self._backend.pool
+        group = pool.groups.places[layer].group
+        slots = backend.writer.slots(self._inputs.slot_mapping[group])
+        backend.writer.write(layer, key, value, slots)
+        keys, values = (
+            cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
+            for cache in (pool.keys[layer], pool.values[layer])
+        )
+        result = backend.attend(
+            query.transpose(0, 1)[None],
+            keys,
+            values,
+            score_mod=backend.score_mod(options.softcap),
+            block_mask=self._mask(group, options.sliding_window),
+            scale=options.scaling,
+            enable_gqa=True,
+            kernel_options=self._kernel_options(),
+            return_aux=backend.library.AuxRequest(lse=options.sinks is not None),
+        )
+        out: torch.Tensor = result[0][0].transpose(0, 1)
+        if options.sinks is None:
+            return out
+        return apply_sinks(out, result[1].lse[0].T, options.sinks)
+
+    def _kernel_options(self) -> dict[str, Any] | None:
+        if self._backend.pool.device.type != "cuda":
+            return None
+        return {
+            "BLOCK_M": self._tile,
+            "BLOCK_N": min(_KEY_TILE, self._backend.pool.block_size),
+            "FORCE_USE_FLEX_ATTENTION": True,  # not its decode kernel, which wants other tiles
+        }
+
+    def _place_pages(self) -> None:
+        """Where in its sequences each page lies, in blocks; -1: in none. On the device."""
+        tables, lens = self._inputs.block_tables, self._inputs.seq_lens
+        trash = self._backend.pool.num_blocks
+        columns = torch.arange(tables.shape[2], device=tables.device)
+        valid = columns < -(-lens[:, None] // self._backend.pool.block_size)
+        pages = torch.where(valid, tables, trash).long().flatten(1)
+        self._places.fill_(-1)
+        self._places.scatter_(1, pages, columns.repeat(len(lens)).expand_as(pages))
+        self._places[:, trash] = -1
+
+    def _mask(self, group: int, window: int | None) -> Any:
+        mask = self._masks.get((group, window))
+        if mask is None:
+            counts, pages = self._tiles(group, window)
+            pool = self._backend.pool
+            mask = self._backend.library.BlockMask.from_kv_blocks(
+                counts,
+                pages,
+                BLOCK_SIZE=(self._tile, pool.block_size),
+                mask_mod=self._visible(group, window),
+                seq_lengths=(len(self._sequence_of), (pool.num_blocks + 1) * pool.block_size),
+                compute_q_blocks=False,
+            )
+            self._masks[group, window] = mask
+        return mask
+
+    def _visible(self, group: int, window: int | None) -> Callable[..., torch.Tensor]:
+        """The mask function: whether a row sees a slot of the pool."""
+        size = self._backend.pool.block_size
+        places, tables = self._places[group], self._inputs.block_tables[group]
+        sequence_of, positions = self._sequence_of, self._inputs.positions
+
+        def visible(
+            _batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor
+        ) -> torch.Tensor:
+            page = slot // size
+            place = places[page]
+            own = tables[sequence_of[row], place.clamp(min=0)] == page
+            position = place * size + slot % size
+            seen = (place >= 0) & own & (position <= positions[row])
+            return seen if window is None else seen & (position > positions[row] - window)
+
+        return visible
+
+    def _tiles(self, group: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of each tile of rows: how many, `[1, 1, tiles]`, and which, `[..., pages]`."""
+        inputs = self._inputs
+        lists = tile_pages(
+            inputs,
+            inputs.host_block_tables[group],
+            window,
+            self._backend.pool.block_size,
+            self._tile,
+        )
+        room = self._room or max(map(len, lists))
+        pages = np.zeros((len(lists), room), dtype=np.int32)
+        for row, own in zip(pages, lists, strict=True):
+            row[: len(own)] = own
+        counts = np.array([len(own) for own in lists], dtype=np.int32)
+        device = self._backend.pool.device
+        return upload(counts, device)[None, None], upload(pages, device)[None, None]
+
+
+def tile_pages(
+    inputs: StepInputs, tables: Int32Array, window: int | None, block_size: int, tile: int
+) -> list[Int32Array]:
+    """The pages that each tile of `tile` rows has to look at, each once, in order of their ids."""
+    starts, lens = inputs.host_query_start_loc.tolist(), inputs.host_seq_lens.tolist()
+    found: list[list[Int32Array]] = [[] for _ in range(-(-starts[-1] // tile))]
+    for sequence, (begin, end) in enumerate(pairwise(starts)):
+        context = lens[sequence] - (end - begin)
+        for at in range(begin // tile, -(-end // tile)):
+            first = context + max(begin, at * tile) - begin  # position of the first row in the tile
+            last = context + min(end, (at + 1) * tile) - begin
+            low = 0 if window is None else max(0, first - window + 1)
+            found[at].append(tables[sequence, low // block_size : -(-last // block_size)])
+    return [np.unique(np.concatenate(parts)) for parts in found]
+
+
+def _capping(softcap: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The score function of a softcap: a tensor, as a number cannot be captured when compiled."""
+
+    def capped(  # of score, batch, head, row, slot
+        score: torch.Tensor,
+        _batch: torch.Tensor,
+        _head: torch.Tensor,
+        _row: torch.Tensor,
+        _slot: torch.Tensor,
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped

@@ -1,0 +1,84 @@
+"""The KV write as one Triton kernel: a program per token, keys and values."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pyengine.attention.needs import FLOAT8_DTYPES
+
+
+def _kernel(  # noqa: PLR0913, PLR0917
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    key_strides: Any,
+    value_strides: Any,
+    inverse_scales: Any,
+    heads: tl.constexpr,
+    dim_k: tl.constexpr,
+    dim_v: tl.constexpr,
+    block_k: tl.constexpr,
+    block_v: tl.constexpr,
+    largest: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        at = tl.arange(0, block_k)
+        source = token * key_strides[0] + at // dim_k * key_strides[1] + at % dim_k * key_strides[2]
+        row = tl.load(key + source, mask=at < heads * dim_k)
+        if largest > 0:
+            row = row.to(tl.float32) * inverse_scales[0]
+            row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+        target = key_cache + slot * (heads * dim_k) + at
+        tl.store(target, row.to(key_cache.dtype.element_ty), mask=at < heads * dim_k)
+        at = tl.arange(0, block_v)
+        source = token * value_strides[0] + at // dim_v * value_strides[1]
+        source += at % dim_v * value_strides[2]
+        row = tl.load(value + source, mask=at < heads * dim_v)
+        if largest > 0:
+            row = row.to(tl.float32) * inverse_scales[1]
+            row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+        target = value_cache + slot * (heads * dim_v) + at
+        tl.store(target, row.to(value_cache.dtype.element_ty), mask=at < heads * dim_v)
+
+
+_compiled: Any = triton.jit(_kernel)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def write_rows(
+    rows: Pair, caches: Pair, slots: torch.Tensor, scales: tuple[float, float] = (1.0, 1.0)
+) -> None:
+    """Write keys and values to their slots; a row whose slot is -1 is left out.
+
+    `rows` are `[T, kv_heads, head_dim]` of any strides, `caches` the contiguous tensors of a
+    `KVPool`, `[blocks, block_size, kv_heads, head_dim]`, `slots` int64 `[T]`. A cache of 8-bit
+    floats takes rows divided by their scale, limited to what the type holds.
+    """
+    (key, value), (key_cache, value_cache) = rows, caches
+    if not len(slots):
+        return
+    (heads, dim_k), dim_v = key.shape[1:], value.shape[2]
+    dtype = key_cache.dtype
+    _compiled[(len(slots),)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slots,
+        tuple(key.stride()),
+        tuple(value.stride()),
+        tuple(1.0 / scale for scale in scales),
+        heads=heads,
+        dim_k=dim_k,
+        dim_v=dim_v,
+        block_k=triton.next_power_of_2(heads * dim_k),
+        block_v=triton.next_power_of_2(heads * dim_v),
+        largest=torch.finfo(dtype).max if dtype in FLOAT8_DTYPES else 0.0,
+    )

@@ -1,0 +1,173 @@
+"""What a model and a machine demand of an attention backend: plain data, and its sources."""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyengine.cache.kv_pool import kv_cache_specs
+from pyengine.cache.layer_groups import layer_windows
+
+OPTIONAL_PACKAGES = ("flashinfer", "flash_attn")
+"""Packages that a backend may need beside torch."""
+
+FLOAT8_DTYPES = frozenset({torch.float8_e4m3fn})
+"""Element types of an 8-bit KV cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNeeds:
+    """What one layer asks of attention; `window` counts the query's own position."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """What the model, its KV pool and the machine demand of a backend.
+
+    - `block_size`: tokens of a KV block that the caller asked for; None: the backend chooses.
+    - `layers`: one entry per layer, or per kind of layer.
+    - `dtype`: of queries and of the result; `kv_dtype`: of the KV cache, None: the same.
+    - `capability`: of the CUDA device, (major, minor); None without one.
+    - `torch_version`: (major, minor).
+    - `packages`: which of `OPTIONAL_PACKAGES` are installed. Whether they work is found out by
+      `trial.try_out`.
+    """
+
+    device: torch.device
+    block_size: int | None = None
+    layers: tuple[LayerNeeds, ...] = ()
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    capability: tuple[int, int] | None = None
+    torch_version: tuple[int, int] = (0, 0)
+    packages: frozenset[str] = frozenset()
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The element type of the KV cache."""
+        return self.kv_dtype or self.dtype
+
+
+def needs_of(
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    block_size: int | None = None,
+) -> AttentionNeeds:
+    """The needs of a transformers model on this machine."""
+    return AttentionNeeds(
+        device=device,
+        block_size=block_size,
+        layers=layer_needs(model, dtype),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        torch_version=torch_version(torch.__version__),
+        packages=frozenset(
+            name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None
+        ),
+    )
+
+
+def torch_version(version: str) -> tuple[int, int]:
+    """(major, minor) of a version such as `2.12.0+cu130`."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def layer_needs(model: Any, dtype: torch.dtype) -> tuple[LayerNeeds, ...]:
+    """What every layer of a transformers model asks of attention.
+
+    Heads, dimensions, windows and softcaps are in its configuration. Sinks are parameters, which
+    no configuration speaks of: a layer has them if its attention module does.
+    """
+    config = model.config
+    text = config.get_text_config()
+    specs, windows = kv_cache_specs(config, dtype), layer_windows(config)
+    layers = [text] * len(specs)
+    if getattr(text, "is_heterogeneous", False):
+        layers = list(text.per_layer_config)
+    with_sinks = {
+        module.layer_idx
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and getattr(module, "sinks", None) is not None
+    }
+    return tuple(
+        LayerNeeds(
+            query_heads=layer.num_attention_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim_k=spec.head_dim_k,
+            head_dim_v=spec.head_dim_v,
+            window=window,
+            softcap=getattr(layer, "attn_logit_softcapping", None),
+            sinks=index in with_sinks,
+        )
+        for index, (layer, spec, window) in enumerate(zip(layers, specs, windows, strict=True))
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as people write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cuda_obstacle(needs: AttentionNeeds, least: tuple[int, int]) -> str | None:
+    """Why a kernel for CUDA devices of compute capability `least` cannot run; None: it can."""
+    if needs.device.type != "cuda":
+        return f"it runs on cuda, the device is {needs.device}"
+    if needs.capability is not None and needs.capability < least:
+        have, want = (".".join(map(str, one)) for one in (needs.capability, least))
+        return f"it needs compute capability {want}, the GPU has {have}"
+    return None
+
+
+def half_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why a kernel for 16-bit floats cannot serve; None: it can."""
+    if needs.dtype in (torch.float16, torch.bfloat16):
+        return None
+    return f"it computes in float16 and bfloat16, the model in {dtype_name(needs.dtype)}"
+
+
+def cache_dtype_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why a kernel that reads keys and values as they were computed cannot serve; None: it can."""
+    if needs.cache_dtype == needs.dtype:
+        return None
+    return f"it does not read a KV cache in {dtype_name(needs.cache_dtype)}"
+
+
+def equal_dims_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why a kernel whose keys and values are of one size cannot serve; None: it can."""
+    for layer in needs.layers:
+        if layer.head_dim_k != layer.head_dim_v:
+            return (
+                f"its keys and values have one head size, those of the model are "
+                f"{layer.head_dim_k} and {layer.head_dim_v}"
+            )
+    return None
+
+
+def page_obstacle(needs: AttentionNeeds, multiple: int) -> str | None:
+    """Why a kernel whose pages are a multiple of some tokens cannot serve; None: it can.
+
+    A page cannot be put together from smaller blocks: the manager hands out any block that is
+    free, and shares prefixes by the block, so neighbours in a sequence are not neighbours in
+    memory. A block of the manager is a page of the kernel.
+    """
+    if needs.block_size is None or needs.block_size % multiple == 0:
+        return None
+    return (
+        f"its pages are a multiple of {multiple} tokens, block_size={needs.block_size}; blocks "
+        "of a sequence lie anywhere in the pool, so several cannot make up a page"
+    )

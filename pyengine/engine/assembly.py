@@ -1,0 +1,316 @@
+"""From settings to an engine: what is loaded, sized, chosen and joined, in this order.
+
+settings -> model -> attention backend -> KV pool and its manager -> runner -> engine
+"""
+
+import platform
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pyengine.attention import AttentionNeeds, Choice, explain_backends, needs_of, select_backend
+from pyengine.attention.needs import dtype_name
+from pyengine.cache import BlockManager, ConfigError
+from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_kv_cache_dtype
+from pyengine.cache.memory import available_memory
+from pyengine.core.errors import ConfigurationError
+from pyengine.engine.capacity import CachePlan, model_facts, plan_cache
+from pyengine.engine.engine import Engine, ModelFacts
+from pyengine.engine.pipeline import Pipeline
+from pyengine.engine.profiling import CudaMeter, activation_bytes
+from pyengine.models import LoadedModel, load_model
+from pyengine.runner import ModelRunner, Runner, RunnerLimits, RunnerSetup, Team, ThreadQueue
+from pyengine.runner.graphs import CudaRecorder
+from pyengine.scheduler import Scheduler, SchedulerLimits
+
+_SOME_BLOCK_SIZE = 16
+"""To check settings with, until the backend has said what it likes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What `LLM` was asked for, as it is documented there. Bad values are refused here, before
+    anything is loaded: `ConfigurationError`.
+    """
+
+    model: str | Path | None
+    device: str | torch.device
+    dtype: str | torch.dtype
+    block_size: int | Literal["auto"] | None
+    num_blocks: int | None
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    enable_prefix_caching: bool
+    in_flight_sharing: bool
+    eviction: str
+    layer_groups: bool
+    seed: int
+    attention_backend: str
+    kv_cache_dtype: str
+    async_scheduling: bool | None
+    enforce_eager: bool
+    compile: bool
+    tensor_parallel_size: int
+
+    def __post_init__(self) -> None:
+        _ = self.limits
+        asked = self.asked_block_size
+        size = self.pool_settings(_SOME_BLOCK_SIZE if asked is None else asked).block_size
+        resolve_kv_cache_dtype(self.kv_cache_dtype, torch.float32)
+        try:
+            BlockManager(1, size, eviction=self.eviction)
+        except ConfigError as error:
+            raise ConfigurationError(str(error)) from error
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigurationError(
+                f"max_model_len={self.max_model_len}: a prompt token and an output token are the "
+                "least"
+            )
+        if self.tensor_parallel_size != 1 and (self.async_scheduling or self.compile):
+            other = "async_scheduling" if self.async_scheduling else "compile"
+            raise ConfigurationError(
+                f"{other}=True does not go together with tensor_parallel_size="
+                f"{self.tensor_parallel_size} yet: leave one of them out"
+            )
+
+    @property
+    def asked_block_size(self) -> int | None:
+        """Tokens per block; None: as the attention backend likes it."""
+        return None if self.block_size == "auto" else self.block_size
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """The largest step."""
+        return SchedulerLimits(
+            max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs
+        )
+
+    def pool_settings(self, block_size: int) -> PoolSettings:
+        """What is asked of a pool of blocks of this size."""
+        return PoolSettings(
+            block_size=block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_memory=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """An engine and what it stands on. `team` are the processes of a model that is divided."""
+
+    loaded: LoadedModel
+    manager: BlockManager
+    engine: Engine
+    team: Team | None
+    description: dict[str, object]
+
+
+def assemble(settings: EngineSettings) -> Assembly:
+    """Load, size, choose, join. Raises as `LLM` does; nothing is left running if it fails."""
+    team = None
+    if settings.tensor_parallel_size != 1:
+        size = settings.tensor_parallel_size
+        team = Team(settings.model, device=settings.device, dtype=settings.dtype, size=size)
+    with team or nullcontext():  # if anything fails from here on, the workers end
+        return _join(settings, team)
+
+
+def _join(settings: EngineSettings, team: Team | None) -> Assembly:
+    loaded = team.loaded if team else _load(settings)
+    needs = needs_of(
+        loaded.model,
+        loaded.device,
+        loaded.dtype,
+        kv_dtype=resolve_kv_cache_dtype(settings.kv_cache_dtype, loaded.dtype),
+        block_size=settings.asked_block_size,
+    )
+    choice = select_backend(settings.attention_backend, needs)
+    asked = settings.max_model_len
+    pool_settings = replace(
+        settings.pool_settings(choice.block_size),
+        max_model_len=min(asked or loaded.max_model_len, loaded.max_model_len),
+    )
+    memory = team.available_memory if team else None
+    if _is_to_be_profiled(settings, loaded):
+        memory = _memory_left(settings, pool_settings, choice, needs.cache_dtype, loaded)
+    pool_settings = replace(pool_settings, available_memory=memory)
+    most = settings.max_num_batched_tokens
+    plan = plan_cache(
+        loaded,
+        pool_settings,
+        most,
+        layer_groups=settings.layer_groups,
+        kv_dtype=needs.cache_dtype,
+    )
+    manager = plan.manager(
+        prefix_caching=settings.enable_prefix_caching,
+        in_flight_sharing=settings.in_flight_sharing,
+        eviction=settings.eviction,
+    )
+    facts = model_facts(loaded, pool_settings, manager, most, asked)
+    limits = _runner_limits(settings, facts.max_model_len, plan)
+    if team is None:
+        runner: Runner = _runner(settings, loaded, choice, plan, limits)
+    else:
+        runner = team.runner(_setup(choice, needs, plan, limits))
+    pipeline = _pipeline(settings, runner, loaded.device)
+    engine = Engine(
+        manager,
+        Scheduler(manager, settings.limits),
+        pipeline,
+        facts,
+        tokenizer=loaded.tokenizer,
+        seed=settings.seed,
+    )
+    description = {
+        **_about_model(loaded, settings),
+        **_about_attention(choice, needs, runner),
+        **_about_cache(plan, facts, settings),
+        "async_scheduling": pipeline.depth > 1,
+    }
+    return Assembly(
+        loaded=loaded, manager=manager, engine=engine, team=team, description=description
+    )
+
+
+def _load(settings: EngineSettings) -> LoadedModel:
+    return load_model(settings.model, device=settings.device, dtype=settings.dtype)
+
+
+def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
+    """Whether the size of the pool follows from what a step leaves of a device's memory."""
+    is_asked = settings.num_blocks is not None or settings.kv_cache_memory is not None
+    return loaded.device.type == "cuda" and settings.tensor_parallel_size == 1 and not is_asked
+
+
+def _memory_left(
+    settings: EngineSettings,
+    pool: PoolSettings,
+    choice: Choice,
+    kv_dtype: torch.dtype,
+    loaded: LoadedModel,
+) -> int:
+    """Bytes that the largest step leaves on the device: it is run over a pool of one block."""
+    specs = kv_cache_specs(loaded.config, kv_dtype)
+    smallest = KVPool(specs, 1, pool.block_size, loaded.device)
+    limits = RunnerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_blocks_per_seq=-(-pool.max_model_len // pool.block_size),
+    )
+    runner = ModelRunner(loaded, smallest, choice.build(smallest), limits)
+    meter = CudaMeter(loaded.device)
+    taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
+    return max(0, available_memory(loaded.device) - taken)
+
+
+def _runner_limits(settings: EngineSettings, longest: int, plan: CachePlan) -> RunnerLimits:
+    return RunnerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_blocks_per_seq=-(-longest // plan.block_size),
+        num_groups=len(plan.groups.windows),
+    )
+
+
+def _runner(
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    choice: Choice,
+    plan: CachePlan,
+    limits: RunnerLimits,
+) -> ModelRunner:
+    """A runner in this process, compiled and captured as asked."""
+    pool = plan.pool(loaded)
+    backend = choice.build(pool)
+    graphs = loaded.device.type == "cuda" and backend.supports_graphs
+    recorder = CudaRecorder() if graphs and not settings.enforce_eager else None
+    runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
+    if settings.compile:
+        runner.compile()
+    runner.capture()
+    return runner
+
+
+def _setup(
+    choice: Choice, needs: AttentionNeeds, plan: CachePlan, limits: RunnerLimits
+) -> RunnerSetup:
+    """The same for every process of a model that is divided."""
+    return RunnerSetup(
+        num_blocks=plan.size.num_blocks,
+        block_size=plan.block_size,
+        groups=plan.groups,
+        attention_backend=choice.backend,
+        needs=needs,
+        limits=limits,
+    )
+
+
+def _pipeline(settings: EngineSettings, runner: Runner, device: torch.device) -> Pipeline:
+    """A second step waits behind the one that runs, if asked for or (None) where that is fast.
+
+    CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little where
+    the model uses all cores. The processes of a divided model take one step at a time.
+    """
+    on_cuda = device.type == "cuda"
+    ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
+    if not ahead or settings.tensor_parallel_size != 1:
+        return Pipeline(runner)
+    return Pipeline(runner, None if on_cuda else ThreadQueue(), depth=2)
+
+
+def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:
+    return {
+        "pyengine": package_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "model": loaded.name,
+        "model_path": str(loaded.path),
+        "device": str(loaded.device),
+        "dtype": dtype_name(loaded.dtype),
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "compile": settings.compile,
+    }
+
+
+def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:
+    sizes = runner.graphs.sizes if isinstance(runner, ModelRunner) else []
+    return {
+        "attention_backend": choice.backend,
+        "attention_reason": choice.reason,
+        "attention_backends": explain_backends(choice, needs),
+        "cuda_graphs": f"batches of {sizes}" if sizes else "none",
+        "kv_cache_dtype": dtype_name(needs.cache_dtype),
+    }
+
+
+def _about_cache(plan: CachePlan, facts: ModelFacts, settings: EngineSettings) -> dict[str, object]:
+    return {
+        "block_size": plan.block_size,
+        "num_blocks": plan.size.num_blocks,
+        "kv_cache_bytes": plan.size.num_bytes,
+        "kv_cache_reason": plan.size.reason,
+        "layer_groups": str(plan.groups),
+        "max_model_len": facts.max_model_len,
+        "max_model_len_reason": facts.limited_by,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "in_flight_sharing": settings.in_flight_sharing,
+        "eviction": settings.eviction,
+    }
+
+
+def package_version() -> str:
+    """The version of the installed package; "unknown" where it runs from a checkout."""
+    try:
+        return version("pyengine")
+    except PackageNotFoundError:
+        return "unknown"

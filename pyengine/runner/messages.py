@@ -1,0 +1,114 @@
+"""A step as one message: what rank 0 sends, and what the other ranks make of it.
+
+A message is one int64 array, a header and the arrays of `StepInputs` behind each other::
+
+    tokens | sequences | samples | groups | width | extra rows | copies
+    input_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices
+    extra rows, copies
+
+`width` is that of the longest table in the step: what lies behind a sequence's last block is not
+sent, as nothing reads it.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.cache import StepBuffers
+from pyengine.runner.buffers import HostArrays
+from pyengine.runner.interface import Plan
+
+Int64Array = npt.NDArray[np.int64]
+_HEADER_SIZE = 7
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The header."""
+
+    tokens: int
+    sequences: int
+    samples: int
+    groups: int
+    width: int
+    extra_rows: int
+    copies: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every part, in the order of the message."""
+        return {
+            "input_ids": (self.tokens,),
+            "positions": (self.tokens,),
+            "slot_mapping": (self.groups, self.tokens),
+            "query_start_loc": (self.sequences + 1,),
+            "seq_lens": (self.sequences,),
+            "block_tables": (self.groups, self.sequences, self.width),
+            "logits_indices": (self.samples,),
+            "extra_rows": (self.extra_rows,),
+            "copies": (self.copies, 2),
+        }
+
+
+def pack_step(
+    plan: Plan, arrays: HostArrays, extra_rows: Int64Array | None, block_size: int
+) -> Int64Array:
+    """The message of a step whose plan has filled `arrays`."""
+    copies = np.array(plan.copies(), dtype=np.int64).reshape(-1, 2)
+    extra = np.empty(0, dtype=np.int64) if extra_rows is None else extra_rows
+    longest = int(arrays.seq_lens[: plan.num_sequences].max(initial=0))
+    sizes = _Sizes(
+        tokens=plan.num_tokens,
+        sequences=plan.num_sequences,
+        samples=plan.num_samples,
+        groups=len(arrays.block_tables),
+        width=-(-longest // block_size),
+        extra_rows=len(extra),
+        copies=len(copies),
+    )
+    parts: list[npt.NDArray[np.int64 | np.int32]] = [
+        np.array([getattr(sizes, name) for name in sizes.__dataclass_fields__], dtype=np.int64)
+    ]
+    for name, shape in sizes.shapes().items():
+        if name not in ("extra_rows", "copies"):
+            part = tuple(slice(size) for size in shape)
+            parts.append(getattr(arrays, name)[part].reshape(-1))
+    return np.concatenate([*parts, extra, copies.reshape(-1)], dtype=np.int64)
+
+
+class ReceivedPlan:
+    """A step plan out of a message: fills the arrays of this process as the plan filled rank 0's.
+
+    `message` is what `pack_step` gave, as bytes; `arrays` those of this process's buffers.
+    """
+
+    def __init__(self, message: bytes, arrays: HostArrays) -> None:
+        numbers = np.frombuffer(message, dtype=np.int64)
+        sizes = _Sizes(*numbers[:_HEADER_SIZE].tolist())
+        self._arrays = arrays
+        self._parts: dict[str, Int64Array] = {}
+        start = _HEADER_SIZE
+        for name, shape in sizes.shapes().items():
+            end = start + prod(shape)
+            self._parts[name] = numbers[start:end].reshape(shape)
+            start = end
+        if start != len(numbers):
+            raise ValueError(
+                f"a step's message has {len(numbers)} numbers, its header says {start}"
+            )
+        self.num_tokens = sizes.tokens
+        self.num_sequences = sizes.sequences
+        self.num_samples = sizes.samples
+        self.extra_rows = self._parts.pop("extra_rows").copy()
+        self._copies = [(source, target) for source, target in self._parts.pop("copies").tolist()]
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Blocks to copy before the step, (source, destination)."""
+        return self._copies
+
+    def fill(self, _buffers: StepBuffers, /) -> None:
+        """Write the step's inputs into this process's arrays."""
+        for name, numbers in self._parts.items():
+            part = tuple(slice(size) for size in numbers.shape)
+            getattr(self._arrays, name)[part] = numbers

@@ -1,0 +1,47 @@
+//! Attention over a paged KV cache on the CPU, in float32.
+//!
+//! For rows of sequences with few new tokens, foremost decodes: keys and values are read where they
+//! lie, through the block table, once for all the query heads that share them. The softmax is computed
+//! online (Milakov and Gimelshein, 2018, arXiv:1805.02867); long contexts are cut into parts that
+//! threads share and that are merged at the end (Flash-Decoding, Dao et al., 2023).
+//!
+//! # The contract in short
+//!
+//! * **A row depends on itself alone.** Where tiles and parts begin depends on positions only, so the
+//!   bits of a row are the same in every batch and with any number of threads.
+//! * **One source, two builds.** The arithmetic is written for eight lanes and compiled for AVX2 with
+//!   FMA, chosen when it runs, and for whatever the target has: both give the same bits.
+//! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
+//!   [`Error`] that names the value, and nothing has been written then.
+//!
+//! ```
+//! use cpu_attention::{Attention, CacheShape, Options, Query, Sequences, Step};
+//!
+//! // A cache of two blocks of two positions, one KV head of dimension 1.
+//! let shape = CacheShape { num_blocks: 2, block_size: 2, kv_heads: 1, dim_k: 1, dim_v: 1 };
+//! let (keys, values) = (vec![0.0; 4], vec![1.0, 2.0, 3.0, 9.0]);
+//! // One new token, the third of its sequence, whose first block is block 0.
+//! let sequences = Sequences { starts: &[0, 1], lens: &[3], tables: &[0, 1], width: 2 };
+//! let step = Step::new(&sequences, 2, 2, 1)?;
+//! let (query, mut out) = ([5.0, 5.0], [0.0; 2]);
+//! let query = Query { rows: &query, heads: 2 };
+//! let options = Options { scaling: 1.0, window: None, softcap: None, sinks: None };
+//! Attention::new(1)?.attend(&step, &shape, &keys, &values, query, &options, &mut out)?;
+//! assert_eq!(out, [2.0, 2.0]); // equal scores: the mean of 1, 2 and 3
+//! # Ok::<(), cpu_attention::Error>(())
+//! ```
+#![deny(unsafe_code)]
+#![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
+
+mod attention;
+mod error;
+mod kernel;
+mod lanes;
+mod step;
+mod write;
+
+pub use attention::{Attention, Options, Query};
+pub use error::Error;
+pub use kernel::Isa;
+pub use step::{CacheShape, Sequences, Step};
+pub use write::write;

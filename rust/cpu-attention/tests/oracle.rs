@@ -1,0 +1,334 @@
+//! The kernel against attention written out in f64, on random steps.
+
+use cpu_attention::{Attention, CacheShape, Isa, Options, Query, Sequences, Step, write};
+use proptest::prelude::*;
+
+/// A step with everything in it: keys and values by sequence, scattered over a cache of NaN.
+#[derive(Debug)]
+struct World {
+    shape: CacheShape,
+    heads: usize,
+    /// New tokens and length of each sequence.
+    sequences: Vec<(usize, usize)>,
+    starts: Vec<i32>,
+    lens: Vec<i32>,
+    tables: Vec<i32>,
+    width: usize,
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    query: Vec<f32>,
+    scaling: f32,
+    window: Option<usize>,
+    softcap: Option<f32>,
+    sinks: Option<Vec<f32>>,
+}
+
+/// Numbers between -2 and 2 (SplitMix64, Steele et al., 2014).
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn floats(&mut self, count: usize) -> Vec<f32> {
+        let float = |bits: u64| (bits >> 40) as f32 / (1u64 << 22) as f32 - 2.0;
+        (0..count).map(|_| float(self.next())).collect()
+    }
+}
+
+impl World {
+    fn slot(&self, sequence: usize, position: usize) -> usize {
+        let size = self.shape.block_size;
+        let block = self.tables[sequence * self.width + position / size];
+        block as usize * size + position % size
+    }
+
+    fn options(&self) -> Options<'_> {
+        Options {
+            scaling: self.scaling,
+            window: self.window,
+            softcap: self.softcap,
+            sinks: self.sinks.as_deref(),
+        }
+    }
+
+    fn attend(&self, attention: &Attention, most_rows: usize) -> Vec<f32> {
+        let sequences = Sequences {
+            starts: &self.starts,
+            lens: &self.lens,
+            tables: &self.tables,
+            width: self.width,
+        };
+        let shape = &self.shape;
+        let step =
+            Step::new(&sequences, shape.num_blocks, shape.block_size, most_rows).expect("it fits");
+        let mut out = vec![f32::NAN; step.num_rows() * self.heads * shape.dim_v];
+        let query = Query {
+            rows: &self.query,
+            heads: self.heads,
+        };
+        attention
+            .attend(
+                &step,
+                shape,
+                &self.keys,
+                &self.values,
+                query,
+                &self.options(),
+                &mut out,
+            )
+            .expect("it fits");
+        out
+    }
+
+    /// The same in f64, one row at a time.
+    fn oracle(&self) -> Vec<f64> {
+        let CacheShape {
+            kv_heads,
+            dim_k,
+            dim_v,
+            ..
+        } = self.shape;
+        let mut out = vec![];
+        for (sequence, &(new, len)) in self.sequences.iter().enumerate() {
+            for (row, position) in (len - new..len).enumerate() {
+                let row = self.starts[sequence] as usize + row;
+                let first = self
+                    .window
+                    .map_or(0, |window| (position + 1).saturating_sub(window));
+                for head in 0..self.heads {
+                    let kv_head = head / (self.heads / kv_heads);
+                    let query = &self.query[(row * self.heads + head) * dim_k..][..dim_k];
+                    let (mut total, mut sum) = (0.0, vec![0.0; dim_v]);
+                    for seen in first..=position {
+                        let at = self.slot(sequence, seen) * kv_heads + kv_head;
+                        let key = &self.keys[at * dim_k..][..dim_k];
+                        let dot = query
+                            .iter()
+                            .zip(key)
+                            .map(|(&a, &b)| f64::from(a) * f64::from(b));
+                        let mut score = dot.sum::<f64>() * f64::from(self.scaling);
+                        if let Some(cap) = self.softcap.map(f64::from) {
+                            score = cap * (score / cap).tanh();
+                        }
+                        total += score.exp();
+                        let value = &self.values[at * dim_v..][..dim_v];
+                        for (sum, &value) in sum.iter_mut().zip(value) {
+                            *sum += score.exp() * f64::from(value);
+                        }
+                    }
+                    if let Some(sinks) = &self.sinks {
+                        total += f64::from(sinks[head]).exp();
+                    }
+                    out.extend(sum.iter().map(|sum| sum / total));
+                }
+            }
+        }
+        out
+    }
+}
+
+prop_compose! {
+    fn shapes()(
+        block_size in 1..20usize, kv_heads in 1..4usize,
+        dim_k in prop_oneof![1..20usize, Just(64)], dim_v in prop_oneof![1..20usize, Just(64), Just(80)],
+    ) -> CacheShape {
+        CacheShape { num_blocks: 0, block_size, kv_heads, dim_k, dim_v }
+    }
+}
+
+prop_compose! {
+    fn worlds()(
+        shape in shapes(),
+        group in 1..4usize,
+        tokens in prop::collection::vec((0..12usize, prop_oneof![0..50usize, 0..700usize]), 1..5),
+        window in prop::option::of(prop_oneof![1..40usize, 200..600usize]),
+        softcap in prop::option::of(0.5f32..3.0),
+        sinks in any::<bool>(),
+        scaling in 0.05f32..0.5,
+        seed in any::<u64>(),
+    ) -> World {
+        world(shape, group, &tokens, (scaling, window, softcap, sinks), seed)
+    }
+}
+
+fn world(
+    mut shape: CacheShape,
+    group: usize,
+    tokens: &[(usize, usize)],
+    (scaling, window, softcap, sinks): (f32, Option<usize>, Option<f32>, bool),
+    seed: u64,
+) -> World {
+    let mut numbers = Numbers(seed);
+    let sequences: Vec<_> = tokens
+        .iter()
+        .map(|&(new, before)| (new, new + before))
+        .collect();
+    let blocks = |len: usize| len.div_ceil(shape.block_size);
+    let width = sequences
+        .iter()
+        .map(|&(_, len)| blocks(len))
+        .max()
+        .expect("it fits");
+    shape.num_blocks = sequences.iter().map(|&(_, len)| blocks(len)).sum::<usize>() + 3;
+    let mut ids: Vec<i32> = (0..shape.num_blocks as i32).collect();
+    for at in (1..ids.len()).rev() {
+        ids.swap(at, (numbers.next() % (at as u64 + 1)) as usize);
+    }
+    let (mut tables, mut starts) = (vec![], vec![0]);
+    for &(new, len) in &sequences {
+        let mut row = ids.split_off(ids.len() - blocks(len));
+        row.resize(width, -7); // past its end nothing is looked at
+        tables.extend(row);
+        starts.push(starts.last().expect("it fits") + new as i32);
+    }
+    let rows = starts[sequences.len()] as usize;
+    let heads = shape.kv_heads * group;
+    let slots = shape.num_blocks * shape.block_size;
+    let mut world = World {
+        shape,
+        heads,
+        lens: sequences.iter().map(|&(_, len)| len as i32).collect(),
+        sequences,
+        starts,
+        tables,
+        width,
+        keys: vec![f32::NAN; slots * shape.kv_heads * shape.dim_k],
+        values: vec![f32::NAN; slots * shape.kv_heads * shape.dim_v],
+        query: numbers.floats(rows * heads * shape.dim_k),
+        scaling,
+        window,
+        softcap,
+        sinks: sinks.then(|| numbers.floats(heads)),
+    };
+    for (sequence, (_, len)) in world.sequences.clone().into_iter().enumerate() {
+        let slots: Vec<i64> = (0..len).map(|at| world.slot(sequence, at) as i64).collect();
+        let keys = numbers.floats(len * shape.kv_heads * shape.dim_k);
+        let values = numbers.floats(len * shape.kv_heads * shape.dim_v);
+        let cache = (&mut world.keys[..], &mut world.values[..]);
+        write(&shape, &slots, (&keys, &values), cache).expect("it fits");
+    }
+    world
+}
+
+fn bits(row: &[f32]) -> Vec<u32> {
+    row.iter().map(|float| float.to_bits()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn every_row_sees_what_it_should_and_nothing_else(world in worlds()) {
+        let out = world.attend(&Attention::new(1).expect("it fits"), usize::MAX);
+        let oracle = world.oracle();
+        prop_assert_eq!(out.len(), oracle.len());
+        for (found, exact) in out.iter().zip(oracle) {
+            prop_assert!((f64::from(*found) - exact).abs() < 2e-5, "{} is not {}", found, exact);
+        }
+    }
+
+    #[test]
+    fn builds_and_threads_give_the_same_bits(world in worlds()) {
+        let one = bits(&world.attend(&Attention::new(1).expect("it fits"), usize::MAX));
+        for (threads, isa) in [(3, Isa::detect()), (1, Isa::Portable)] {
+            let attention = Attention::with_isa(threads, isa).expect("it fits");
+            prop_assert_eq!(&one, &bits(&world.attend(&attention, usize::MAX)));
+        }
+    }
+
+    #[test]
+    fn a_row_depends_on_itself_alone(world in worlds()) {
+        let attention = Attention::new(1).expect("it fits");
+        let together = world.attend(&attention, usize::MAX);
+        let (per_query, per_row) = (world.heads * world.shape.dim_k, world.heads * world.shape.dim_v);
+        for (sequence, &(new, len)) in world.sequences.iter().enumerate() {
+            for at in 0..new {
+                let row = world.starts[sequence] as usize + at;
+                let alone = World {
+                    sequences: vec![(1, len - new + at + 1)],
+                    starts: vec![0, 1],
+                    lens: vec![(len - new + at + 1) as i32],
+                    tables: world.tables[sequence * world.width..][..world.width].to_vec(),
+                    query: world.query[row * per_query..][..per_query].to_vec(),
+                    keys: world.keys.clone(),
+                    values: world.values.clone(),
+                    sinks: world.sinks.clone(),
+                    ..world
+                };
+                let out = alone.attend(&attention, 1);
+                prop_assert_eq!(bits(&out), bits(&together[row * per_row..][..per_row]));
+            }
+        }
+    }
+
+    #[test]
+    fn longer_prefills_are_left_to_others(world in worlds(), most_rows in 0..12usize) {
+        let attention = Attention::new(2).expect("it fits");
+        let (all, some) = (world.attend(&attention, usize::MAX), world.attend(&attention, most_rows));
+        let per_row = world.heads * world.shape.dim_v;
+        for (sequence, &(new, _)) in world.sequences.iter().enumerate() {
+            let rows = world.starts[sequence] as usize * per_row..world.starts[sequence + 1] as usize * per_row;
+            match new <= most_rows {
+                true => prop_assert_eq!(bits(&all[rows.clone()]), bits(&some[rows])),
+                false => prop_assert!(some[rows].iter().all(|float| float.is_nan())),
+            }
+        }
+    }
+}
+
+/// Enough work for every thread to take some: the small steps above are done by the caller alone.
+#[test]
+fn threads_share_a_large_step() {
+    let shape = CacheShape {
+        num_blocks: 0,
+        block_size: 16,
+        kv_heads: 2,
+        dim_k: 64,
+        dim_v: 64,
+    };
+    let tokens: Vec<_> = (0..9).map(|number| (1, 300 + 97 * number)).collect();
+    let world = world(shape, 4, &tokens, (0.125, None, None, true), 5);
+    let one = bits(&world.attend(&Attention::new(1).expect("it fits"), 1));
+    for threads in [2, 3, 8] {
+        let attention = Attention::new(threads).expect("it fits");
+        for _ in 0..20 {
+            assert_eq!(one, bits(&world.attend(&attention, 1)));
+        }
+    }
+    for (found, exact) in world
+        .attend(&Attention::new(2).expect("it fits"), 1)
+        .iter()
+        .zip(world.oracle())
+    {
+        assert!(
+            (f64::from(*found) - exact).abs() < 2e-6,
+            "{found} is not {exact}"
+        );
+    }
+}
+
+#[test]
+fn scores_that_leave_no_room_for_others() {
+    let shape = CacheShape {
+        num_blocks: 0,
+        block_size: 4,
+        kv_heads: 1,
+        dim_k: 8,
+        dim_v: 8,
+    };
+    let world = world(shape, 1, &[(1, 600), (3, 2)], (90.0, None, None, true), 1);
+    let out = world.attend(&Attention::new(1).expect("it fits"), 4);
+    for (found, exact) in out.iter().zip(world.oracle()) {
+        assert!(
+            exact.is_nan() || (f64::from(*found) - exact).abs() < 1e-3,
+            "{found} is not {exact}"
+        );
+        assert!(found.is_finite());
+    }
+}

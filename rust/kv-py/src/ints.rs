@@ -1,0 +1,45 @@
+//! The other unsafe corner: the ints of a list, read in place.
+
+use std::ffi::c_ulong;
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::sync::critical_section::with_critical_section;
+use pyo3::types::PyList;
+
+/// Adds the items of a list to `ints`, up to the first one that is no plain int or does not fit.
+///
+/// PyO3's own way takes a reference to each item and asks for errors after each; lists of thousands of
+/// token ids come this way with every prompt.
+pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
+    // Does nothing where there is a GIL: no one else can change the list before this is done.
+    with_critical_section(list.as_any(), || {
+        for at in 0..list.len() {
+            match int_at(list, at) {
+                Some(int) => ints.push(int),
+                None => break,
+            }
+        }
+    });
+}
+
+#[inline]
+#[allow(unsafe_code)]
+fn int_at(list: &Bound<'_, PyList>, at: usize) -> Option<u32> {
+    // SAFETY: `list` is a list and this thread is attached to the interpreter. The index is checked
+    // by `PyList_GetItem`; what it lends stays in the list meanwhile, because no Python code runs:
+    // a plain int is read without any.
+    let value = unsafe {
+        let item = ffi::PyList_GetItem(list.as_ptr(), at as ffi::Py_ssize_t);
+        if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
+            return None;
+        }
+        ffi::PyLong_AsUnsignedLong(item)
+    };
+    // The largest value stands for an error too, which the caller finds again.
+    if value == c_ulong::MAX {
+        drop(PyErr::take(list.py()));
+        return None;
+    }
+    u32::try_from(value).ok()
+}

@@ -1,0 +1,20 @@
+"""docs/attention.md: its code prints what it says, its table has every backend."""
+
+import re
+
+from pyengine.attention.registry import _CANDIDATES
+from tests.support.docs import ROOT, blocks, printed, run
+
+DOCUMENT = "docs/attention.md"
+
+
+def test_the_python_block_prints_what_it_says() -> None:
+    (code,) = blocks(DOCUMENT, "python")
+    assert printed(code)
+    assert run(code).splitlines() == printed(code)
+
+
+def test_the_table_names_every_backend_and_its_block() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| (\d+) \|$", (ROOT / DOCUMENT).read_text(), re.M)
+    known = [(name, str(candidate.block_size)) for name, candidate in _CANDIDATES.items()]
+    assert rows == known

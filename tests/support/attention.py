@@ -1,0 +1,40 @@
+"""Steps for attention backends, made by hand."""
+
+import numpy as np
+import torch
+
+from pyengine.attention import StepInputs
+
+
+def inputs_of(
+    new_and_context: list[tuple[int, int]], *groups: list[list[int]], block: int
+) -> StepInputs:
+    """A step of sequences, (new tokens, tokens before them) each; their tables, per layer group."""
+    starts = np.cumsum([0, *(n for n, _ in new_and_context)], dtype=np.int32)
+    lens = np.array([n + c for n, c in new_and_context], dtype=np.int32)
+    width = max(map(len, groups[0]))
+    padded = np.array(
+        [[t + [0] * (width - len(t)) for t in tables] for tables in groups], dtype=np.int32
+    )
+    spans = [range(context, context + new) for new, context in new_and_context]
+    slots = [
+        [
+            t[p // block] * block + p % block
+            for t, span in zip(tables, spans, strict=True)
+            for p in span
+        ]
+        for tables in groups
+    ]
+    none = torch.zeros(0, dtype=torch.int64)
+    return StepInputs(
+        input_ids=none,
+        positions=torch.tensor([p for span in spans for p in span]),
+        slot_mapping=torch.tensor(slots),
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lens),
+        block_tables=torch.from_numpy(padded),
+        logits_indices=none,
+        host_query_start_loc=starts,
+        host_seq_lens=lens,
+        host_block_tables=padded,
+    )

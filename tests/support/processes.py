@@ -1,0 +1,38 @@
+"""Which processes there are, by /proc."""
+
+import time
+from pathlib import Path
+
+WORKERS = ("pyengine.runner.worker", "tests.support.faulty_worker")
+
+
+def workers_of(parent: int) -> list[int]:
+    """Process ids of the workers of `parent`, and of what has ended and it has not reaped."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if not folder.name.isdigit():
+                continue
+            state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (folder / "cmdline").read_text().split("\0")
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(ppid) == parent and (state == "Z" or any(one in words for one in WORKERS)):
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, other than one that waits for its parent to reap it."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(pids: list[int], seconds: float) -> list[int]:
+    """Those of `pids` that still run after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left

@@ -1,0 +1,196 @@
+"""Stand-ins for packages that are not installed, with the real ones' parameters.
+
+They compute in plain torch, from nothing but what they are given: a wrong argument gives a wrong
+number. Parameters as in flashinfer-python 0.6.18, flash-attn 2.8.4 and torch 2.15.
+"""
+
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def attend(query, key, value, scale, left=-1, softcap=0.0):
+    """Causal attention of the last rows of a sequence: `[n, H, d]` over `[m, KV, d]`.
+
+    Returns the result and the logarithm of the sum under the softmax, `[n, H]`.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (one.float().repeat_interleave(group, 1) for one in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    own = torch.arange(len(query))[:, None] + len(key) - len(query)
+    at = torch.arange(len(key))
+    seen = at <= own
+    if left >= 0:
+        seen &= at >= own - left
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), value)
+    return out.to(query.dtype), lse.T
+
+
+def paged(cache, pages, length):
+    return cache[pages.long()].flatten(0, 1)[:length]
+
+
+class _Wrapper:
+    """What both of flashinfer's wrappers have in common."""
+
+    made = 0
+
+    def __init__(self, workspace, kv_layout="NHD", **settings):
+        type(self).made += 1
+        assert workspace.dtype == torch.uint8
+        assert not workspace.any()
+        assert kv_layout == "NHD"
+        self.settings = settings
+        self.plans = 0
+
+    def keep(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *, window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
+        sm_scale=None,
+    ):  # fmt: skip
+        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        assert len(indptr) == len(last_page_len) + 1
+        assert int(indptr[-1]) == len(indices)
+        assert ((last_page_len >= 1) & (last_page_len <= page_size)).all()
+        self.plans += 1
+        self.pages = [indices[indptr[b] : indptr[b + 1]].clone() for b in range(len(last_page_len))]
+        self.lengths = [
+            (len(own) - 1) * page_size + int(last)
+            for own, last in zip(self.pages, last_page_len, strict=True)
+        ]
+        self.shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self.dtypes = (q_data_type, kv_data_type)
+        self.left, self.cap, self.scale = window_left, logits_soft_cap or 0.0, sm_scale
+
+    def attend(self, starts, q, cache, k_scale, v_scale, out, return_lse):
+        keys, values = cache
+        assert (q.dtype, keys.dtype) == self.dtypes
+        assert (q.shape[1], keys.shape[2], keys.shape[3], keys.shape[1]) == self.shape
+        assert q.is_contiguous()
+        result, lses = torch.empty_like(q) if out is None else out, []
+        for b, (pages, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
+            rows = slice(starts[b], starts[b + 1])
+            k, v = (paged(one.float(), pages, length) for one in (keys, values))
+            scale = self.scale * (k_scale or 1.0)
+            own, lse = attend(q[rows], k, v * (v_scale or 1.0), scale, self.left, self.cap)
+            result[rows] = own
+            lses.append(lse)
+        return (result, torch.cat(lses) / math.log(2)) if return_lse else result
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def plan(self, indptr, indices, last_page_len, *shape, **settings):
+        buffer = self.settings.get("paged_kv_last_page_len_buffer")
+        if buffer is not None:
+            assert self.settings["use_cuda_graph"]
+            assert len(buffer) == len(last_page_len)
+            assert len(self.settings["paged_kv_indptr_buffer"]) == len(indptr)
+            assert len(self.settings["paged_kv_indices_buffer"]) >= len(indices)
+        self.keep(indptr, indices, last_page_len, *shape, **settings)
+
+    def run(self, q, cache, *, k_scale=None, v_scale=None, out=None, return_lse=False):
+        assert len(q) == len(self.pages)
+        starts = range(len(q) + 1)
+        return self.attend(starts, q, cache, k_scale, v_scale, out, return_lse)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def plan(self, qo_indptr, indptr, indices, last_page_len, *shape, causal=False, **settings):
+        assert causal
+        assert len(qo_indptr) == len(indptr)
+        assert qo_indptr.dtype == torch.int32
+        self.starts = qo_indptr.tolist()
+        self.keep(indptr, indices, last_page_len, *shape, **settings)
+
+    def run(self, q, cache, *, k_scale=None, v_scale=None, out=None, return_lse=False):
+        assert len(q) == self.starts[-1]
+        return self.attend(self.starts, q, cache, k_scale, v_scale, out, return_lse)
+
+
+flashinfer = SimpleNamespace(
+    BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
+)
+
+
+def _left(window_size, causal):
+    left, right = window_size
+    assert causal
+    assert right in (-1, 0)
+    return left
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+    return_softmax_lse=False,
+):  # fmt: skip
+    assert cache_seqlens.dtype == block_table.dtype == torch.int32
+    assert len(q) == len(cache_seqlens) == len(block_table)
+    outs, lses = [], []
+    for own, length, table in zip(q, cache_seqlens.tolist(), block_table, strict=True):
+        pages = table[: -(-length // k_cache.shape[1])]
+        keys, values = (paged(one, pages, length) for one in (k_cache, v_cache))
+        out, lse = attend(own, keys, values, softmax_scale, _left(window_size, causal), softcap)
+        outs.append(out)
+        lses.append(lse.T)
+    stacked = torch.stack(outs)
+    return (stacked, torch.stack(lses)) if return_softmax_lse else stacked
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    out, lse = _varlen(
+        q, (k, v), cu_seqlens_q, cu_seqlens_k.diff(), block_table, (max_seqlen_q, max_seqlen_k),
+        (softmax_scale, _left(window_size, causal), softcap),
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+flash_attn = SimpleNamespace(
+    flash_attn_with_kvcache=flash_attn_with_kvcache,
+    flash_attn_varlen_func=flash_attn_varlen_func,
+)
+
+
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+    window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+) -> Any:  # fmt: skip
+    assert cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == block_table.dtype == torch.int32
+    assert num_splits == 1
+    assert enable_gqa
+    assert cu_seq_k.diff().tolist() == seqused_k.tolist()
+    out, lse = _varlen(
+        query, (key, value), cu_seq_q, seqused_k, block_table, (max_q, max_k),
+        (scale, _left(window_size, causal=True), 0.0),
+    )  # fmt: skip
+    return out if return_aux is None or not return_aux.lse else (out, lse)
+
+
+def _varlen(query, cache, starts, lengths, tables, most, settings):
+    starts, lengths = starts.tolist(), lengths.tolist()
+    assert max(b - a for a, b in pairwise(starts)) <= most[0]
+    assert max(lengths) <= most[1]
+    assert len(starts) - 1 == len(lengths) == len(tables)
+    assert starts[-1] == len(query)
+    outs, lses = [], []
+    for b, length in enumerate(lengths):
+        pages = tables[b, : -(-length // cache[0].shape[1])]
+        keys, values = (paged(one, pages, length) for one in cache)
+        out, lse = attend(query[starts[b] : starts[b + 1]], keys, values, *settings)
+        outs.append(out)
+        lses.append(lse.T)
+    return torch.cat(outs), torch.cat(lses, dim=1)

@@ -1,0 +1,126 @@
+"""The cpu backend against the gather backend, on random steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyengine.attention import AttentionOptions, cpu
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.gather import GatherBackend
+from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from tests.support.attention import inputs_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    kv_heads: int
+    group: int
+    dim_k: int
+    dim_v: int
+    block: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    def pools(self, num_blocks: int) -> list[KVPool]:
+        """Two with the same contents everywhere."""
+        spec = KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, torch.float32)
+        pools = [KVPool([spec], num_blocks, self.block, torch.device("cpu")) for _ in range(2)]
+        pools[0].keys[0].normal_()
+        pools[0].values[0].normal_()
+        pools[1].keys[0].copy_(pools[0].keys[0])
+        pools[1].values[0].copy_(pools[0].values[0])
+        return pools
+
+    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys, values: as models give them, heads before tokens in memory."""
+        sizes = ((self.heads, self.dim_k), (self.kv_heads, self.dim_k), (self.kv_heads, self.dim_v))
+        query, key, value = (torch.randn(heads, count, dim).transpose(0, 1) for heads, dim in sizes)
+        return query, key, value
+
+
+shapes = st.builds(
+    Shape,
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim_k=st.sampled_from([1, 8, 20, 64]),
+    dim_v=st.sampled_from([3, 16, 64, 72]),
+    block=st.sampled_from([1, 4, 16]),
+)
+steps = st.lists(
+    st.tuples(st.integers(1, 9) | st.just(1), st.integers(0, 300)), min_size=1, max_size=5
+)
+
+
+def tables_of(lengths: list[tuple[int, int]], block: int) -> tuple[list[list[int]], int]:
+    """Blocks from anywhere in the pool, and the size of the pool."""
+    widths = [-(-(new + before) // block) for new, before in lengths]
+    ids = np.random.default_rng(0).permutation(sum(widths) + 2).tolist()
+    return [[ids.pop() for _ in range(width)] for width in widths], sum(widths) + 2
+
+
+@pytest.mark.parametrize("most_rows", [1, 4])
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    lengths=steps,
+    window=st.none() | st.integers(1, 80),
+    softcap=st.none() | st.floats(0.5, 5.0),
+    sinks=st.booleans(),
+)
+def test_it_gives_what_gather_gives(most_rows, shape, lengths, window, softcap, sinks):
+    torch.manual_seed(0)
+    tables, num_blocks = tables_of(lengths, shape.block)
+    inputs = inputs_of(lengths, tables, block=shape.block)
+    inputs.slot_mapping[0, 0] = -1
+    options = AttentionOptions(
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=torch.randn(shape.heads) if sinks else None,
+    )
+    rows = shape.rows(sum(new for new, _ in lengths))
+    ours, theirs = shape.pools(num_blocks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "MOST_ROWS", most_rows)
+        found = CpuBackend(ours).plan(inputs).forward(0, *rows, options)
+    expected = GatherBackend(theirs).plan(inputs).forward(0, *rows, options)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    for written, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        assert torch.equal(written[0][:-1], other[0][:-1])
+
+
+def test_a_decoding_row_is_the_same_in_every_batch_and_with_any_threads():
+    torch.manual_seed(0)
+    shape = Shape(kv_heads=3, group=3, dim_k=64, dim_v=64, block=16)
+    lengths = [(1, 37 * number) for number in range(24)]
+    tables, num_blocks = tables_of(lengths, shape.block)
+    pool = shape.pools(num_blocks)[0]
+    rows, options = shape.rows(len(lengths)), AttentionOptions(scaling=0.125)
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        plan = CpuBackend(pool).plan(inputs_of(lengths, tables, block=shape.block))
+        found.append(plan.forward(0, *rows, options))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    for at, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+        plan = CpuBackend(pool).plan(inputs_of([length], [table], block=shape.block))
+        alone = plan.forward(0, *(tensor[at : at + 1] for tensor in rows), options)
+        assert torch.equal(alone[0], found[0][at])
+
+
+def test_it_runs_inside_inference_mode_and_outside():
+    shape = Shape(kv_heads=1, group=2, dim_k=8, dim_v=8, block=4)
+    pool = shape.pools(4)[0]
+    plan = CpuBackend(pool).plan(inputs_of([(1, 5)], [[2, 0]], block=4))
+    rows, options = shape.rows(1), AttentionOptions(scaling=1.0)
+    outside = plan.forward(0, *rows, options)
+    with torch.inference_mode():
+        inside = plan.forward(0, *(tensor.clone() for tensor in rows), options)
+    assert torch.equal(outside, inside)

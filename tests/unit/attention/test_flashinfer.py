@@ -1,0 +1,59 @@
+"""flashinfer's metadata: with a stand-in for the package, the numbers are the oracle's."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pyengine.attention import flashinfer
+from pyengine.attention.flashinfer import FlashInferBackend
+from tests.unit.attention import fake_kernels
+from tests.unit.attention.steps import (
+    CASES,
+    Shape,
+    assert_graph_plan_follows,
+    assert_like_oracle,
+    make_step,
+    new_and_context,
+    options_of,
+)
+
+SHAPE = Shape()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fake_package():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
+        patch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=15)
+@given(lengths=new_and_context)
+def test_every_step_gives_what_the_oracle_gives(case, lengths):
+    assert_like_oracle(FlashInferBackend, SHAPE.pool(), make_step(lengths, SHAPE), options_of(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cache_in_8_bit_floats_is_read_with_its_scales(case):
+    pool = SHAPE.pool(torch.float8_e4m3fn, scale_k=0.5, scale_v=2.0)
+    step = make_step([(1, 9), (3, 4)], SHAPE)
+    assert_like_oracle(FlashInferBackend, pool, step, options_of(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_plan_follows_its_steps(case):
+    assert_graph_plan_follows(FlashInferBackend, SHAPE.pool(), SHAPE, options_of(case))
+
+
+def test_a_wrapper_is_planned_once_per_step_and_kind_of_layer():
+    backend = FlashInferBackend(SHAPE.pool())
+    step = make_step([(1, 9), (3, 4)], SHAPE)
+    for _ in range(2):
+        plan = backend.plan(step.inputs)
+        for case in ("plain", "window", "plain", "window", "sinks"):
+            step.run(plan, options_of(case))
+    assert sorted(wrapper.plans for wrapper in backend._wrappers.values()) == [2, 2, 2, 2]

@@ -1,0 +1,93 @@
+"""FlexAttention, run for real: uncompiled on the CPU, where it is torch's own mathematics."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pyengine.attention.flex import FlexBackend, tile_pages
+from tests.unit.attention.steps import (
+    CASES,
+    Shape,
+    assert_graph_plan_follows,
+    assert_like_oracle,
+    make_step,
+    new_and_context,
+    options_of,
+)
+
+library = pytest.importorskip("torch.nn.attention.flex_attention")
+SHAPE = Shape()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_compiler():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=6)
+@given(lengths=new_and_context)
+def test_every_step_gives_what_the_oracle_gives(case, lengths):
+    assert_like_oracle(FlexBackend, SHAPE.pool(), make_step(lengths, SHAPE), options_of(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_plan_follows_its_steps(case):
+    assert_graph_plan_follows(FlexBackend, SHAPE.pool(), SHAPE, options_of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_it_is_traced_for_the_compiler_as_on_cuda(case):
+    """All that comes before code is generated: what functions capture, shapes that change."""
+    traced = torch.compile(
+        library.flex_attention, backend="aot_eager", dynamic=True, fullgraph=True
+    )
+
+    class Traced(FlexBackend):
+        def __init__(self, pool):
+            super().__init__(pool)
+            self.attend = traced
+
+    for lengths in ([(1, 9), (1, 4)], [(1, 9), (7, 4), (2, 20)]):
+        step = make_step(lengths, SHAPE)
+        assert_like_oracle(Traced, SHAPE.pool(), step, options_of(case))
+
+
+def test_keys_and_values_may_differ_in_size():
+    shape = Shape(dim_v=5)
+    step = make_step([(1, 9), (3, 4)], shape)
+    assert_like_oracle(FlexBackend, shape.pool(), step, options_of("all"))
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("tile", [2, 16])
+@given(lengths=new_and_context)
+def test_tiles_list_each_page_that_a_row_sees_once_and_no_others(tile, window, lengths):
+    """The uncompiled mathematics reads the mask function alone: the tiles are checked here."""
+    step, size = make_step(lengths, SHAPE), SHAPE.block_size
+    tables = step.inputs.host_block_tables[0]
+    pages = tile_pages(step.inputs, tables, window, size, tile)
+    positions = step.inputs.positions.tolist()
+    rows = np.repeat(np.arange(len(lengths)), [n for n, _ in lengths])
+    expected: list[set[int]] = [set() for _ in range(-(-len(rows) // tile))]
+    for at, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = {int(tables[row, key // size]) for key in range(first, position + 1)}
+        expected[at // tile] |= seen
+    assert [set(own.tolist()) for own in pages] == expected
+    assert all(len(own) == len(set(own.tolist())) for own in pages)
+
+
+def test_the_block_mask_names_the_tiles_pages():
+    step = make_step([(1, 9), (1, 4), (3, 4)], SHAPE)
+    plan = FlexBackend(SHAPE.pool()).plan(step.inputs)
+    step.run(plan, options_of("window"))
+    mask = plan._masks[0, 5]
+    pages = tile_pages(step.inputs, step.inputs.host_block_tables[0], 5, SHAPE.block_size, 64)
+    assert mask.kv_num_blocks.tolist() == [[[len(pages[0])]]]
+    assert mask.kv_indices[0, 0, 0].tolist() == pages[0].tolist()
+    assert mask.kv_indices.dtype == torch.int32

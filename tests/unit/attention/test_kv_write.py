@@ -1,0 +1,90 @@
+"""The Triton kernel of the KV write against torch's copy, under Triton's interpreter.
+
+The interpreter is chosen when triton is imported, so the comparison is a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pyengine.attention.kv_write import KVWriter
+from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+
+CPU = torch.device("cpu")
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Numbers that 8-bit floats hold or that are too large: the interpreter rounds others wrongly.
+
+    Rounding up to the next power of two, it forgets the carry (triton 3.9).
+    """
+    mantissas = 1 + torch.randint(0, 8, shape) / 8
+    signs = torch.randint(0, 2, shape) * 2 - 1
+    return signs * mantissas * 2.0 ** torch.randint(-5, 12, shape)
+
+
+def compare() -> None:
+    """In the interpreter: for pools of all kinds, the kernel leaves what the fallback leaves."""
+    from pyengine.attention.kv_write_kernel import write_rows
+
+    torch.manual_seed(0)
+    shapes = [(2, 8, 8), (3, 5, 12), (1, 64, 64)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    cases = [(shape, dtype, dtype) for shape in shapes for dtype in dtypes]
+    cases += [(shape, dtype, torch.float8_e4m3fn) for shape in shapes for dtype in dtypes]
+    for (heads, dim_k, dim_v), dtype, stored in cases:
+        spec = KVCacheSpec(heads, dim_k, dim_v, stored, scale_k=0.5, scale_v=4.0)
+        by_kernel, by_torch = (KVPool([spec], 6, 4, CPU) for _ in range(2))
+        slots = torch.tensor([5, -1, 23, 0, -1, 14])
+        rows = [  # as transformers hands them over: heads first; and every second element
+            (numbers(heads, 6, dim_k) * spec.scale_k).transpose(0, 1).to(dtype),
+            (numbers(6, heads, 2 * dim_v) * spec.scale_v).to(dtype)[..., ::2],
+        ]
+        caches = (by_kernel.keys[0], by_kernel.values[0])
+        write_rows(tuple(rows), caches, slots, (spec.scale_k, spec.scale_v))
+        writer = KVWriter(by_torch)
+        writer.write(0, *rows, writer.slots(slots))
+        for got, expected in zip(caches, (by_torch.keys[0], by_torch.values[0]), strict=True):
+            assert torch.equal(got[:-1].float(), expected[:-1].float()), (dtype, stored)
+            assert not got[-1].float().any()  # nothing goes to the trash block
+            assert got.float().any()
+    write_rows(tuple(rows), caches, slots[:0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
+def test_the_kernel_writes_what_torch_writes():
+    pytest.importorskip("triton")
+    code = "from tests.unit.attention.test_kv_write import compare; compare()"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_slot_minus_one_is_written_nowhere_that_counts():
+    pool = KVPool([KVCacheSpec(1, 2, 2, torch.float32)], 3, 2, CPU)
+    writer = KVWriter(pool)
+    rows = torch.arange(1.0, 7.0).view(3, 1, 2)
+    writer.write(0, rows, rows, writer.slots(torch.tensor([3, -1, 0])))
+    assert pool.keys[0][:3].flatten(0, 1)[:, 0].tolist() == [
+        [5, 6],
+        [0, 0],
+        [0, 0],
+        [1, 2],
+        [0, 0],
+        [0, 0],
+    ]
+
+
+def test_8_bit_floats_saturate_and_keep_what_is_not_a_number():
+    spec = KVCacheSpec(1, 4, 1, torch.float8_e4m3fn, scale_k=2.0)
+    pool = KVPool([spec], 3, 2, CPU)
+    key = torch.tensor([[[1e6, -1e6, 3.0, float("nan")]]])
+    pool.write(0, key, torch.ones(1, 1, 1), torch.tensor([1]))
+    stored = pool.keys[0][0, 1, 0].float()
+    assert stored[:3].tolist() == [448, -448, 1.5]
+    assert stored[3].isnan()

@@ -1,0 +1,56 @@
+"""Torch's varlen_attn: its signature is the real one's, its kernel (CUDA only) a stand-in."""
+
+import inspect
+
+import pytest
+from hypothesis import given, settings
+
+from pyengine.attention.varlen import VarlenBackend
+from pyengine.core.errors import ConfigurationError
+from tests.unit.attention import fake_kernels
+from tests.unit.attention.steps import (
+    CASES,
+    Shape,
+    assert_graph_plan_follows,
+    assert_like_oracle,
+    make_step,
+    new_and_context,
+    options_of,
+)
+
+real = pytest.importorskip("torch.nn.attention.varlen")
+PARAMETERS = inspect.signature(real.varlen_attn).parameters
+SHAPE = Shape()
+SERVED = [case for case, options in CASES.items() if "softcap" not in options]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fake_kernel():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real, "varlen_attn", fake_kernels.varlen_attn)
+        yield
+
+
+def test_the_stand_in_has_the_parameters_of_the_real_one():
+    ours = inspect.signature(fake_kernels.varlen_attn).parameters
+    assert list(ours) == list(PARAMETERS)
+    assert [one.kind for one in ours.values()] == [one.kind for one in PARAMETERS.values()]
+
+
+@pytest.mark.parametrize("case", SERVED)
+@settings(max_examples=15)
+@given(lengths=new_and_context)
+def test_every_step_gives_what_the_oracle_gives(case, lengths):
+    assert_like_oracle(VarlenBackend, SHAPE.pool(), make_step(lengths, SHAPE), options_of(case))
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_a_graph_plan_follows_its_steps(case):
+    assert_graph_plan_follows(VarlenBackend, SHAPE.pool(), SHAPE, options_of(case))
+
+
+def test_a_softcap_is_refused_rather_than_ignored():
+    step = make_step([(1, 2)], SHAPE)
+    plan = VarlenBackend(SHAPE.pool()).plan(step.inputs)
+    with pytest.raises(ConfigurationError, match=r"softcap of 0\.7"):
+        step.run(plan, options_of("softcap"))

@@ -1,0 +1,128 @@
+"""A compiled forward gives the logits of the plain one, by one graph for all batches."""
+
+from random import Random
+from shutil import which
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from pyengine.attention.interface import AttentionOptions
+from pyengine.attention.metadata import PagedContext
+from pyengine.attention.opaque import paged_attention, running
+from pyengine.core.errors import ConfigurationError
+from pyengine.runner import compiled
+from tests.unit.runner.hand_made import Entry, HandMadePlan, PagedRun, random_model
+
+NEAR = {"atol": 1e-4, "rtol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def decode(run: PagedRun, lengths: list[int]) -> torch.Tensor:
+    """Prefill all but the last token of each sequence, then decode it: the logits `[B, vocab]`."""
+    random = Random(0)
+    sequences = [[random.randrange(3, 97) for _ in range(length)] for length in lengths]
+    tables = [run.tables(length) for length in lengths]
+    logits = torch.empty(0)
+    for is_decode in (False, True):
+        entries = [
+            Entry(tokens, length - 1 if is_decode else 0, length - 1 + is_decode, table)
+            for tokens, table, length in zip(sequences, tables, lengths, strict=True)
+        ]
+        plan = HandMadePlan(entries, run.runner.buffers.arrays, run.block_size)
+        logits = run.runner.prepare(plan)(None).sampling
+    return logits.clone()
+
+
+BATCHES = ([9, 14], [5], [3, 20, 8, 11, 7], [17, 2, 6])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_one_graph_serves_every_batch_and_one_a_single_token(family):
+    settings = {"gemma2": {"sliding_window": 6}, "gpt_oss": {"num_local_experts": 4}}
+    model = random_model(family, head_dim=16, num_hidden_layers=2, **settings.get(family, {}))
+    plain = PagedRun(model, num_blocks=90)
+    expected = [decode(plain, lengths) for lengths in BATCHES]
+    run = PagedRun(model, num_blocks=90)
+    run.runner.compile("aot_eager")
+    assert counters["stats"]["unique_graphs"] == 2
+    for lengths, logits in zip(BATCHES, expected, strict=True):
+        torch.testing.assert_close(decode(run, lengths), logits, **NEAR)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_real_compiler_gives_the_same_logits(capsys):
+    model = random_model("llama", num_hidden_layers=1)
+    expected = decode(PagedRun(model), BATCHES[0])
+    run = PagedRun(model)
+    run.runner.compile()
+    said = capsys.readouterr().err
+    assert "compiling LlamaForCausalLM" in said
+    assert "is compiled (" in said
+    torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
+
+
+def test_layers_are_counted_in_compiled_steps_too():
+    run = PagedRun(random_model("llama", num_hidden_layers=1))
+    run.runner.compile("aot_eager")
+    pool = run.runner._pool
+    pool.specs = (*pool.specs, pool.specs[0])
+    entry = Entry([3], 0, 1, run.tables(1))
+    plan = HandMadePlan([entry], run.runner.buffers.arrays, run.block_size)
+    with pytest.raises(ConfigurationError, match="attended in 1 of 2 layers"):
+        run.runner.prepare(plan)(None)
+
+
+@pytest.mark.parametrize("compiler", [None, "/usr/bin/g++"])
+def test_a_model_that_cannot_be_compiled_is_refused_with_the_reason(monkeypatch, compiler):
+    def broken(_graph, _inputs):
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(compiled.shutil, "which", lambda _name: compiler)
+    run = PagedRun(random_model("llama", num_hidden_layers=1))
+    words = "install g\\+\\+" if compiler is None else "no such instruction"
+    with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*leave compile out"):
+        run.runner.compile(broken)
+
+
+def test_a_model_runs_one_step_at_a_time_and_forgets_it():
+    context = PagedContext(compiled._NoStep(), [None])
+    with (
+        running(-1, context),
+        pytest.raises(ConfigurationError, match="from one thread"),
+        running(-1, PagedContext(compiled._NoStep(), [None])),
+    ):
+        pass
+    query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
+    arguments = (query, query[:, :2], value, None, -1, 0, 1.0, None, None)
+    with pytest.raises(KeyError):
+        paged_attention(*arguments)
+    with running(-1, context):
+        assert paged_attention(*arguments).shape == (2, 4, 6)
+    assert context.attended == 1
+
+
+def test_options_reach_the_plan():
+    class Plan:
+        def forward(self, layer, query, key, value, options):
+            self.call = (layer, options)
+            return torch.zeros(2, 4, 6)
+
+    plan, sinks = Plan(), torch.ones(4)
+    query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
+    with running(-1, PagedContext(plan, [None, None])):
+        paged_attention(query, query[:, :2], value, sinks, -1, 1, 0.5, 7, 2.0)
+    layer, options = plan.call
+    assert layer == 1
+    assert torch.equal(options.sinks, sinks)
+    assert (options.scaling, options.sliding_window, options.softcap) == (0.5, 7, 2.0)
+    assert isinstance(options, AttentionOptions)

@@ -1,0 +1,226 @@
+"""A model divided over processes gives the tokens of one; who fails, fails with all or ends."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from pyengine import LLM, SamplingParams
+from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
+from pyengine.engine import Prompt, assembly
+from pyengine.runner import Team
+from pyengine.runner.workers import WORKER
+from tests.support import faulty_worker
+from tests.support.processes import workers_of
+from tests.unit.models.tiny import save_tiny_model
+from tests.unit.runner.hand_made import random_model
+from tests.unit.runner.test_model_runner import FAMILIES
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
+SETTINGS: dict[str, Any] = {
+    "num_blocks": 96,
+    "device": "cpu",
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 8,
+}
+IN_TIME = 10.0
+"""Seconds in which a death must be noticed."""
+GIVEN_UP = 30.0
+"""Seconds in which a worker must have given up on the others."""
+
+
+def prompts() -> list[list[int]]:
+    """Three with a shared beginning, one that takes several chunks, one of a single token."""
+    rnd = Random(1)
+    shared = [rnd.randrange(3, 97) for _ in range(19)]
+    return [[*shared, 5, 6], [*shared, 7], shared, [rnd.randrange(3, 97) for _ in range(40)], [9]]
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[list[int]]]:
+    outputs = llm.generate(prompts(), params, use_tqdm=False)
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def save(folder: Path, family: str, **settings: Any) -> Path:
+    random_model(family, **{"vocab_size": 98, **settings}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
+def test_two_processes_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, family, **FAMILIES[family])
+    expected = tokens(LLM(folder, **SETTINGS))
+    with LLM(folder, **SETTINGS, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+        groups = llm.describe()["layer_groups"]
+        assert ("window 6" in str(groups)) == (family == "gemma3_text"), groups
+    assert workers_of(os.getpid()) == []
+
+
+def test_forks_log_probabilities_and_the_end_of_two_processes(llama: Path) -> None:
+    forked = SamplingParams(n=3, seed=4, max_tokens=6, ignore_eos=True, logprobs=2)
+    scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    one = LLM(llama, **SETTINGS)
+    threads = torch.get_num_threads()
+    two = LLM(llama, **SETTINGS, tensor_parallel_size=2)
+    assert len(workers_of(os.getpid())) == 1
+    assert two.describe()["tensor_parallel_size"] == 2
+    assert two.describe()["kv_cache_bytes"] == one.describe()["kv_cache_bytes"] // 2
+    assert tokens(two) == tokens(one)
+    assert tokens(two, forked) == tokens(one, forked)
+    assert two.stats().counters["copied_blocks"] == one.stats().counters["copied_blocks"] > 0
+    (ours,), (theirs,) = (
+        llm.generate([prompts()[3]], scored, use_tqdm=False) for llm in (one, two)
+    )
+    assert ours.prompt_logprobs is not None and theirs.prompt_logprobs is not None
+    for expected, got in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
+        assert expected is not None and got is not None
+        assert [o.logprob for o in expected.values()] == pytest.approx(
+            [g.logprob for g in got.values()], abs=1e-4
+        )
+    with pytest.raises(ConfigurationError, match="one; close"):
+        LLM(llama, **SETTINGS, tensor_parallel_size=2)
+
+    two.close()
+    two.close()
+    assert workers_of(os.getpid()) == []
+    assert torch.get_num_threads() == threads
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(EngineDeadError, match="was closed"):
+        tokens(two)
+    two._manager.check()
+
+
+class Faults:
+    """An LLM of two processes whose worker fails as it is told."""
+
+    def __init__(self, folder: Path, control: Path) -> None:
+        settings = {**SETTINGS, "attention_backend": "gather"}  # which is made to fail
+        self.llm = LLM(folder, **settings, tensor_parallel_size=2)
+        self._control = control
+        self._rounds = count()
+
+    def are(self, word: str) -> None:
+        self._control.write_text(word)
+
+    def run(self) -> tuple[list[list[int]], list[BaseException]]:
+        """Tokens of every prompt, in spite of steps that fail; and what failed."""
+        engine, failures, name = self.llm._engine, [], next(self._rounds)
+        for index, prompt in enumerate(prompts()):
+            engine.add_request(f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
+        done = {}
+        while engine.has_work:
+            try:
+                finished = engine.step().finished
+            except (WorkerError, faulty_worker.InjectedError) as error:
+                failures.append(error)
+                if "forward" not in str(error) and self._control.read_text() == "forward":
+                    self.are("calm")
+                continue
+            finally:
+                self.llm._manager.check()
+            done.update((int(one.request_id.split("-")[1]), one) for one in finished)
+        return [done[index].outputs[0].token_ids for index in range(len(done))], failures
+
+
+@pytest.fixture
+def faults(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    control = tmp_path / "faults"
+    control.write_text("calm")
+    monkeypatch.setenv(faulty_worker.VARIABLE, str(control))
+    team = partial(Team, module="tests.support.faulty_worker")
+    monkeypatch.setattr(assembly, "Team", team)
+    faults = Faults(llama, control)
+    yield faults
+    faults.llm.close()
+
+
+def test_a_step_that_fails_is_rolled_back_on_all_ranks(
+    faults: Faults, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [one for (one,) in tokens(LLM(llama, **SETTINGS))]
+
+    faults.are("prepare")  # the worker, before the forward pass
+    got, failures = faults.run()
+    assert got == expected
+    assert len(failures) > 3
+    assert all(isinstance(one, WorkerError) for one in failures)
+    assert "rank 1" in str(failures[0]) and "InjectedError: while preparing" in str(failures[0])
+    assert "faulty_plan" in str(failures[0]), "the traceback is the worker's"
+
+    with monkeypatch.context() as patch:
+        faulty_worker.inject(patch.setattr)
+        faults.are("prepare")  # either rank, or both
+        got, failures = faults.run()
+        assert got == expected
+        assert {type(one) for one in failures} == {WorkerError, faulty_worker.InjectedError}
+
+        faults.are("forward")  # both at the same place
+        got, failures = faults.run()
+        assert got == expected
+        assert [str(one) for one in failures] == ["in layer 1"]
+
+    faults.are("forward")  # the worker alone, while rank 0 waits for it
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"(?s)rank 1.*InjectedError: in layer 1"):
+        faults.run()
+    assert time.monotonic() - started < GIVEN_UP
+    with pytest.raises(EngineDeadError, match=r"(?s)rank 1.*InjectedError: in layer 1"):
+        faults.run()
+    assert workers_of(os.getpid()) == []
+
+
+def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
+    with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
+        (worker,) = workers_of(os.getpid())
+        stream = llm.stream([3, 4, 5], SamplingParams(max_tokens=200, ignore_eos=True))
+        next(stream)
+        os.kill(worker, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match=f"process {worker}.* SIGKILL.* new LLM"):
+            list(stream)
+        with pytest.raises(EngineDeadError, match=f"process {worker}.* SIGKILL"):
+            tokens(llm)
+        assert time.monotonic() - started < IN_TIME
+        assert workers_of(os.getpid()) == []
+        ledger = llm.stats().ledger
+        assert (ledger.active, ledger.leased) == (0, 0)
+
+
+def test_a_worker_that_cannot_start_ends_it_too(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(assembly, "Team", partial(Team, module=f"{WORKER}_missing"))
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* ended by itself with status 1"):
+        LLM(llama, **SETTINGS, tensor_parallel_size=2)
+    assert "No module named" in capfd.readouterr().err
+    assert workers_of(os.getpid()) == []
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_less_than_one_process_is_refused(llama: Path, size: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"tensor_parallel_size={size}: .* at least 1"):
+        LLM(llama, **SETTINGS, tensor_parallel_size=size)
+
+
+def test_nothing_is_started_for_a_size_that_does_not_divide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, num_attention_heads=2)
+    monkeypatch.setattr("pyengine.runner.distributed.Workers", None)
+    with pytest.raises(ConfigurationError, match=r"2 query heads.*: use 2"):
+        LLM(tmp_path, device="cpu", tensor_parallel_size=4)
