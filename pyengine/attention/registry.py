@@ -226,3 +226,8 @@ def paged_attention(
         options.sliding_window,
         options.softcap,
     )[None], None
+
+
+def backend_names() -> tuple[str, ...]:
+    """All that `choose_backend` knows, the preferred first, whether they can serve or not."""
+    return tuple(_CANDIDATES)

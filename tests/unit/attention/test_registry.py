@@ -16,7 +16,7 @@ from pyengine.attention import (
     needs_of,
     register_paged_attention,
 )
-from pyengine.attention.registry import paged_attention
+from pyengine.attention.registry import backend_names, paged_attention
 from pyengine.core.errors import ConfigurationError
 from tests.unit.attention.families import MODELS, on_meta
 
@@ -246,3 +246,12 @@ def test_a_layer_may_see_what_is_kept_or_less(asked, kept):
     plan = RecordingPlan()
     call(plan, kept=kept, sliding_window=asked)
     assert plan.call[-1].sliding_window == asked
+
+
+def test_every_name_is_one_that_can_be_asked_for():
+    assert "gather" in backend_names()
+    for name in backend_names():
+        try:
+            assert choose_backend(name, CPU_NEEDS).backend == name
+        except ConfigurationError as error:
+            assert "cannot serve" in str(error)
