@@ -25,20 +25,21 @@ DTYPE = "bfloat16"
 _CHUNK = 96
 """Tokens of a step: prompts are computed in chunks, beside decodes."""
 _CONTROL = "mistral"
+_SLOW = ("flex",)
 
 
 def parts(setup: Setup) -> list[Part]:
-    """Family by family, so that an oracle is asked once."""
+    """Family by family; what compiles for each of them, or is slow, comes when the rest is done."""
     found: list[Part] = []
+    slow: list[Part] = []
     for family in families(setup):
         found.append((f"{family}: oracle", partial(_oracle, setup, family)))
-        found += [
-            (f"{family}: {backend}", partial(_backend, setup, family, backend))
-            for backend in backends(setup)
-        ]
+        for backend in backends(setup):
+            part: Part = (f"{family}: {backend}", partial(_backend, setup, family, backend))
+            (slow if backend in _SLOW else found).append(part)
         if family == _CONTROL:
             found.append(("control", partial(_control, setup)))
-    return found
+    return found + slow
 
 
 def _oracle(setup: Setup, family: str) -> Iterator[Row]:

@@ -15,12 +15,15 @@ import os
 import sys
 import traceback
 from dataclasses import asdict
+from threading import Thread
+from time import sleep
 from typing import Any, TextIO
 
 from benches.gpu_check.rows import Setup
 
 DEAD_DEVICE = 75
 LAST_LINES = 12
+_WATCH_SECONDS = 0.5
 
 
 class Lines:
@@ -71,8 +74,21 @@ def _device_lives(setup: Setup) -> bool:
     return True
 
 
+def _end_with_parent() -> None:
+    """See to it that this process does not outlive the one that started it, however that ends."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """Read the job, run it."""
+    _end_with_parent()
     job = json.load(sys.stdin)
     with open(job["lines"], "a", encoding="utf-8") as file:
         run(job, Lines(file))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -117,15 +117,19 @@ def test_what_was_found_is_kept_after_every_section(tmp_path: Path) -> None:
     assert kept == [[1, 0], [1, 1]]
 
 
-def test_whoever_ends_it_ends_what_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "status"), [("terminate", 1), ("kill", -9)])
+def test_whoever_ends_it_ends_what_it_started(tmp_path: Path, end: str, status: int) -> None:
     command = [sys.executable, "-m", "benches.gpu_check", "--device", "cpu", "--out", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         process.stderr.readline()  # the first part is done: its process is there
         (child,) = children(process.pid)
-        process.terminate()
+        getattr(process, end)()
         process.stderr.read()
-    assert process.returncode == 1
+    assert process.returncode == status
+    deadline = monotonic() + 20
+    while Path(f"/proc/{child}").exists() and monotonic() < deadline:
+        sleep(0.1)
     assert not Path(f"/proc/{child}").exists()
 
 
