@@ -188,7 +188,12 @@ def _matrix(report: Report) -> Iterator[str]:
         "bfloat16, where rounding sets the bound.\n\n" + table(("family", *names), lines)
     )
     if reasons:
-        yield "\n".join(f"- refused ({', '.join(of)}): {why}" for why, of in reasons.items())
+        named = {why: _all_or(of, list(cells)) for why, of in reasons.items()}
+        yield "\n".join(f"- refused ({of}): {why}" for why, of in named.items())
+
+
+def _all_or(some: Sequence[str], everything: Sequence[str]) -> str:
+    return "all families" if len(some) == len(everything) > 1 else ", ".join(some)
 
 
 def _verdict(part: PartResult) -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -141,6 +142,14 @@ def children(pid: int) -> list[int]:
             parent = status.read_text().rpartition(")")[2].split()[1]
             found += [int(status.parent.name)] if int(parent) == pid else []
     return found
+
+
+def test_what_never_began_goes_before_what_was_broken_off(tmp_path: Path) -> None:
+    slow = section("slow", part_seconds=500, parts=("hangs",))
+    late = replace(section("late", parts=("good",)), share=0.0)  # its turn is over at once
+    results = run([slow, late, replace(late, name="rest", share=1)], setup(tmp_path), 20, nothing)
+    assert states(results[1]) == {"good": "done"}
+    assert states(results[0]) == {"hangs": "open"}
 
 
 @pytest.mark.slow

@@ -69,6 +69,11 @@ def test_families_and_backends_are_a_table() -> None:
     assert lines[2] == f"2026-01-01, 1.5 minutes. {words}"
 
 
+def test_a_reason_that_all_families_have_is_said_so() -> None:
+    parts = [done(f"{one}: b", Row(f"{one}: b", "refused", {}, "no")) for one in ("llama", "phi3")]
+    assert "- refused (all families): no" in report(section("backends", *parts)).as_markdown()
+
+
 def test_the_reasons_of_failures_are_below() -> None:
     _, _, failed = report(BACKENDS).as_markdown().partition("## What failed")
     assert "**backends: qwen3: flex**\n\ntoo far" in failed
