@@ -20,10 +20,14 @@ PEERS  := .venv-peers
 # Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
 BENCH ?=
 
+# Where `make gpu-check` runs, and the folder that its report goes to.
+DEVICE ?= cuda
+OUT ?= target/gpu-check
+
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello test check wheel soak loom fuzz mutants bench bench-rust guard guard-update clean
+.PHONY: help hello test check wheel soak loom fuzz mutants bench gpu-check bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -75,6 +79,9 @@ mutants: ## changes kv-core in every way that cargo-mutants knows: which ones do
 bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; installs those (6.5 GB)
 	$(BIN)/python benches/peers/env.py
 	$(PEERS)/bin/python -m benches.peers $(BENCH)
+
+gpu-check: $(ENGINE) $(BUILT) ## does the GPU path work, and how fast is it? nine minutes; DEVICE=cpu: the checks
+	$(BIN)/python -m benches.gpu_check --device $(DEVICE) --out $(OUT)
 
 bench-rust: ## how long the hot operations take in Rust, with criterion; BENCH=decode for some of them
 	cargo bench -p kv-bench -- $(BENCH)

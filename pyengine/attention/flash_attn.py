@@ -57,7 +57,7 @@ def flash_kernel_obstacle(needs: AttentionNeeds) -> str | None:
 class FlashAttnBackend:
     """Attention over a `KVPool` by flash-attn. Raises `ImportError` where that is missing."""
 
-    name = "flash_attn"
+    name = "flash-attn"
     supports_graphs = True
 
     def __init__(self, pool: KVPool) -> None:

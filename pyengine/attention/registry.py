@@ -71,7 +71,7 @@ _CANDIDATES = {  # the preferred first
         "its paged kernels serve this model",
         uncertain=True,
     ),
-    "flash_attn": _Candidate(
+    "flash-attn": _Candidate(
         FlashAttnBackend,
         flash_attn_obstacle,
         "its paged kernels serve this model",
@@ -161,13 +161,13 @@ def select_backend(requested: str, needs: AttentionNeeds) -> Choice:
 
 
 def explain_backends(choice: Choice, needs: AttentionNeeds) -> dict[str, str]:
-    """For every backend, in order of preference: chosen and why, or why not."""
+    """For every backend, in order of preference: whether it was chosen, could serve, or why not."""
     verdicts = {}
     for name, candidate in _CANDIDATES.items():
         obstacle = candidate.obstacle(needs)
         verdicts[name] = f"cannot serve: {obstacle}" if obstacle else "could serve"
         if name == choice.backend:
-            verdicts[name] = f"chosen: {choice.reason}"
+            verdicts[name] = "chosen"
     return verdicts
 
 
@@ -226,3 +226,8 @@ def paged_attention(
         options.sliding_window,
         options.softcap,
     )[None], None
+
+
+def backend_names() -> tuple[str, ...]:
+    """All that `choose_backend` knows, the preferred first, whether they can serve or not."""
+    return tuple(_CANDIDATES)

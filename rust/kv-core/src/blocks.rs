@@ -106,7 +106,7 @@ impl BlockManager {
     }
 
     /// An idle block loses its content, and becomes what `then` says.
-    #[inline]
+    #[inline(always)] // as `enter_queue`
     pub(crate) fn evict(&mut self, block: BlockId, then: Block) {
         let Block { node, group, .. } = std::mem::replace(&mut self.blocks[block.at()], then);
         if self.policy.remembers() {
@@ -131,12 +131,18 @@ impl BlockManager {
     }
 
     /// A content is in this block now, computed in `step`; no other one held it for this group.
-    #[inline(always)] // every new content comes here
+    #[inline]
     pub(crate) fn store(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         self.tree.set_block(node, group, block);
+        self.note_content(node, group, block, step);
+        self.blocks[block.at()].priority = self.tree.priority(node);
+    }
+
+    /// The part of `store` that is the block's; of normal priority, as it was when it was allocated.
+    #[inline(always)] // every new content comes here
+    pub(crate) fn note_content(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         let place = &mut self.blocks[block.at()];
         (place.node, place.step, place.group) = (node, step, group as u8);
-        place.priority = self.tree.priority(node);
         if self.policy.remembers() {
             let hash = self.tree.hash(node);
             let ghost = Ghost {
@@ -246,7 +252,7 @@ impl BlockManager {
     fn expect_evictions(&self, blocks: &[BlockId]) {
         if blocks.len() > 1 {
             let nodes = blocks.iter().map(|block| self.blocks[block.at()].node);
-            self.tree.touch(nodes);
+            self.tree.expect_end(nodes);
         }
     }
 

@@ -138,7 +138,7 @@ impl BlockManager {
             let has_row = row * groups < seq.table.len();
             if !has_row && self.tree.latest_child(tip).is_none() {
                 more.announced += self.announce_new(slot, rows, step);
-                return;
+                break;
             }
             let tokens = &seq.tokens[row * block_size..][..block_size];
             let found = self.tree.step(tip, tokens, seq.hashes.get(row).copied());
@@ -176,14 +176,15 @@ impl BlockManager {
         let table = std::mem::take(&mut seq.table);
         let mut tip = seq.chain.tip;
         let mut announced = 0;
+        self.tree.expect(&hashes[from..rows]);
         let blocks = tokens[from * block_size..rows * block_size].chunks_exact(block_size);
         let entries = table[from * groups..].chunks_exact(groups);
         for ((tokens, &hash), entries) in blocks.zip(&hashes[from..rows]).zip(entries) {
-            let Some(node) = self.tree.append(tip, tokens, hash) else {
+            let Some(node) = self.tree.append(tip, tokens, hash, entries) else {
                 break;
             };
             for (group, &block) in entries.iter().enumerate() {
-                self.store(node, group, block, step);
+                self.note_content(node, group, block, step);
             }
             tip = node;
             announced += 1;

@@ -8,12 +8,13 @@
 //! A step down the tree is a hit only if the candidate's parent *is* the node stood
 //! on and its tokens *are equal*; a hash collision costs a miss, never a wrong block.
 
+#[path = "ahead.rs"]
+mod ahead;
 #[path = "check/tree.rs"]
 mod check;
 
 use std::collections::HashMap;
 use std::collections::TryReserveError;
-use std::hint::black_box;
 
 use crate::events::Event;
 use crate::hash::ContentHasher;
@@ -35,6 +36,16 @@ struct Node {
     /// Reasons to live: each block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
+
+const VACANT: Node = Node {
+    hash: 0,
+    id: ContentId(0),
+    parent: NodeIdx::NONE,
+    latest_child: NodeIdx::NONE,
+    block: BlockId::NONE,
+    priority: Priority::Normal,
+    holds: 0,
+};
 
 /// What a step down the tree found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,7 +148,7 @@ impl ContentTree {
     }
 
     /// Gives one hold back; nodes that nothing holds any more die, up to the root.
-    #[inline]
+    #[inline(always)] // every content that goes comes here
     pub(crate) fn unhold(&mut self, node: NodeIdx) {
         let mut node = node;
         loop {
@@ -181,30 +192,6 @@ impl ContentTree {
         }
     }
 
-    /// The hashes of the blocks that follow the content hashed `parent`, added to `hashes`. Afterwards
-    /// they are soon found.
-    pub(crate) fn hash_ahead<'a>(
-        &mut self,
-        mut parent: u128,
-        blocks: impl Iterator<Item = &'a [u32]>,
-        hashes: &mut Vec<u128>,
-    ) {
-        let mut touched = 0;
-        for tokens in blocks {
-            parent = self.hasher.child(parent, tokens);
-            touched ^= self.index.touch(parent);
-            self.hashed += 1;
-            hashes.push(parent);
-        }
-        black_box(touched);
-    }
-
-    /// The contents of these blocks are about to be evicted.
-    pub(crate) fn touch(&self, nodes: impl Iterator<Item = NodeIdx>) {
-        let touch = |node: NodeIdx| self.index.touch(self.hash(node));
-        black_box(nodes.map(touch).fold(0, |all, one| all ^ one));
-    }
-
     /// The child that was made or matched last, perhaps in another life of its slot; none if no content
     /// has ever followed this one.
     #[inline]
@@ -212,18 +199,27 @@ impl ContentTree {
         self.nodes[node.at()].latest_child.some()
     }
 
-    /// A new content under a `parent` that has no children, as `insert`; none if another content has its
-    /// hash.
-    #[inline]
+    /// A new content under a `parent` that has no children, in one block for each group; none if another
+    /// content has its hash.
+    #[inline(always)] // every new content comes here
     pub(crate) fn append(
         &mut self,
         parent: NodeIdx,
         tokens: &[u32],
         hash: u128,
+        blocks: &[BlockId],
     ) -> Option<NodeIdx> {
-        self.find(hash)
-            .is_none()
-            .then(|| self.insert(parent, tokens, hash))
+        if self.find(hash).is_some() {
+            return None;
+        }
+        let node = self.insert(parent, tokens, hash);
+        let slot = &mut self.nodes[node.at()];
+        (slot.block, slot.holds) = (blocks[0], self.groups as u32);
+        if self.groups > 1 {
+            let at = self.more_at(node);
+            self.more_blocks[at..at + self.groups - 1].copy_from_slice(&blocks[1..]);
+        }
+        Some(node)
     }
 
     /// A new content under `parent`. It must be given a block at once.
@@ -368,28 +364,25 @@ impl ContentTree {
 
     #[inline(always)] // as `insert`
     fn new_slot(&mut self, hash: u128, parent: NodeIdx) -> NodeIdx {
+        let slot = match self.free_slots.pop() {
+            Some(slot) => slot,
+            None => self.one_more_slot(),
+        };
         self.next_id += 1;
-        let node = Node {
+        self.nodes[slot.at()] = Node {
             hash,
             id: ContentId(self.next_id),
             parent,
-            latest_child: NodeIdx::NONE,
-            block: BlockId::NONE,
-            priority: Priority::Normal,
-            holds: 0,
+            ..VACANT
         };
-        match self.free_slots.pop() {
-            Some(slot) => {
-                self.nodes[slot.at()] = node;
-                slot
-            }
-            None => {
-                self.nodes.push(node);
-                self.tokens.resize(self.nodes.len() * self.block_size, 0);
-                let more = self.nodes.len() * (self.groups - 1);
-                self.more_blocks.resize(more, BlockId::NONE);
-                NodeIdx::new(self.nodes.len() - 1)
-            }
-        }
+        slot
+    }
+
+    fn one_more_slot(&mut self) -> NodeIdx {
+        self.nodes.push(VACANT);
+        self.tokens.resize(self.nodes.len() * self.block_size, 0);
+        let more = self.nodes.len() * (self.groups - 1);
+        self.more_blocks.resize(more, BlockId::NONE);
+        NodeIdx::new(self.nodes.len() - 1)
     }
 }

@@ -320,10 +320,12 @@ def test_no_sequence_at_all(scene: Scene, argument: Any) -> None:
         lambda: manager.preview(argument),
         lambda: plan.prefill(argument, 1),
         lambda: plan.decode([scene.running, argument]),
+        lambda: plan.decode((scene.running, argument)),
+        lambda: plan.decode(argument),
         lambda: scene.waiting.attach(argument),
         lambda: plan.fill(argument),
     ]
     for call in calls:
         with unchanged(manager), pytest.raises(TypeError):
             call()
-    assert plan.decode([scene.running]) == []
+    assert plan.decode((scene.running,)) == []

@@ -41,6 +41,15 @@ def test_other_things_that_are_ints(manager: BlockManager) -> None:
     assert manager.sequence(range(5)).tokens() == [0, 1, 2, 3, 4]
 
 
+def test_what_follows_a_thing_that_is_no_plain_int_is_read(manager: BlockManager) -> None:
+    class Int(int):
+        """No plain one, but an int."""
+
+    mixed: list[Any] = [LARGEST, Int(7), 3, np.int64(4), 5]
+    assert manager.sequence(mixed).tokens() == [LARGEST, 7, 3, 4, 5]
+    refused(manager, [1, Int(7), 3, -1], "token id -1 at position 3 ")
+
+
 DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "longlong"]
 
 
