@@ -18,6 +18,7 @@ from pyengine.cache import BlockManager, ConfigError
 from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_kv_cache_dtype
 from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError
+from pyengine.engine.allocator import keep_freed_memory
 from pyengine.engine.capacity import CachePlan, model_facts, plan_cache
 from pyengine.engine.engine import Engine, ModelFacts
 from pyengine.engine.pipeline import Pipeline
@@ -235,6 +236,8 @@ def _runner(
     backend = choice.build(pool)
     graphs = loaded.device.type == "cuda" and backend.supports_graphs
     recorder = CudaRecorder() if graphs and not settings.enforce_eager else None
+    if loaded.device.type == "cpu":
+        keep_freed_memory()
     if can_pack(loaded.device, loaded.dtype):
         pack_linears(loaded.model)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
