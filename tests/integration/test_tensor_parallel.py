@@ -11,7 +11,7 @@ import pytest
 
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError
-from tests.support.processes import wait_for_end, workers_of
+from tests.support.processes import wait_for_end, workers_left, workers_of
 from tests.unit.runner.hand_made import random_model
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_three_processes_answer_as_one_and_end_when_one_is_killed() -> None:
         with pytest.raises(EngineDeadError, match=f"process {workers[1]}.* SIGKILL"):
             list(stream)
         assert time.monotonic() - started < IN_TIME
-        assert workers_of(os.getpid()) == []
+        assert workers_left(os.getpid(), IN_TIME) == []
 
 
 def test_the_workers_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:

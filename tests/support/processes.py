@@ -22,6 +22,14 @@ def workers_of(parent: int) -> list[int]:
     return sorted(found)
 
 
+def workers_left(parent: int, seconds: float) -> list[int]:
+    """`workers_of` once there are none, or after `seconds`: who was killed takes a moment to go."""
+    deadline = time.monotonic() + seconds
+    while (left := workers_of(parent)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
 def is_running(pid: int) -> bool:
     """Whether there is such a process, other than one that waits for its parent to reap it."""
     try:

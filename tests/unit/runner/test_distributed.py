@@ -19,7 +19,7 @@ from pyengine.engine import Prompt, assembly
 from pyengine.runner import Team
 from pyengine.runner.workers import WORKER
 from tests.support import faulty_worker
-from tests.support.processes import workers_of
+from tests.support.processes import workers_left, workers_of
 from tests.unit.models.tiny import save_tiny_model
 from tests.unit.runner.hand_made import random_model
 from tests.unit.runner.test_model_runner import FAMILIES
@@ -67,7 +67,7 @@ def test_two_processes_give_the_tokens_of_one(family: str, tmp_path: Path) -> No
         assert tokens(llm) == expected
         groups = llm.describe()["layer_groups"]
         assert ("window 6" in str(groups)) == (family == "gemma3_text"), groups
-    assert workers_of(os.getpid()) == []
+    assert workers_left(os.getpid(), IN_TIME) == []
 
 
 def test_forks_log_probabilities_and_the_end_of_two_processes(llama: Path) -> None:
@@ -96,7 +96,7 @@ def test_forks_log_probabilities_and_the_end_of_two_processes(llama: Path) -> No
 
     two.close()
     two.close()
-    assert workers_of(os.getpid()) == []
+    assert workers_left(os.getpid(), IN_TIME) == []
     assert torch.get_num_threads() == threads
     assert not torch.distributed.is_initialized()
     with pytest.raises(EngineDeadError, match="was closed"):
@@ -180,7 +180,7 @@ def test_a_step_that_fails_is_rolled_back_on_all_ranks(
     assert time.monotonic() - started < GIVEN_UP
     with pytest.raises(EngineDeadError, match=r"(?s)rank 1.*InjectedError: in layer 1"):
         faults.run()
-    assert workers_of(os.getpid()) == []
+    assert workers_left(os.getpid(), IN_TIME) == []
 
 
 def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
         with pytest.raises(EngineDeadError, match=f"process {worker}.* SIGKILL"):
             tokens(llm)
         assert time.monotonic() - started < IN_TIME
-        assert workers_of(os.getpid()) == []
+        assert workers_left(os.getpid(), IN_TIME) == []
         ledger = llm.stats().ledger
         assert (ledger.active, ledger.leased) == (0, 0)
 
@@ -207,7 +207,7 @@ def test_a_worker_that_cannot_start_ends_it_too(
     with pytest.raises(EngineDeadError, match=r"rank 1 .* ended by itself with status 1"):
         LLM(llama, **SETTINGS, tensor_parallel_size=2)
     assert "No module named" in capfd.readouterr().err
-    assert workers_of(os.getpid()) == []
+    assert workers_left(os.getpid(), IN_TIME) == []
     assert not torch.distributed.is_initialized()
 
 
