@@ -56,8 +56,8 @@ wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment
 	$(BIN)/maturin build --release --out dist
 	$(BIN)/python tools/try_wheel.py dist/*.whl
 
-soak: $(DEV) $(BUILT) ## the long runs: a million random operations, the full token comparison
-	KV_OPS=1000000 cargo test --release --workspace
+soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, the full token comparison
+	KV_OPS=10000000 cargo test --release --workspace
 	$(BIN)/pytest -m soak
 
 loom: ## every interleaving of a lease's drop with the manager's work

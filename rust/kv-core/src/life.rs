@@ -4,7 +4,7 @@ use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::manager::BlockManager;
 use crate::matching::Prompt;
-use crate::sequence::Chain;
+use crate::sequence::{Chain, Sequence};
 use crate::shared::{Lease, SeqHandle};
 use crate::trace::Call;
 
@@ -58,25 +58,40 @@ impl BlockManager {
         Ok(lease)
     }
 
-    /// A lease on the registered blocks of a sequence whose KV is there.
+    /// A lease on the longest prefix of a sequence's registered blocks whose KV is there, and of which
+    /// no window lacks a block that a token after it sees; perhaps on none.
     pub fn lease(&mut self, key: SeqKey) -> Result<Lease, Error> {
         self.read_mail();
         let seq = self.sequences.get(key)?;
-        let groups = self.groups.len();
-        let (mut end, mut rows) = (seq.chain.tip, seq.chain.blocks);
-        let ready = |entry: &&BlockId| entry.some().is_none_or(|block| self.is_ready(block));
-        while rows > 0
-            && !seq.table[(rows - 1) * groups..][..groups]
-                .iter()
-                .all(|e| ready(&e))
-        {
-            end = self.tree.parent(end).expect("inside the chain");
-            rows -= 1;
-        }
-        let table = seq.table[..rows * groups].into();
-        let lease = self.grant(table, end, rows);
+        let rows = self.whole_rows(seq);
+        let mut path = std::iter::successors(Some(seq.chain.tip), |&node| self.tree.parent(node));
+        let end = path.nth(seq.chain.blocks - rows);
+        let table = seq.table[..rows * self.groups.len()].into();
+        let lease = self.grant(table, end.expect("inside the chain"), rows);
         self.note(|_| Call::lease(key.id), lease.num_blocks());
         Ok(lease)
+    }
+
+    /// The most registered rows that another sequence could go on from.
+    fn whole_rows(&self, seq: &Sequence) -> usize {
+        let groups = self.groups.len();
+        // Rows behind each row, itself included, that each group has.
+        let (mut runs, mut whole) = (vec![0; groups], 0);
+        for row in 0..seq.chain.blocks {
+            for (group, run) in runs.iter_mut().enumerate() {
+                *run = match seq.table[row * groups + group].some() {
+                    Some(block) if !self.is_ready(block) => return whole,
+                    Some(_) => *run + 1,
+                    None => 0,
+                };
+            }
+            let end = row + 1;
+            let mut runs = runs.iter().enumerate();
+            if runs.all(|(group, &run)| run >= end - self.groups.first_row(group, end)) {
+                whole = end;
+            }
+        }
+        whole
     }
 
     fn grant(&mut self, table: Box<[BlockId]>, end: NodeIdx, rows: usize) -> Lease {

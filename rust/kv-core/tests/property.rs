@@ -30,8 +30,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<usize>().prop_map(Op::Free),
         1 => any::<usize>().prop_map(Op::Reset),
         2 => (0..2_u8, 0..4_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
-        1 => any::<usize>().prop_map(Op::Lease),
-        2 => any::<(usize, usize)>().prop_map(|(seq, lease)| Op::Attach(seq, lease)),
+        3 => any::<usize>().prop_map(Op::Lease),
+        3 => any::<(usize, usize)>().prop_map(|(seq, lease)| Op::Attach(seq, lease)),
         9 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
         3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
         3 => any::<usize>().prop_map(Op::DropLease),
@@ -76,7 +76,7 @@ fn run_in(
     });
     let window = prop_oneof![Just(None), (1..9_usize).prop_map(Some)];
     let groups = prop_oneof![
-        2 => Just(vec![None]),
+        1 => Just(vec![None]),
         1 => prop::collection::vec(window, 1..4),
     ];
     let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.5));

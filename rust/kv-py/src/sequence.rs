@@ -112,7 +112,8 @@ impl Sequence {
         })
     }
 
-    /// A lease on the registered blocks of this sequence.
+    /// A lease on the longest prefix of this sequence's registered blocks that is computed and whole:
+    /// no window lacks a block of it that the next token sees. Perhaps on none.
     fn lease(&self, py: Python<'_>) -> PyResult<Lease> {
         Ok(Lease::new(
             self.core

@@ -235,6 +235,56 @@ fn a_lease_ends_before_what_is_not_there_yet() {
     assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 5));
 }
 
+/// What is left of a match in flight without its last row has gaps at its end: that is no prefix.
+#[test]
+fn a_lease_does_not_end_in_a_gap() {
+    for groups in [vec![Some(4)], vec![None, Some(4)], vec![Some(5), None]] {
+        let mut m = with(Config {
+            groups,
+            ..settings(24)
+        });
+        let first = sequence(&mut m, prompt(16));
+        let second = sequence(&mut m, prompt(17));
+        let plan = begin(&mut m, PLENTY);
+        m.prefill(plan.key(), first.key(), 8, None).expect("room");
+        commit(&mut m, plan.key());
+        let plan = begin(&mut m, PLENTY);
+        prefill(&mut m, plan.key(), &first);
+        prefill(&mut m, plan.key(), &second);
+        let registered = m.view(second.key()).expect("live").num_registered_blocks;
+        assert_eq!(registered, 4);
+        let lease = m.lease(second.key()).expect("live");
+        assert_eq!((lease.num_tokens(), lease.num_blocks()), (0, 0));
+        m.rollback(plan.key()).expect("the newest");
+        let third = sequence(&mut m, prompt(17));
+        m.attach(third.key(), &lease).expect("nothing");
+        m.check().expect("sound");
+    }
+}
+
+/// Of a content that has lost its block in one group, the open step computes that one: a lease ends
+/// before it, though later rows are there.
+#[test]
+fn a_lease_ends_before_the_first_block_that_is_not_there_yet() {
+    let mut m = with(windowed(16, 4));
+    drop(computed(&mut m, prompt(12)));
+    m.settle();
+    let shorter = sequence(&mut m, prompt(4));
+    // The window's first rows are idle; the rest is held.
+    let held = m.match_prefix(&prompt(12), b"").expect("short");
+    assert_eq!((held.num_tokens(), held.num_blocks()), (12, 4));
+    m.evict_idle();
+    let plan = begin(&mut m, PLENTY);
+    prefill(&mut m, plan.key(), &shorter);
+    let reader = m.sequence(prompt(12), b"", false).expect("tokens");
+    prefill(&mut m, plan.key(), &reader);
+    for seq in [&shorter, &reader] {
+        let lease = m.lease(seq.key()).expect("live");
+        assert_eq!((lease.num_tokens(), lease.num_blocks()), (0, 0));
+    }
+    m.check().expect("sound");
+}
+
 #[test]
 fn a_fork_at_the_end_keeps_what_its_parent_has() {
     let mut m = with(windowed(24, 8));

@@ -220,12 +220,15 @@ impl Model {
 
     pub(crate) fn lease(&mut self, lease: usize, seq: u64) {
         let seq = &self.seqs[&seq];
-        let mut rows = seq.table[..seq.registered].to_vec();
-        let last_ready =
-            |rows: &[Row]| blocks(&rows[rows.len() - 1..]).all(|block| self.is_ready(block));
-        while !rows.is_empty() && !last_ready(&rows) {
-            rows.pop();
-        }
+        let is_whole = |rows: usize| {
+            let ready = blocks(&seq.table[..rows]).all(|block| self.is_ready(block));
+            let mut needed = (0..self.groups.len())
+                .flat_map(|group| (self.first_row(group, rows)..rows).map(move |row| (row, group)));
+            ready && needed.all(|(row, group)| seq.table[row][group].is_some())
+        };
+        let mut longest_first = (0..=seq.registered).rev();
+        let rows = longest_first.find(|&rows| is_whole(rows)).expect("none is");
+        let rows = seq.table[..rows].to_vec();
         self.leases.insert(lease, rows);
     }
 
