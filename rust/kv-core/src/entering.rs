@@ -1,5 +1,7 @@
 //! Entering a plan: adopting what is cached, sharing in flight, copying on write, allocating.
 
+use std::ops::Range;
+
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::plan::{Before, Entry, More};
@@ -27,7 +29,7 @@ impl BlockManager {
             more.copied = self.copy_row(slot, first);
         }
         if let Some(more) = more.as_mut().filter(|more| more.prefill) {
-            self.announce(slot, start + len, more);
+            self.announce(slot, start..start + len, more);
         }
         let entries = self.groups.rows(start + len + lookahead) * self.groups.len();
         let held = self.sequences.at(slot).table.len();
@@ -116,12 +118,12 @@ impl BlockManager {
         source
     }
 
-    /// In-flight sharing: contents that will be full at `end` enter the tree now, as computed by this
-    /// step, so that sequences planned later in it share them. Of a content that has lost some of its
-    /// blocks, those that are there go into the table as they are (`present`) and only the others are
-    /// written. Stops at a content that the commit must settle: a collision, or a block of this
-    /// sequence's own for a content that another block holds.
-    fn announce(&mut self, slot: u32, end: usize, more: &mut More) {
+    /// In-flight sharing: contents that computing these positions makes full enter the tree now, as
+    /// computed by this step, so that sequences planned later in it share them. Of a content that has
+    /// lost some of its blocks, those that are there go into the table as they are (`present`) and only
+    /// the others are written. Stops at a content that the commit must settle: a collision, or a block of
+    /// this sequence's own for a content that another block holds.
+    fn announce(&mut self, slot: u32, positions: Range<usize>, more: &mut More) {
         let (block_size, groups) = (self.config.block_size, self.groups.len());
         let seq = self.sequences.at(slot);
         let from = seq.chain.blocks;
@@ -129,7 +131,10 @@ impl BlockManager {
         if !self.config.in_flight_sharing || !self.config.prefix_caching || seq.chain.private {
             return;
         }
-        let rows = end / block_size;
+        if from < self.groups.row_of(positions.start) {
+            return; // full already: the commit of the step before settles it
+        }
+        let rows = positions.end / block_size;
         self.hash_ahead(slot, rows);
         let step = self.plan_mut().step();
         for row in from..rows {
@@ -240,14 +245,16 @@ impl BlockManager {
         let matched = std::mem::take(&mut self.matched);
         if let Some(&tip) = matched.nodes.last() {
             let open = self.open_steps();
+            let (mut blocks, mut in_flight) = (0, 0);
             for block in matched.blocks.iter().copied().filter_map(BlockId::some) {
                 self.hold_for_sequence(block);
                 let place = &mut self.blocks[block.at()];
                 place.used_again = true;
-                more.matched_blocks += 1;
-                more.in_flight += usize::from(!place.is_ready(open));
+                blocks += 1;
+                in_flight += usize::from(!place.is_ready(open));
             }
-            more.matched = matched.rows();
+            (more.matched, more.matched_blocks) = (matched.rows(), blocks);
+            more.in_flight = in_flight;
             let seq = self.sequences.at_mut(slot);
             seq.table.extend_from_slice(&matched.blocks);
             seq.chain = Chain {

@@ -198,6 +198,54 @@ fn a_content_of_the_next_step_is_asked_for_again_later() {
     }
 }
 
+/// Two open steps: what the earlier one computes without announcing it, for the content had a block
+/// then, is not announced by the later one when that block is gone. It is registered in its turn.
+#[test]
+fn a_content_of_the_step_before_is_not_announced_by_the_next() {
+    for groups in [vec![Some(4)], vec![None, Some(4)], vec![None]] {
+        for rolled_back in [None, Some(false), Some(true)] {
+            let mut m = with(Config {
+                groups: groups.clone(),
+                ..settings(24)
+            });
+            drop(computed(&mut m, prompt(8)));
+            let seq = m.sequence(prompt(12), b"", false).expect("tokens");
+            for tokens in [2, 6] {
+                let plan = begin(&mut m, PLENTY);
+                let answer = m.prefill(plan.key(), seq.key(), tokens, None);
+                assert!(matches!(answer, Ok(Prefill::Planned { .. })));
+                if tokens == 2 {
+                    commit(&mut m, plan.key());
+                    continue;
+                }
+                m.evict_idle();
+                let next = begin(&mut m, PLENTY);
+                prefill(&mut m, next.key(), &seq);
+                let registered = |m: &BlockManager| {
+                    let view = m.view(seq.key()).expect("live");
+                    view.num_registered_blocks
+                };
+                assert_eq!(registered(&m), 0);
+                if rolled_back == Some(true) {
+                    m.rollback(next.key()).expect("the newest");
+                }
+                commit(&mut m, plan.key());
+                m.check().expect("sound");
+                assert_eq!(registered(&m), 2);
+                assert_eq!(m.lease(seq.key()).expect("live").num_tokens(), 8);
+                match rolled_back {
+                    None => assert_eq!(commit(&mut m, next.key()), []),
+                    Some(true) => {}
+                    Some(false) => m.rollback(next.key()).expect("the newest"),
+                }
+                let expected = if rolled_back.is_none() { 3 } else { 2 };
+                assert_eq!(registered(&m), expected);
+                m.check().expect("sound");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_lease_ends_before_the_row_that_an_open_step_computes() {
     for groups in [vec![None; 2], vec![None; 3]] {

@@ -470,7 +470,7 @@ impl Model {
         let (mut present, mut announced) = (Vec::new(), Vec::new());
         if announces && self.caching && self.sharing {
             while self.seqs[&seq].registered < (start + len) / self.block_size
-                && self.announce(seq, &mut present, &mut announced)
+                && self.announce(seq, start, &mut present, &mut announced)
             {}
         }
         while self.seqs[&seq].table.len() < (start + len + lookahead).div_ceil(self.block_size) {
@@ -496,10 +496,20 @@ impl Model {
         });
     }
 
-    /// The next row is one that this step computes for all. False if the commit must settle it.
-    fn announce(&mut self, seq: u64, present: &mut Vec<u32>, announced: &mut Vec<u32>) -> bool {
+    /// The next row is one that this step, from `start` on, computes for all. False if the commit must
+    /// settle it.
+    fn announce(
+        &mut self,
+        seq: u64,
+        start: usize,
+        present: &mut Vec<u32>,
+        announced: &mut Vec<u32>,
+    ) -> bool {
         let s = &self.seqs[&seq];
         let row = s.registered;
+        if (row + 1) * self.block_size <= start {
+            return false;
+        }
         let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
         let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
         let content = (namespace, tokens.clone());
