@@ -210,6 +210,14 @@ impl BlockManager {
         idle.len()
     }
 
+    /// Blocks that nobody holds: the free ones in the order in which they are handed out, then the idle
+    /// ones of low, normal and high priority, each in the order in which `lru` evicts them. O(blocks).
+    pub fn queued(&mut self) -> Vec<BlockId> {
+        self.read_mail();
+        let lists = [List::Free].into_iter().chain(List::IDLE);
+        lists.flat_map(|list| self.queue.iter(list)).collect()
+    }
+
     /// What became of the set of contents since the last call, in order, if `Config::events` is on.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.read_mail();

@@ -328,15 +328,16 @@ impl Model {
         retained.map_or(Priority::Normal, |retained| retained.0)
     }
 
+    /// In the order in which they are handed out: free ones first, then by priority, each in the order
+    /// of the queue.
+    pub(crate) fn queued(&self) -> Vec<u32> {
+        let mut blocks = self.queue.clone();
+        blocks.sort_by_key(|&block| (self.has_content(block), self.priority(block)));
+        blocks
+    }
+
     fn allocate(&mut self) -> u32 {
-        // Free ones first, then by priority, each in the order of the queue.
-        let rank = |&block: &u32| (self.has_content(block), self.priority(block));
-        let block = self
-            .queue
-            .iter()
-            .copied()
-            .min_by_key(rank)
-            .expect("counted");
+        let block = self.queued()[0];
         self.unqueue(block);
         self.contents.retain(|_, holder| *holder != block);
         self.forget_priorities();
@@ -731,8 +732,16 @@ impl Model {
         while let Some(entry) = self.newest().entries.pop() {
             self.undo(entry);
         }
-        let fenced = self.plans.pop().expect("open").fenced;
-        self.settle(fenced);
+        self.close(self.plans.len() - 1);
+    }
+
+    /// Takes a plan away; what it fenced goes one by one, a block that it fenced twice with the second.
+    fn close(&mut self, plan: usize) {
+        while !self.plans[plan].fenced.is_empty() {
+            let block = self.plans[plan].fenced.remove(0);
+            self.settle([block]);
+        }
+        self.plans.remove(plan);
     }
 
     /// `accepted` holds the tokens of each sampling entry, in plan order.
@@ -769,8 +778,7 @@ impl Model {
             self.slide(*seq);
         }
         plan.entries.iter().for_each(|entry| self.bury(entry.seq));
-        self.plans.remove(0);
-        self.settle(plan.fenced);
+        self.close(0);
         redirects
     }
 

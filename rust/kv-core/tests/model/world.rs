@@ -403,6 +403,8 @@ impl World {
             return Ok(());
         }
         prop_assert_eq!(ledger, self.model.ledger());
+        let queued = self.manager.queued().into_iter().map(BlockId::get);
+        prop_assert_eq!(queued.collect::<Vec<_>>(), self.model.queued());
         for block in 0..num_blocks as u32 {
             let (refs, seq_refs) = (
                 self.manager.refs(block).expect("known"),
