@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
+use crate::matching::Match;
 use crate::plan::{Before, Entry, More};
 use crate::sequence::Chain;
 use crate::tree::Step;
@@ -242,8 +243,8 @@ impl BlockManager {
 
     /// Adopts the match under way.
     fn adopt(&mut self, slot: u32, more: &mut More) {
-        let matched = std::mem::take(&mut self.matched);
-        if let Some(&tip) = matched.nodes.last() {
+        let matched = std::mem::replace(&mut self.matched, Match::NOTHING);
+        if let Some(tip) = matched.tip.some() {
             let open = self.open_steps();
             let (mut blocks, mut in_flight) = (0, 0);
             for block in matched.blocks.iter().copied().filter_map(BlockId::some) {
@@ -253,13 +254,13 @@ impl BlockManager {
                 blocks += 1;
                 in_flight += usize::from(!place.is_ready(open));
             }
-            (more.matched, more.matched_blocks) = (matched.rows(), blocks);
+            (more.matched, more.matched_blocks) = (matched.rows, blocks);
             more.in_flight = in_flight;
             let seq = self.sequences.at_mut(slot);
             seq.table.extend_from_slice(&matched.blocks);
             seq.chain = Chain {
                 tip,
-                blocks: seq.chain.blocks + matched.rows(),
+                blocks: seq.chain.blocks + matched.rows,
                 private: false,
             };
             let covered = seq.chain.blocks * self.config.block_size;

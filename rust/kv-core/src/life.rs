@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::manager::BlockManager;
-use crate::matching::Prompt;
+use crate::matching::{Match, Prompt};
 use crate::sequence::{Chain, Sequence};
 use crate::shared::{Lease, SeqHandle};
 use crate::trace::Call;
@@ -44,12 +44,11 @@ impl BlockManager {
             rows: 0,
             hashes: None,
         };
-        let mut found = std::mem::take(&mut self.matched);
+        let mut found = std::mem::replace(&mut self.matched, Match::NOTHING);
         let (blocks, open) = (&self.blocks, self.open_steps());
         let is_ready = |block: BlockId| blocks[block.at()].is_ready(open);
         found.walk(&mut self.tree, &self.groups, prompt, is_ready);
-        let end = found.nodes.last().copied().unwrap_or(NodeIdx::NONE);
-        let lease = self.grant(found.blocks.as_slice().into(), end, found.rows());
+        let lease = self.grant(found.blocks.as_slice().into(), found.tip, found.rows);
         self.matched = found;
         self.note(
             |_| Call::match_prefix(tokens, namespace),

@@ -83,7 +83,7 @@ impl BlockManager {
             events: Vec::new(),
             groups,
             retention: Retention::default(),
-            matched: Match::default(),
+            matched: Match::NOTHING,
             recorder: None,
             config,
         })

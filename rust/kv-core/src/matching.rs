@@ -9,10 +9,11 @@ use crate::ids::{BlockId, NodeIdx};
 use crate::tree::{ContentTree, Step};
 
 /// The longest cached continuation of a prefix.
-#[derive(Default)]
 pub(crate) struct Match {
-    /// The contents, row by row.
-    pub(crate) nodes: Vec<NodeIdx>,
+    /// Its last content; none if nothing was found.
+    pub(crate) tip: NodeIdx,
+    /// Rows found.
+    pub(crate) rows: usize,
     /// Their blocks, row-major; none where no later token reads one.
     pub(crate) blocks: Vec<BlockId>,
     /// Rows behind each row, itself included, that each group could use: the window's share.
@@ -31,11 +32,12 @@ pub(crate) struct Prompt<'a> {
 }
 
 impl Match {
-    /// Rows found.
-    #[inline]
-    pub(crate) fn rows(&self) -> usize {
-        self.nodes.len()
-    }
+    pub(crate) const NOTHING: Self = Self {
+        tip: NodeIdx::NONE,
+        rows: 0,
+        blocks: Vec::new(),
+        runs: Vec::new(),
+    };
 
     /// Finds the longest continuation of `prompt` all of whose blocks are `usable`.
     pub(crate) fn walk(
@@ -52,15 +54,15 @@ impl Match {
             mut hashes,
         } = prompt;
         self.clear();
-        let mut best = 0;
         let blocks = tokens.chunks_exact(groups.block_size()).enumerate();
         if groups.is_one() {
             let blocks = blocks.clone().skip(rows);
-            best = self.follow(tree, tip, blocks, hashes.as_deref_mut(), &usable);
-            tip = self.nodes.last().copied().unwrap_or(tip);
+            self.follow(tree, tip, blocks, hashes.as_deref_mut(), &usable);
+            tip = self.tip.some().unwrap_or(tip);
         }
-        self.runs.resize(groups.len(), rows + best);
-        for (row, tokens) in blocks.skip(rows + best) {
+        let followed = rows + self.rows;
+        self.runs.resize(groups.len(), followed);
+        for (row, tokens) in blocks.skip(followed) {
             let known = hashes.as_ref().and_then(|hashes| hashes.get(row).copied());
             let step = tree.step(tip, tokens, known);
             if let (Some(hashes), None) = (&mut hashes, known) {
@@ -70,43 +72,49 @@ impl Match {
             match self.take(tree, groups, node, row, &usable) {
                 Reach::Nothing => break,
                 Reach::Through => {}
-                Reach::Hit => best = row + 1 - rows,
+                Reach::Hit => (self.tip, self.rows) = (node, row + 1 - rows),
             }
             tip = node;
         }
-        self.cut(groups, rows, best);
+        self.cut(groups, rows);
     }
 
     /// Where one group sees everything: goes the way of the latest reader, as far as it is this prompt's.
-    /// Returns how many rows that are.
     fn follow<'a>(
         &mut self,
         tree: &ContentTree,
         tip: NodeIdx,
-        blocks: impl Iterator<Item = (usize, &'a [u32])>,
+        blocks: impl ExactSizeIterator<Item = (usize, &'a [u32])>,
         mut hashes: Option<&mut Vec<u128>>,
         usable: impl Fn(BlockId) -> bool,
-    ) -> usize {
+    ) {
+        self.blocks.reserve(blocks.len());
+        if let Some(hashes) = &mut hashes {
+            hashes.reserve(blocks.len());
+        }
         let (mut at, mut latest) = (tip, tree.latest_child(tip));
         for (row, tokens) in blocks {
-            let Some(child) = latest.filter(|&child| tree.is_child(child, at, tokens)) else {
+            let Some(child) = latest else { break };
+            let Some(content) = tree.child(child, at, tokens) else {
                 break;
             };
-            let Some(block) = tree.block(child, 0).filter(|&block| usable(block)) else {
+            let Some(block) = content.block.filter(|&block| usable(block)) else {
                 break;
             };
             if let Some(hashes) = hashes.as_mut().filter(|hashes| hashes.len() == row) {
-                hashes.push(tree.hash(child));
+                hashes.push(content.hash);
             }
-            self.nodes.push(child);
             self.blocks.push(block);
-            (at, latest) = (child, tree.latest_child(child));
+            (at, latest) = (child, content.latest_child);
         }
-        self.rows()
+        self.rows = self.blocks.len();
+        if self.rows > 0 {
+            self.tip = at;
+        }
     }
 
     pub(crate) fn clear(&mut self) {
-        self.nodes.clear();
+        (self.tip, self.rows) = (NodeIdx::NONE, 0);
         self.blocks.clear();
         self.runs.clear();
     }
@@ -137,18 +145,18 @@ impl Match {
                 reach = Reach::Through;
             }
         }
-        self.nodes.push(node);
         reach
     }
 
-    /// Keeps `best` rows, and of these the blocks that a token after them reads.
-    fn cut(&mut self, groups: &Groups, rows: usize, best: usize) {
-        self.nodes.truncate(best);
-        self.blocks.truncate(best * groups.len());
+    /// Of the blocks of the rows found, which follow `rows` others, keeps those that a token after them
+    /// reads.
+    fn cut(&mut self, groups: &Groups, rows: usize) {
+        let found = self.rows;
+        self.blocks.truncate(found * groups.len());
         if groups.have_windows() {
             for group in 0..groups.len() {
-                let unseen = groups.first_row(group, rows + best).saturating_sub(rows);
-                for row in 0..unseen.min(best) {
+                let unseen = groups.first_row(group, rows + found).saturating_sub(rows);
+                for row in 0..unseen.min(found) {
                     self.blocks[row * groups.len() + group] = BlockId::NONE;
                 }
             }

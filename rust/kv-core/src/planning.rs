@@ -222,7 +222,7 @@ impl BlockManager {
         }
         let block_size = self.config.block_size;
         let revived = self.find_match(key.slot);
-        let matched = self.matched.rows();
+        let matched = self.matched.rows;
         let seq = self.sequences.at(key.slot);
         let start = match matched {
             0 => seq.ahead,
@@ -269,7 +269,7 @@ impl BlockManager {
     /// Blocks to allocate so that the table, with the match under way, reaches `end` tokens.
     fn new_blocks(&self, slot: u32, end: usize) -> usize {
         let groups = self.groups.len();
-        let held = self.sequences.at(slot).table.len() + self.matched.rows() * groups;
+        let held = self.sequences.at(slot).table.len() + self.matched.rows * groups;
         (end.div_ceil(self.config.block_size) * groups).saturating_sub(held)
     }
 

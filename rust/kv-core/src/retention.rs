@@ -87,14 +87,14 @@ impl BlockManager {
         };
         self.matched
             .walk(&mut self.tree, &self.groups, prompt, |_| true);
-        let nodes = std::mem::take(&mut self.matched.nodes);
+        let (mut node, rows) = (self.matched.tip, self.matched.rows);
         // Last first, so that a prefix outlives its continuations.
-        for &node in nodes.iter().rev() {
+        for _ in 0..rows {
             self.set_priority(node, priority);
             self.retention.set(node, self.tree.id(node), ttl);
+            node = self.tree.parent(node).expect("a root leads to it");
         }
-        let covered = nodes.len() * self.config.block_size;
-        self.matched.nodes = nodes;
+        let covered = rows * self.config.block_size;
         self.note(|_| Call::retain(tokens, namespace, priority, ttl), covered);
         Ok(covered)
     }

@@ -58,6 +58,15 @@ pub(crate) enum Step {
     Collision(u128),
 }
 
+/// What a walk wants to know of a content that it is at.
+pub(crate) struct Passed {
+    pub(crate) hash: u128,
+    /// Where the first layer group has it.
+    pub(crate) block: Option<BlockId>,
+    /// See [`ContentTree::latest_child`].
+    pub(crate) latest_child: Option<NodeIdx>,
+}
+
 impl Step {
     /// The hash of the content that was looked for.
     #[inline]
@@ -350,10 +359,22 @@ impl ContentTree {
         self.nodes.len() - self.free_slots.len()
     }
 
+    /// The content of a node, if it follows `parent` with exactly these tokens.
     #[inline(always)] // every row of a prompt that is cached comes here
-    pub(crate) fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
+    pub(crate) fn child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> Option<Passed> {
         let slot = &self.nodes[node.at()];
-        slot.holds > 0 && slot.parent == parent && usual::are_equal(self.tokens(node), tokens)
+        let is_it =
+            slot.holds > 0 && slot.parent == parent && usual::are_equal(self.tokens(node), tokens);
+        is_it.then_some(Passed {
+            hash: slot.hash,
+            block: slot.block.some(),
+            latest_child: slot.latest_child.some(),
+        })
+    }
+
+    #[inline]
+    fn is_child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> bool {
+        self.child(node, parent, tokens).is_some()
     }
 
     #[inline]
