@@ -221,7 +221,7 @@ impl BlockManager {
             return Err(Error::NothingToCompute { sequence });
         }
         let block_size = self.config.block_size;
-        let revived = self.find_match(key.slot);
+        self.find_match(key.slot);
         let matched = self.matched.rows;
         let seq = self.sequences.at(key.slot);
         let start = match matched {
@@ -244,10 +244,14 @@ impl BlockManager {
                 whole.saturating_add(spare)
             }
         };
-        let needed = new.saturating_add(revived + copies);
+        let new = new.saturating_add(copies);
         let available = self.queue.len();
-        if needed > available {
-            return Ok(Prefill::NoRoom { needed, available });
+        // Where there is room even if all that was found has to be revived, nobody counts.
+        if new.saturating_add(self.matched.blocks.len()) > available {
+            let needed = new.saturating_add(self.revived());
+            if needed > available {
+                return Ok(Prefill::NoRoom { needed, available });
+            }
         }
         let seq = self.sequences.at_mut(key.slot);
         let cached_tokens = start - seq.ahead;
@@ -296,8 +300,8 @@ impl BlockManager {
     }
 
     /// Walks the tree from where the sequence stands, if that is a block boundary; leaves the hits
-    /// in `self.matched` and returns how many of their blocks are in the queue now.
-    fn find_match(&mut self, slot: u32) -> usize {
+    /// in `self.matched`.
+    fn find_match(&mut self, slot: u32) {
         let seq = self.sequences.at_mut(slot);
         let rows = seq.chain.blocks;
         let on_boundary = rows * self.groups.len() == seq.table.len()
@@ -305,7 +309,7 @@ impl BlockManager {
         let may_match = self.config.prefix_caching && seq.read_cache && !seq.chain.private;
         if !on_boundary || !may_match {
             self.matched.clear();
-            return 0;
+            return;
         }
         let prompt = Prompt {
             tokens: &seq.tokens,
@@ -315,6 +319,10 @@ impl BlockManager {
         };
         self.matched
             .walk(&mut self.tree, &self.groups, prompt, |_| true);
+    }
+
+    /// Blocks of the match under way that are in the queue now.
+    fn revived(&self) -> usize {
         let blocks = self.matched.blocks.iter().copied();
         let blocks = blocks.filter_map(BlockId::some);
         blocks.filter(|&block| self.queue.contains(block)).count()

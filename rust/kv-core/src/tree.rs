@@ -363,9 +363,11 @@ impl ContentTree {
     #[inline(always)] // every row of a prompt that is cached comes here
     pub(crate) fn child(&self, node: NodeIdx, parent: NodeIdx, tokens: &[u32]) -> Option<Passed> {
         let slot = &self.nodes[node.at()];
-        let is_it =
-            slot.holds > 0 && slot.parent == parent && usual::are_equal(self.tokens(node), tokens);
-        is_it.then_some(Passed {
+        if slot.holds == 0 || slot.parent != parent || !usual::are_equal(self.tokens(node), tokens)
+        {
+            return None;
+        }
+        Some(Passed {
             hash: slot.hash,
             block: slot.block.some(),
             latest_child: slot.latest_child.some(),
