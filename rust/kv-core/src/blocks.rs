@@ -2,10 +2,10 @@
 //! gets a content or loses it goes through here.
 
 use crate::events::Event;
-use crate::eviction::Ghost;
+use crate::eviction::{Ghost, Policy};
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
-use crate::queue::List;
+use crate::queue::{FreeQueue, List};
 use crate::retention::Priority;
 use crate::shared::Letter;
 use crate::trace::Call;
@@ -46,6 +46,18 @@ impl Block {
         priority: Priority::Normal,
         list: List::Free,
     };
+
+    /// Puts itself into the queue.
+    #[inline(always)] // as `enter_queue`
+    fn wait(&mut self, id: BlockId, policy: &Policy, queue: &mut FreeQueue) {
+        if self.node == NodeIdx::NONE {
+            self.list = List::Free;
+            queue.push_head(List::Free, id);
+        } else {
+            self.list = policy.list(self.used_again, self.priority);
+            queue.push_tail(self.list, id);
+        }
+    }
 
     /// Whether its content is there: no open step is to compute it.
     #[inline]
@@ -88,13 +100,7 @@ impl BlockManager {
     #[inline(always)] // the end of every sequence comes here for each of its blocks
     pub(crate) fn enter_queue(&mut self, block: BlockId) {
         let place = &mut self.blocks[block.at()];
-        if place.node == NodeIdx::NONE {
-            place.list = List::Free;
-            self.queue.push_head(List::Free, block);
-        } else {
-            place.list = self.policy.list(place.used_again, place.priority);
-            self.queue.push_tail(place.list, block);
-        }
+        place.wait(block, &self.policy, &mut self.queue);
     }
 
     /// Before a block gets a holder.
@@ -198,7 +204,7 @@ impl BlockManager {
         if place.seq_refs == 0 {
             self.active -= 1;
             if place.fences == 0 && self.shared.lease_refs_of(block) == 0 {
-                self.enter_queue(block);
+                place.wait(block, &self.policy, &mut self.queue);
             }
         }
     }
