@@ -253,6 +253,17 @@ impl BlockManager {
         self.sequences.at_mut(slot).table = table;
     }
 
+    /// About so many blocks are to be allocated one by one.
+    pub(crate) fn expect_allocations(&self, count: usize) {
+        let missing = count.saturating_sub(self.queue.len_of(List::Free));
+        if missing > 1 && self.queue.len() > 0 {
+            let (list, most) = self.policy.victims(&self.queue);
+            let victims = self.queue.iter(list).take(missing.min(most));
+            self.tree
+                .expect_end(victims.map(|block| self.blocks[block.at()].node));
+        }
+    }
+
     /// Brings what evicting these blocks reads into the processor's cache.
     #[inline]
     fn expect_evictions(&self, blocks: &[BlockId]) {

@@ -39,14 +39,19 @@ impl BlockManager {
     ) -> Result<Vec<usize>, Error> {
         self.read_mail();
         self.newest_plan(plan)?;
+        let mut growing = 0;
         for (position, &key) in sequences.iter().enumerate() {
-            if let Err(error) = self.mark_for_decode(plan, key) {
-                for key in &sequences[..position] {
-                    self.unmark(key.slot);
+            match self.mark_for_decode(plan, key) {
+                Ok(full) => growing += usize::from(full),
+                Err(error) => {
+                    for key in &sequences[..position] {
+                        self.unmark(key.slot);
+                    }
+                    return Err(error);
                 }
-                return Err(error);
             }
         }
+        self.expect_allocations(growing);
         let mut misfits = Vec::new();
         for (position, key) in sequences.iter().enumerate() {
             if !self.plan_decode(key.slot, lookahead) {
@@ -61,9 +66,10 @@ impl BlockManager {
         Ok(misfits)
     }
 
+    /// Whether its table is full, so that the next position needs a row more.
     #[inline]
-    fn mark_for_decode(&mut self, plan: PlanKey, key: SeqKey) -> Result<(), Error> {
-        let serial = plan.serial;
+    fn mark_for_decode(&mut self, plan: PlanKey, key: SeqKey) -> Result<bool, Error> {
+        let (serial, groups) = (plan.serial, &self.groups);
         let seq = self.sequences.get_mut(key)?;
         let (sequence, uncomputed) = (seq.id, seq.left());
         if seq.last_plan == serial || seq.speculating {
@@ -77,7 +83,7 @@ impl BlockManager {
         }
         seq.planned += 1;
         seq.last_plan = serial;
-        Ok(())
+        Ok(seq.ahead * groups.len() >= seq.table.len() * groups.block_size())
     }
 
     /// The newest plan does not hold the sequence any more.
