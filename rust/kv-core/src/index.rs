@@ -167,6 +167,36 @@ impl HashIndex {
         }
     }
 
+    /// Puts a node in for which there is room, unless `is_it` says of one with this hash that it is there.
+    #[inline(always)] // every new content comes here
+    pub(crate) fn insert_new(
+        &mut self,
+        hash: u128,
+        node: NodeIdx,
+        is_it: impl Fn(NodeIdx) -> bool,
+    ) -> bool {
+        let at = self.home(hash);
+        let bucket = &mut self.buckets[at];
+        // As a rule one bucket is all that has to be looked at.
+        if let (Some(place), false) = (bucket.vacant().next(), bucket.was_passed()) {
+            if bucket
+                .candidates(tag(hash))
+                .any(|place| is_it(bucket.nodes[place]))
+            {
+                return false;
+            }
+            bucket.word |= u64::from(tag(hash)) << (8 * place);
+            bucket.nodes[place] = node;
+            self.len += 1;
+            return true;
+        }
+        if self.find(hash, is_it).is_some() {
+            return false;
+        }
+        self.insert(hash, node);
+        true
+    }
+
     /// A node that is not there yet, and for which there is room.
     #[inline]
     pub(crate) fn insert(&mut self, hash: u128, node: NodeIdx) {
@@ -242,9 +272,15 @@ mod tests {
                 // Four homes near the end of the table, two tags, many hashes that differ further up.
                 let home = u128::from(u32::MAX - draw % 4 * (1 << 28));
                 let hash = u128::from(step) << 64 | u128::from(draw >> 8 & 1) << 32 | home;
-                map.insert(step, hash);
                 index.make_room(|node| map[&node.get()]);
-                index.insert(hash, NodeIdx::new(step as usize));
+                let node = NodeIdx::new(step as usize);
+                if draw & 1 << 9 == 0 {
+                    index.insert(hash, node);
+                } else {
+                    let is_it = |at: NodeIdx| map.get(&at.get()) == Some(&hash);
+                    assert!(index.insert_new(hash, node, is_it));
+                }
+                map.insert(step, hash);
             } else if let Some((&node, &hash)) = map.range(draw % (step + 1)..).next() {
                 map.remove(&node);
                 index.remove(hash, NodeIdx::new(node as usize));
@@ -254,6 +290,8 @@ mod tests {
                 for (&node, &hash) in &map {
                     let found = index.find(hash, |at| map.get(&at.get()) == Some(&hash));
                     assert_eq!(found, Some(NodeIdx::new(node as usize)));
+                    let is_it = |at: NodeIdx| map.get(&at.get()) == Some(&hash);
+                    assert!(!index.insert_new(hash, NodeIdx::new(0), is_it));
                 }
                 assert_eq!(index.find(0x55 << 32, |_| true), None);
             }

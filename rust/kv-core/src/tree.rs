@@ -142,7 +142,8 @@ impl ContentTree {
             Some(&root) => root,
             None => {
                 let hash = self.hasher.root(namespace);
-                let root = self.new_slot(hash, NodeIdx::NONE);
+                let root = self.next_slot();
+                self.take_slot(root, hash, NodeIdx::NONE);
                 self.roots.insert(namespace.into(), root);
                 root
             }
@@ -218,10 +219,15 @@ impl ContentTree {
         hash: u128,
         blocks: &[BlockId],
     ) -> Option<NodeIdx> {
-        if self.find(hash).is_some() {
+        let nodes = &self.nodes;
+        self.index.make_room(|node| nodes[node.at()].hash);
+        let node = self.next_slot();
+        let nodes = &self.nodes;
+        let has_it = |node: NodeIdx| nodes[node.at()].hash == hash;
+        if !self.index.insert_new(hash, node, has_it) {
             return None;
         }
-        let node = self.insert(parent, tokens, hash);
+        self.begin_content(node, parent, tokens, hash);
         let slot = &mut self.nodes[node.at()];
         (slot.block, slot.holds) = (blocks[0], self.groups as u32);
         if self.groups > 1 {
@@ -234,16 +240,23 @@ impl ContentTree {
     /// A new content under `parent`. It must be given a block at once.
     #[inline(always)] // every new content comes here
     pub(crate) fn insert(&mut self, parent: NodeIdx, tokens: &[u32], hash: u128) -> NodeIdx {
-        let node = self.new_slot(hash, parent);
-        let start = node.at() * self.block_size;
-        usual::copy(tokens, &mut self.tokens[start..start + self.block_size]);
         let nodes = &self.nodes;
         self.index.make_room(|node| nodes[node.at()].hash);
+        let node = self.next_slot();
         self.index.insert(hash, node);
+        self.begin_content(node, parent, tokens, hash);
+        node
+    }
+
+    /// The next slot, which is in the index, becomes a content under `parent`.
+    #[inline(always)] // as `insert`
+    fn begin_content(&mut self, node: NodeIdx, parent: NodeIdx, tokens: &[u32], hash: u128) {
+        self.take_slot(node, hash, parent);
+        let start = node.at() * self.block_size;
+        usual::copy(tokens, &mut self.tokens[start..start + self.block_size]);
         let parent = &mut self.nodes[parent.at()];
         parent.holds += 1;
         parent.latest_child = node;
-        node
     }
 
     /// The block that holds the content for a layer group.
@@ -385,12 +398,21 @@ impl ContentTree {
             .find(hash, |node| self.nodes[node.at()].hash == hash)
     }
 
+    /// The slot of the node that is made next.
     #[inline(always)] // as `insert`
-    fn new_slot(&mut self, hash: u128, parent: NodeIdx) -> NodeIdx {
-        let slot = match self.free_slots.pop() {
-            Some(slot) => slot,
-            None => self.one_more_slot(),
-        };
+    fn next_slot(&mut self) -> NodeIdx {
+        if let Some(&slot) = self.free_slots.last() {
+            return slot;
+        }
+        let slot = self.one_more_slot();
+        self.free_slots.push(slot);
+        slot
+    }
+
+    /// A node in the next slot.
+    #[inline(always)] // as `insert`
+    fn take_slot(&mut self, slot: NodeIdx, hash: u128, parent: NodeIdx) {
+        self.free_slots.pop();
         self.next_id += 1;
         self.nodes[slot.at()] = Node {
             hash,
@@ -398,7 +420,6 @@ impl ContentTree {
             parent,
             ..VACANT
         };
-        slot
     }
 
     fn one_more_slot(&mut self) -> NodeIdx {
