@@ -90,7 +90,7 @@ class Engine:
 
     def __init__(self, name: str, python: Path | str, folder: Path) -> None:
         self.name = name
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
+        environment = {"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
         self._errors = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         start = perf_counter()
         self._process = subprocess.Popen(

@@ -7,10 +7,12 @@ import sys
 
 def main() -> None:
     """Run the command line; where its libraries are missing, name the extra that holds them."""
-    # Threads of torch's OpenMP spin while they wait for each other. Where another process wants
-    # one of the cores, that costs a prefill of 40 tokens 4 s instead of 0.3 s (2 cores, 1 busy).
-    # OpenMP reads the setting when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads of torch's OpenMP spin while they wait for each other. Where they do not, a decode step
+    # takes 1.6 times as long; where they do, and another process is on one of two cores, it takes
+    # two to four times as long as it has to. Spinning briefly is never the slowest
+    # (docs/performance.md). OpenMP reads the setting when torch is first imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     # Importing torch and transformers makes a million objects and frees none: looking for garbage
     # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
     gc.disable()
