@@ -7,9 +7,9 @@ import sys
 
 def main() -> None:
     """Run the command line; where its libraries are missing, name the extra that holds them."""
-    # Threads of torch's OpenMP spin while they wait for each other. Where they do not, a decode step
-    # takes 1.6 times as long; where they do, and another process is on one of two cores, it takes
-    # two to four times as long as it has to. Spinning briefly is never the slowest
+    # Threads of torch's OpenMP spin while they wait for each other. Where they do not, a step of
+    # one row takes 1.6 times as long; where they do, and another process is on one of two cores,
+    # it takes two to four times as long as it has to. Spinning briefly is never the slowest
     # (docs/performance.md). OpenMP reads the setting when torch is first imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "4000")
