@@ -84,7 +84,7 @@ class WatchedScheduler(Scheduler):
         super().__init__(manager, limits)
         self.namespaces: dict[str, int] = {}
         self.planned: list[int] = []
-        """The namespaces of the open step's entries."""
+        """The namespaces of the newest step's entries."""
         self._warm: set[int] = set()
 
     def add(self, request: Request) -> None:
@@ -93,17 +93,22 @@ class WatchedScheduler(Scheduler):
 
     def schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
         step = super().schedule(ahead=ahead)
+        # What the step before computes may be shared before that step ends.
+        warm = self._warm | set(self.planned if ahead else ())
         entries = [] if step is None else step.entries
-        self.planned = [self.namespaces[e.request.request_id.split("#")[0]] for e in entries]
-        warm = set(self._warm)
+        self.planned = self._namespaces_of(step)
         for entry, namespace in zip(entries, self.planned, strict=True):
             assert namespace in warm or entry.num_cached == 0, "served from the other namespace"
             warm.add(namespace)
         return step
 
     def commit(self, step: ScheduledStep, sampled: Any) -> list[Redirect]:
-        self._warm.update(self.planned)
+        self._warm.update(self._namespaces_of(step))
         return super().commit(step, sampled)
+
+    def _namespaces_of(self, step: ScheduledStep | None) -> list[int]:
+        entries = [] if step is None else step.entries
+        return [self.namespaces[e.request.request_id.split("#")[0]] for e in entries]
 
 
 class FaultyRunner(FakeRunner):
