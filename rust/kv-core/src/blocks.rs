@@ -244,7 +244,9 @@ impl BlockManager {
         for &block in &table[start..idle] {
             self.blocks[block.at()] = held;
         }
-        self.expect_evictions(&table[idle..]);
+        if table.len() - idle > 1 {
+            self.expect_evictions(table[idle..].iter().copied());
+        }
         for &block in &table[idle..] {
             self.evict(block, held);
         }
@@ -258,19 +260,15 @@ impl BlockManager {
         let missing = count.saturating_sub(self.queue.len_of(List::Free));
         if missing > 1 && self.queue.len() > 0 {
             let (list, most) = self.policy.victims(&self.queue);
-            let victims = self.queue.iter(list).take(missing.min(most));
-            self.tree
-                .expect_end(victims.map(|block| self.blocks[block.at()].node));
+            self.expect_evictions(self.queue.iter(list).take(missing.min(most)));
         }
     }
 
     /// Brings what evicting these blocks reads into the processor's cache.
     #[inline]
-    fn expect_evictions(&self, blocks: &[BlockId]) {
-        if blocks.len() > 1 {
-            let nodes = blocks.iter().map(|block| self.blocks[block.at()].node);
-            self.tree.expect_end(nodes);
-        }
+    fn expect_evictions(&self, blocks: impl Iterator<Item = BlockId>) {
+        let nodes = blocks.map(|block| self.blocks[block.at()].node);
+        self.tree.expect_end(nodes);
     }
 
     /// Shortens a table to `rows` rows, last entry first, so that prefixes outlive continuations.

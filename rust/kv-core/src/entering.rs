@@ -135,7 +135,7 @@ impl BlockManager {
         if from < self.groups.row_of(positions.start) {
             return; // full already: the commit of the step before settles it
         }
-        let rows = positions.end / block_size;
+        let rows = self.groups.row_of(positions.end);
         self.hash_ahead(slot, rows);
         let step = self.plan_mut().step();
         for row in from..rows {

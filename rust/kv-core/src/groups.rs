@@ -96,6 +96,12 @@ impl Groups {
         rows.saturating_sub(self.reach[group])
     }
 
+    /// How many of the last rows of such a prefix those are.
+    #[inline]
+    pub(crate) fn rows_needed(&self, group: usize, rows: usize) -> usize {
+        rows.min(self.reach[group])
+    }
+
     /// The most rows that a group holds at once on the way from `held` rows to `num_tokens` tokens, at
     /// most `most` of them in a step.
     pub(crate) fn peak(&self, group: usize, num_tokens: usize, most: usize) -> usize {
@@ -129,6 +135,8 @@ mod tests {
                     assert!(groups.first_row(0, rows) <= seen);
                     assert!(groups.first_row(0, rows) + 1 >= seen);
                 }
+                let before = groups.first_row(0, rows);
+                assert_eq!(before + groups.rows_needed(0, rows), rows);
             }
         }
         let full = Groups::new(&[None], 4).expect("valid");

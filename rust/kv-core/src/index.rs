@@ -52,6 +52,12 @@ impl Bucket {
         self.word >= ONE_PASSED
     }
 
+    #[inline]
+    fn put(&mut self, place: usize, hash: u128, node: NodeIdx) {
+        self.word |= u64::from(tag(hash)) << (8 * place);
+        self.nodes[place] = node;
+    }
+
     /// Whether as many passed by as can be counted: nobody knows any more how many did.
     fn lost_count(&self) -> bool {
         self.word >> (8 * PLACES) == u64::from(u16::MAX)
@@ -185,8 +191,7 @@ impl HashIndex {
             {
                 return false;
             }
-            bucket.word |= u64::from(tag(hash)) << (8 * place);
-            bucket.nodes[place] = node;
+            bucket.put(place, hash, node);
             self.len += 1;
             return true;
         }
@@ -204,8 +209,7 @@ impl HashIndex {
         loop {
             let bucket = &mut self.buckets[at];
             if let Some(place) = bucket.vacant().next() {
-                bucket.word |= u64::from(tag(hash)) << (8 * place);
-                bucket.nodes[place] = node;
+                bucket.put(place, hash, node);
                 break;
             }
             if !bucket.lost_count() {

@@ -84,10 +84,9 @@ impl BlockManager {
                     None => 0,
                 };
             }
-            let end = row + 1;
             let mut runs = runs.iter().enumerate();
-            if runs.all(|(group, &run)| run >= end - self.groups.first_row(group, end)) {
-                whole = end;
+            if runs.all(|(group, &run)| run >= self.groups.rows_needed(group, row + 1)) {
+                whole = row + 1;
             }
         }
         whole

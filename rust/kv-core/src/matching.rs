@@ -138,7 +138,7 @@ impl Match {
                 0
             };
             self.blocks.push(block.unwrap_or(BlockId::NONE));
-            if self.runs[group] < row + 1 - groups.first_row(group, row + 1) {
+            if self.runs[group] < groups.rows_needed(group, row + 1) {
                 if !groups.is_window(group) {
                     return Reach::Nothing;
                 }

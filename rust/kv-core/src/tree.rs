@@ -219,9 +219,7 @@ impl ContentTree {
         hash: u128,
         blocks: &[BlockId],
     ) -> Option<NodeIdx> {
-        let nodes = &self.nodes;
-        self.index.make_room(|node| nodes[node.at()].hash);
-        let node = self.next_slot();
+        let node = self.next_content();
         let nodes = &self.nodes;
         let has_it = |node: NodeIdx| nodes[node.at()].hash == hash;
         if !self.index.insert_new(hash, node, has_it) {
@@ -240,12 +238,18 @@ impl ContentTree {
     /// A new content under `parent`. It must be given a block at once.
     #[inline(always)] // every new content comes here
     pub(crate) fn insert(&mut self, parent: NodeIdx, tokens: &[u32], hash: u128) -> NodeIdx {
-        let nodes = &self.nodes;
-        self.index.make_room(|node| nodes[node.at()].hash);
-        let node = self.next_slot();
+        let node = self.next_content();
         self.index.insert(hash, node);
         self.begin_content(node, parent, tokens, hash);
         node
+    }
+
+    /// The slot of the content that is made next, for which the index has room.
+    #[inline(always)] // as `insert`
+    fn next_content(&mut self) -> NodeIdx {
+        let nodes = &self.nodes;
+        self.index.make_room(|node| nodes[node.at()].hash);
+        self.next_slot()
     }
 
     /// The next slot, which is in the index, becomes a content under `parent`.
