@@ -101,9 +101,7 @@ class FlashAttnPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        pool, writer, inputs = self._backend.pool, self._backend.writer, self._inputs
-        group = pool.groups.places[layer].group
-        writer.write(layer, key, value, writer.slots(inputs.slot_mapping[group]))
+        self._backend.writer.write_step(layer, key, value, self._inputs.slot_mapping)
         query, decodes = query.contiguous(), self._decodes
         if self._starts is None:
             return self._decode(layer, query, options)

@@ -265,8 +265,7 @@ class FlashInferGraphPlan:
         """See `AttentionPlan.forward`."""
         backend = self._backend
         kind = backend.kind(layer, query, options)
-        slots = backend.writer.slots(self._slots[kind.group])  # inside the graph
-        backend.writer.write(layer, key, value, slots)
+        backend.writer.write_step(layer, key, value, self._slots)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
             wrapper = self._wrappers[kind] = self._wrapper()

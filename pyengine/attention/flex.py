@@ -117,8 +117,7 @@ class FlexPlan:
         """See `AttentionPlan.forward`."""
         backend, pool = self._backend, self._backend.pool
         group = pool.groups.places[layer].group
-        slots = backend.writer.slots(self._inputs.slot_mapping[group])
-        backend.writer.write(layer, key, value, slots)
+        backend.writer.write_step(layer, key, value, self._inputs.slot_mapping)
         keys, values = (
             cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
             for cache in (pool.keys[layer], pool.values[layer])

@@ -52,6 +52,15 @@ class KVWriter:
             (spec.scale_k, spec.scale_v),
         )
 
+    def write_step(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """`write` by a step's `slot_mapping` `[groups, T]` as it is: in a CUDA graph, which reads it
+        anew at each replay, nothing made of it before would do.
+        """
+        group = self._pool.groups.places[layer].group
+        self.write(layer, key, value, self.slots(slot_mapping[group]))
+
 
 def _kernel_serves(pool: KVPool) -> bool:
     if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:

@@ -89,9 +89,9 @@ class VarlenPlan:
                 f"layer {layer} asks for a softcap of {options.softcap}, which "
                 "attention_backend='varlen' does not have; choose another"
             )
-        pool, writer, inputs = self._backend.pool, self._backend.writer, self._inputs
+        pool, inputs = self._backend.pool, self._inputs
         group = pool.groups.places[layer].group
-        writer.write(layer, key, value, writer.slots(inputs.slot_mapping[group]))
+        self._backend.writer.write_step(layer, key, value, inputs.slot_mapping)
         library = self._backend.library
         sinks = options.sinks
         result = library.varlen_attn(

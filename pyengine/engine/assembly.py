@@ -16,6 +16,7 @@ from pyengine.attention import AttentionNeeds, Choice, explain_backends, needs_o
 from pyengine.attention.needs import dtype_name
 from pyengine.cache import BlockManager, ConfigError
 from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_kv_cache_dtype
+from pyengine.cache.layer_groups import LayerGroups
 from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError
 from pyengine.engine.allocator import keep_freed_memory
@@ -159,7 +160,7 @@ def _join(settings: EngineSettings, team: Team | None) -> Assembly:
         eviction=settings.eviction,
     )
     facts = model_facts(loaded, pool_settings, manager, most, asked)
-    limits = _runner_limits(settings, facts.max_model_len, plan)
+    limits = _runner_limits(settings, facts.max_model_len, plan.block_size, plan.groups)
     if team is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits)
     else:
@@ -204,23 +205,21 @@ def _memory_left(
     """Bytes that the largest step leaves on the device: it is run over a pool of one block."""
     specs = kv_cache_specs(loaded.config, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
-    limits = RunnerLimits(
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        max_blocks_per_seq=-(-pool.max_model_len // pool.block_size),
-    )
+    limits = _runner_limits(settings, pool.max_model_len, pool.block_size, smallest.groups)
     runner = ModelRunner(loaded, smallest, choice.build(smallest), limits)
     meter = CudaMeter(loaded.device)
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
     return max(0, available_memory(loaded.device) - taken)
 
 
-def _runner_limits(settings: EngineSettings, longest: int, plan: CachePlan) -> RunnerLimits:
+def _runner_limits(
+    settings: EngineSettings, longest: int, block_size: int, groups: LayerGroups
+) -> RunnerLimits:
     return RunnerLimits(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        max_blocks_per_seq=-(-longest // plan.block_size),
-        num_groups=len(plan.groups.windows),
+        max_blocks_per_seq=-(-longest // block_size),
+        num_groups=len(groups.windows),
     )
 
 

@@ -9,7 +9,7 @@ from pyengine.cache.kv_pool import KVPool, kv_cache_specs
 from pyengine.engine.profiling import LargestStep, activation_bytes
 from pyengine.models import LoadedModel
 from pyengine.runner import InputBuffers, ModelRunner, RunnerLimits
-from tests.unit.runner.hand_made import random_model
+from tests.unit.runner.hand_made import as_loaded, random_model
 
 LIMITS = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=8, max_blocks_per_seq=4)
 
@@ -28,18 +28,7 @@ class CountingMeter:
 
 
 def loaded_model() -> LoadedModel:
-    model = random_model("llama")
-    return LoadedModel(
-        model=model,
-        tokenizer=None,
-        path=None,  # type: ignore[arg-type]
-        name="random",
-        eos_token_ids=frozenset(),
-        max_model_len=256,
-        vocab_size=97,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    return as_loaded(random_model("llama"), torch.device("cpu"))
 
 
 def test_the_step_is_as_large_as_a_step_may_be() -> None:

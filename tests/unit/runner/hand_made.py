@@ -104,17 +104,7 @@ class PagedRun:
         choice = choose_backend(
             "auto", AttentionNeeds(device=device, block_size=block_size, dtype=torch.float32)
         )
-        loaded = LoadedModel(
-            model=model,
-            tokenizer=None,
-            path=None,  # type: ignore[arg-type]
-            name="random",
-            eos_token_ids=frozenset(),
-            max_model_len=256,
-            vocab_size=model.config.vocab_size,
-            device=device,
-            dtype=torch.float32,
-        )
+        loaded = as_loaded(model, device)
         limits = RunnerLimits(
             max_num_batched_tokens=64,
             max_num_seqs=8,
@@ -171,6 +161,21 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+def as_loaded(model: Any, device: torch.device) -> LoadedModel:
+    """A model in float32 as the loader gives one, without tokenizer and files."""
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        path=None,  # type: ignore[arg-type]
+        name="random",
+        eos_token_ids=frozenset(),
+        max_model_len=256,
+        vocab_size=model.config.vocab_size,
+        device=device,
+        dtype=torch.float32,
+    )
 
 
 def random_model(family: str, **settings: Any) -> Any:

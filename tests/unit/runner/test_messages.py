@@ -52,25 +52,25 @@ def test_the_workers_get_what_rank_0_has(copies, extra):
     plan.rollback()
 
 
-def test_only_the_tables_that_are_used_are_sent():
+def packed_token():
+    """A step of one token, packed, and the buffers that it came from."""
     buffers = InputBuffers(LIMITS, torch.device("cpu"))
     manager = BlockManager(24, 4, groups=(None, 3))
     plan = manager.begin_step(1)
     plan.prefill(manager.sequence([5]), 1)
     buffers.fill(plan)
     message = pack_step(plan, buffers.arrays, None, block_size=4)
+    plan.rollback()
+    return message, buffers
+
+
+def test_only_the_tables_that_are_used_are_sent():
+    message, _ = packed_token()
     # header; id, position, two slots; two starts; a length; two tables of one block; a row
     assert len(message) == 7 + 1 + 1 + 2 + 2 + 1 + 2 + 1
-    plan.rollback()
 
 
 def test_a_message_that_is_cut_is_noticed():
-    buffers = InputBuffers(LIMITS, torch.device("cpu"))
-    manager = BlockManager(24, 4, groups=(None, 3))
-    plan = manager.begin_step(1)
-    plan.prefill(manager.sequence([5]), 1)
-    buffers.fill(plan)
-    message = pack_step(plan, buffers.arrays, None, block_size=4)
-    plan.rollback()
+    message, buffers = packed_token()
     with pytest.raises(ValueError, match="header says 17"):
         ReceivedPlan(np.append(message, 0).tobytes(), buffers.arrays)
