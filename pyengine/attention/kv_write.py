@@ -55,8 +55,9 @@ class KVWriter:
     def write_step(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """`write` by a step's `slot_mapping` `[groups, T]` as it is: in a CUDA graph, which reads it
-        anew at each replay, nothing made of it before would do.
+        """`write` by a step's `slot_mapping` `[groups, T]` as it is.
+
+        A CUDA graph reads it anew at each replay: nothing made of it before would do there.
         """
         group = self._pool.groups.places[layer].group
         self.write(layer, key, value, self.slots(slot_mapping[group]))
