@@ -5,6 +5,12 @@ another model; and where a process or a device failed: try again, or start again
 message names the value that was found and the way out.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyengine.core.outputs import RequestOutput
+
 
 class PyEngineError(Exception):
     """Base of every error that pyengine raises on purpose."""
@@ -12,6 +18,25 @@ class PyEngineError(Exception):
 
 class InvalidRequestError(PyEngineError, ValueError):
     """A request that can never be served; refused at submission, before anything runs."""
+
+
+class QueueFullError(PyEngineError):
+    """As many requests wait as may; none was taken. Try again later, or somewhere else."""
+
+
+class EngineClosedError(PyEngineError):
+    """The engine takes no more requests: it is being drained, or was closed."""
+
+
+class RequestFailedError(PyEngineError):
+    """The forward pass fails on this request, again and again; the others went on.
+
+    `outputs` are those of the whole call, in its order, whatever became of each.
+    """
+
+    def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
 
 
 class ConfigurationError(PyEngineError, ValueError):

@@ -6,26 +6,35 @@ import torch
 
 from pyengine.core.errors import ConfigurationError
 from pyengine.engine.batch import Batch
-from pyengine.runner import DeviceQueue, InlineQueue, Runner, StepLogits, Work
-from pyengine.sampling import PendingSample, Sampled, Sampler
+from pyengine.runner import DeviceQueue, InlineQueue, Runner, Work
+from pyengine.sampling import PendingLogprobs, PendingSample, Sampled, Sampler, TokenLogprobs
 from pyengine.scheduler import ScheduledStep
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A step in the device's queue: logits and tokens will come of it."""
+class StepResults:
+    """What came of a step: tokens, and what prompts' positions say about the tokens after them."""
+
+    sampled: Sampled
+    prompt_logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStep:
+    """A step in the device's queue."""
 
     step: ScheduledStep
     batch: Batch
-    work: Work[tuple[StepLogits, PendingSample]]
+    work: Work[tuple[PendingSample, PendingLogprobs | None]]
 
-    def result(self) -> tuple[StepLogits, Sampled]:
+    def result(self) -> StepResults:
         """Wait for the tokens. Raises what the step raised."""
-        logits, pending = self.work.result()
-        return logits, pending.result()
+        pending, prompt_logprobs = self.work.result()
+        sampled = pending.result()
+        return StepResults(sampled, [] if prompt_logprobs is None else prompt_logprobs.result())
 
 
-class Pipeline:
+class Executor:
     """A runner, a sampler, and the queue in which both run.
 
     `depth` is how many steps may be in it at a time. With 2 a step decodes the tokens of the one
@@ -42,21 +51,24 @@ class Pipeline:
         self._queue = queue or InlineQueue()
         self._sampler = Sampler()
 
-    def launch(self, step: ScheduledStep, batch: Batch, before: Flight | None) -> Flight:
+    def submit(
+        self, step: ScheduledStep, batch: Batch, before: SubmittedStep | None
+    ) -> SubmittedStep:
         """Put a step into the queue, behind `before` if that is still in it.
 
         The plan and the batch are read now; nothing is waited for. What goes wrong on the device
-        is raised by `Flight.result`.
+        is raised by `SubmittedStep.result`.
         """
         forward = self.runner.prepare(step.plan, extra_rows=batch.prompt_rows())
 
-        def work() -> tuple[StepLogits, PendingSample]:
+        def work() -> tuple[PendingSample, PendingLogprobs | None]:
             known: torch.Tensor | None = None
             if before is not None:
-                _, sampled = before.work.result()  # it was queued first: it has been run
-                known = sampled.token_ids
+                sampled, _ = before.work.result()  # it was queued first: it has been run
+                known = sampled.token_ids if len(sampled.token_ids) else None
             logits = forward(known)
+            asked = batch.prompt_logprobs(logits.extra)  # at once: the logits are large
             rows = batch.rows_of(logits.sampling)
-            return logits, self._sampler.launch(rows, batch.sampling, batch.positions)
+            return self._sampler.launch(rows, batch.sampling, batch.positions), asked
 
-        return Flight(step, batch, self._queue.submit(work))
+        return SubmittedStep(step, batch, self._queue.submit(work))
