@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pyengine.attention import choose_backend
-from pyengine.attention.interface import AttentionBackend, AttentionPlan, GraphPlan
-from pyengine.attention.metadata import StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.cache.kv_pool import KVPool, kv_cache_specs
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
