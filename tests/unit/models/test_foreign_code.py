@@ -19,7 +19,7 @@ try:
     if sys.argv[1] == "config":
         read_config(Path(sys.argv[2]))
     elif sys.argv[1] == "team":
-        from pyengine.runner.distributed import Team
+        from pyengine.parallel import Team
         Team(sys.argv[2], device="cpu", size=2).close()
     else:
         load_model(sys.argv[2], device="cpu")
