@@ -2,7 +2,7 @@
 
 from benches.gpu_check.models import FAMILIES
 from benches.gpu_check.rows import Setup
-from pyengine.attention.registry import backend_names
+from pyengine.attention.choice import backend_names
 
 CANNOT_SERVE = "cannot serve: "
 """The registry says so of a backend that was asked for by name, and goes on with the reason."""

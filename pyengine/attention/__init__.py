@@ -1,21 +1,15 @@
 """Paged attention: one interface, one file per backend, one function that transformers calls."""
 
-from pyengine.attention.interface import (
+from pyengine.attention.backend import (
     AttentionBackend,
     AttentionOptions,
     AttentionPlan,
     GraphPlan,
+    StepInputs,
 )
-from pyengine.attention.metadata import PagedContext, StepInputs
+from pyengine.attention.choice import Choice, choose_backend, explain_backends, select_backend
+from pyengine.attention.dispatch import ATTENTION_NAME, PagedContext, register_paged_attention
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of
-from pyengine.attention.registry import (
-    ATTENTION_NAME,
-    Choice,
-    choose_backend,
-    explain_backends,
-    register_paged_attention,
-    select_backend,
-)
 
 __all__ = [
     "ATTENTION_NAME",

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pyengine.attention.gather import Scratch, SpanPiece
-from pyengine.attention.interface import AttentionOptions, GraphPlan
-from pyengine.attention.layout import StepLayout
-from pyengine.attention.metadata import StepInputs
+from pyengine.attention.backend import AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.gather import Scratch, SpanPiece, StepLayout
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
-from pyengine.cache.cpu_attention import CpuAttention, CpuCache, CpuStep
+from pyengine.cache import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.kv_write import KVWriter
-from pyengine.attention.metadata import StepInputs
+from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.needs import (
     AttentionNeeds,
     cache_dtype_obstacle,
@@ -22,7 +20,14 @@ from pyengine.attention.needs import (
     half_obstacle,
     page_obstacle,
 )
-from pyengine.attention.paged import apply_sinks, cumulative, leading_decodes, upload, window_left
+from pyengine.attention.paged import (
+    KVWriter,
+    apply_sinks,
+    cumulative,
+    leading_decodes,
+    upload,
+    window_left,
+)
 from pyengine.cache.kv_pool import KVPool
 
 PAGE = 256

@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.kv_write import KVWriter
-from pyengine.attention.metadata import StepInputs
+from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -25,6 +23,7 @@ from pyengine.attention.needs import (
     half_obstacle,
 )
 from pyengine.attention.paged import (
+    KVWriter,
     PageTable,
     apply_sinks,
     leading_decodes,

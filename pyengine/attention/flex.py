@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.kv_write import KVWriter
-from pyengine.attention.metadata import Int32Array, StepInputs
+from pyengine.attention.backend import AttentionOptions, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, cuda_obstacle
-from pyengine.attention.paged import apply_sinks, leading_decodes, upload
+from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes, upload
 from pyengine.cache.kv_pool import KVPool
 
 _LEAST_TORCH = (2, 9)

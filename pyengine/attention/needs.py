@@ -40,7 +40,7 @@ class AttentionNeeds:
     - `capability`: of the CUDA device, (major, minor); None without one.
     - `torch_version`: (major, minor).
     - `packages`: which of `OPTIONAL_PACKAGES` are installed. Whether they work is found out by
-      `trial.try_out`.
+      `choice.try_out`.
     """
 
     device: torch.device

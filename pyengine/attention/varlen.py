@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.flash_attn import flash_kernel_obstacle
-from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.kv_write import KVWriter
-from pyengine.attention.metadata import StepInputs
 from pyengine.attention.needs import AttentionNeeds, cuda_obstacle
-from pyengine.attention.paged import apply_sinks, window_left
+from pyengine.attention.paged import KVWriter, apply_sinks, window_left
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 

@@ -1,5 +1,8 @@
 """The KV cache: the block manager and what it hands out, and (beside it) the KV tensors.
 
+`CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
+a step), attends over such tensors in Rust.
+
 This room is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
 only; the tensors live in `pyengine.cache.kv_pool`, which imports torch when it is used.
 """
@@ -9,6 +12,9 @@ from pyengine._kv import (
     BufferError,
     Cleared,
     ConfigError,
+    CpuAttention,
+    CpuCache,
+    CpuStep,
     Divergence,
     HandleError,
     InvariantError,
@@ -38,6 +44,9 @@ __all__ = [
     "BufferError",
     "Cleared",
     "ConfigError",
+    "CpuAttention",
+    "CpuCache",
+    "CpuStep",
     "Divergence",
     "HandleError",
     "InvariantError",

@@ -26,7 +26,8 @@ from pyengine.engine.pipeline import Pipeline
 from pyengine.engine.profiling import CudaMeter, activation_bytes
 from pyengine.models import LoadedModel, load_model
 from pyengine.models.packed import can_pack, pack_linears
-from pyengine.runner import ModelRunner, Runner, RunnerLimits, RunnerSetup, Team, ThreadQueue
+from pyengine.parallel import RunnerSetup, Team
+from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
 

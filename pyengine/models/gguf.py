@@ -3,6 +3,7 @@
 import hashlib
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -65,15 +66,24 @@ def convert_once(path: Path, target: Path, *, label: str) -> Path:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    """Dequantise to float32 and save model and tokenizer to `folder`."""
+    """Dequantise to float32 and save model and tokenizer to `folder`.
+
+    The file is read by a link in a folder of its own: what lies beside it has no say.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with quiet_transformers():
+    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="pyengine-") as alone:
+        (Path(alone) / path.name).symlink_to(path.resolve())
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            tokenizer = AutoTokenizer.from_pretrained(
+                alone, gguf_file=path.name, trust_remote_code=False
+            )
             model: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32
+                alone,
+                gguf_file=path.name,
+                dtype=torch.float32,
+                trust_remote_code=False,
             )
         except ImportError as error:
             raise ModelLoadError(

@@ -1,5 +1,6 @@
 """A model and its tokenizer in memory, and the few facts that the engine needs of them."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,17 @@ def load_model(
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used."""
-    from transformers import AutoConfig
+    """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
 
+    Code that the folder brings along is never run.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    asked = _code_asked_for(folder / "config.json", "AutoConfig")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        if asked and _read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING:
+            raise _foreign_code(folder / "config.json", asked)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"{folder / 'config.json'} cannot be used: {error}") from error
     _refuse_unpageable(config, folder)
@@ -93,6 +100,7 @@ def _load(
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
+            trust_remote_code=False,
             dtype=resolved_dtype,
             use_safetensors=True,
             output_loading_info=True,
@@ -159,12 +167,43 @@ def _load_tokenizer(folder: Path) -> Any:
     """The tokenizer in `folder`, or None where it has none."""
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    import transformers
     from transformers import AutoTokenizer
 
+    settings = folder / "tokenizer_config.json"
+    if asked := _code_asked_for(settings, "AutoTokenizer"):
+        named = str(_read_json(settings).get("tokenizer_class")).removesuffix("Fast")
+        if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
+            raise _foreign_code(settings, asked)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the Rust library raises bare Exception on a bad file
         raise ModelLoadError(f"the tokenizer in {folder} could not be loaded: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; nothing where it is missing or damaged, which others report."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _code_asked_for(path: Path, purpose: str) -> str:
+    """The Python that the file at `path` wants to be run for `purpose`, in words; "" if none."""
+    wanted = _read_json(path).get("auto_map")
+    if isinstance(wanted, dict):
+        wanted = wanted.get(purpose)
+    names = wanted if isinstance(wanted, list) else [wanted]
+    return ", ".join(sorted({str(name) for name in names if name}))
+
+
+def _foreign_code(path: Path, asked: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{path} asks for Python code of its own ({asked}), and pyengine never runs code out of "
+        "model folders: choose a model that transformers itself knows"
+    )
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.metadata import StepInputs
+from pyengine.attention.backend import StepInputs
 from pyengine.cache import StepBuffers
 from pyengine.core.errors import ConfigurationError
 from pyengine.runner.interface import Plan

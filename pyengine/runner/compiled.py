@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.metadata import CompiledModel, PagedContext, StepInputs
-from pyengine.attention.opaque import running
+from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.dispatch import CompiledModel, PagedContext, running
 from pyengine.core.errors import ConfigurationError
 
 _numbers = count()

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pyengine.attention.interface import AttentionBackend, AttentionPlan, GraphPlan
-from pyengine.attention.metadata import StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.runner.buffers import InputBuffers
 from pyengine.runner.interface import Plan
 

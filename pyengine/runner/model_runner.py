@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.interface import AttentionBackend, AttentionPlan
-from pyengine.attention.metadata import PagedContext, StepInputs
-from pyengine.attention.registry import register_paged_attention
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel

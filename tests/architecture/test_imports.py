@@ -13,7 +13,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pyengine"
-ROOMS = {"attention", "cache", "cli", "core", "engine", "models", "runner", "sampling", "scheduler"}
+ROOMS = {
+    "attention",
+    "cache",
+    "cli",
+    "core",
+    "engine",
+    "models",
+    "parallel",
+    "runner",
+    "sampling",
+    "scheduler",
+}
 FEWEST_MODULES = 30
 OWN_IMPORT_MS = 100
 
@@ -46,6 +57,10 @@ def test_contracts_are_kept_and_every_module_was_scanned() -> None:
         ("scheduler", "import torch"),
         ("scheduler", "from pyengine.runner import model_runner"),
         ("runner", "from pyengine.scheduler import scheduler"),
+        ("runner", "import pyengine.parallel"),
+        ("parallel", "from pyengine.scheduler import scheduler"),
+        ("parallel", "import pyengine.engine"),
+        ("parallel", "import pyengine.sampling"),
         ("cache", "import transformers"),
         ("models", "import pyengine.cache"),
         ("engine", "import pyengine.cli"),

@@ -2,7 +2,7 @@
 
 import re
 
-from pyengine.attention.registry import _CANDIDATES
+from pyengine.attention.choice import _CANDIDATES
 from tests.support.docs import ROOT, blocks, printed, run
 
 DOCUMENT = "docs/attention.md"

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-WORKERS = ("pyengine.runner.worker", "tests.support.faulty_worker")
+WORKERS = ("pyengine.parallel.worker", "tests.support.faulty_worker")
 
 
 def workers_of(parent: int) -> list[int]:

@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from pyengine.cache import BufferError, ConfigError
-from pyengine.cache.cpu_attention import CpuAttention, CpuCache, CpuStep
+from pyengine.cache import BufferError, ConfigError, CpuAttention, CpuCache, CpuStep
 
 BLOCKS, BLOCK, HEADS, KV_HEADS, DIM_K, DIM_V = 3, 2, 4, 2, 3, 1
 

@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pyengine.attention.interface import AttentionOptions
-from pyengine.attention.metadata import PagedContext
-from pyengine.attention.opaque import paged_attention, running
 from pyengine.core.errors import ConfigurationError
 from pyengine.runner import compiled
 from tests.unit.runner.hand_made import Entry, HandMadePlan, PagedRun, random_model
@@ -92,37 +89,3 @@ def test_a_model_that_cannot_be_compiled_is_refused_with_the_reason(monkeypatch,
     words = "install g\\+\\+" if compiler is None else "no such instruction"
     with pytest.raises(ConfigurationError, match=f"LlamaForCausalLM.*{words}.*leave compile out"):
         run.runner.compile(broken)
-
-
-def test_a_model_runs_one_step_at_a_time_and_forgets_it():
-    context = PagedContext(compiled._NoStep(), [None])
-    with (
-        running(-1, context),
-        pytest.raises(ConfigurationError, match="from one thread"),
-        running(-1, PagedContext(compiled._NoStep(), [None])),
-    ):
-        pass
-    query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
-    arguments = (query, query[:, :2], value, None, -1, 0, 1.0, None, None)
-    with pytest.raises(KeyError):
-        paged_attention(*arguments)
-    with running(-1, context):
-        assert paged_attention(*arguments).shape == (2, 4, 6)
-    assert context.attended == 1
-
-
-def test_options_reach_the_plan():
-    class Plan:
-        def forward(self, layer, query, key, value, options):
-            self.call = (layer, options)
-            return torch.zeros(2, 4, 6)
-
-    plan, sinks = Plan(), torch.ones(4)
-    query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
-    with running(-1, PagedContext(plan, [None, None])):
-        paged_attention(query, query[:, :2], value, sinks, -1, 1, 0.5, 7, 2.0)
-    layer, options = plan.call
-    assert layer == 1
-    assert torch.equal(options.sinks, sinks)
-    assert (options.scaling, options.sliding_window, options.softcap) == (0.5, 7, 2.0)
-    assert isinstance(options, AttentionOptions)

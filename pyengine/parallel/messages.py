@@ -1,6 +1,7 @@
-"""A step as one message: what rank 0 sends, and what the other ranks make of it.
+"""What rank 0 and the workers say to each other.
 
-A message is one int64 array, a header and the arrays of `StepInputs` behind each other::
+A worker is told two setups, then steps, and answers each with a report. A step is one int64 array,
+a header and the arrays of `StepInputs` behind each other::
 
     tokens | sequences | samples | groups | width | extra rows | copies
     input_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices
@@ -12,16 +13,92 @@ sent, as nothing reads it.
 
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from pyengine.attention import AttentionNeeds
 from pyengine.cache import StepBuffers
-from pyengine.runner.buffers import HostArrays
-from pyengine.runner.interface import Plan
+from pyengine.cache.layer_groups import LayerGroups
+from pyengine.runner import HostArrays, Plan, RunnerLimits
 
 Int64Array = npt.NDArray[np.int64]
 _HEADER_SIZE = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """The first thing that a worker is told: which rank it is, of which model.
+
+    `store` is a file through which the ranks find each other. `device` is that of rank 0.
+    """
+
+    rank: int
+    size: int
+    store: Path
+    model: Path
+    device: str
+    dtype: torch.dtype | str
+
+    @property
+    def own_device(self) -> torch.device:
+        """The device of this rank: on CUDA one for each."""
+        on_cuda = torch.device(self.device).type == "cuda"
+        return torch.device("cuda", self.rank) if on_cuda else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSetup:
+    """The second thing: the KV pool, the attention backend and the largest step.
+
+    All ranks have the same number of blocks, each with its part of the KV heads in them. `needs`
+    are those of rank 0 but for the device.
+    """
+
+    num_blocks: int
+    block_size: int
+    groups: LayerGroups
+    attention_backend: str
+    needs: AttentionNeeds
+    limits: RunnerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A worker's first word: it has imported what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker has its part of the model; bytes that are available on its device."""
+
+    available_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker did what it was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker did not: its traceback.
+
+    `in_forward`: it had entered the forward pass. Then it goes on only when rank 0 says that all
+    ranks have left the pass.
+    """
+
+    traceback: str
+    in_forward: bool
+
+
+Report = Started | Loaded | Done | Failed
+"""What workers say."""
+
+CARRY_ON = b""
+"""What rank 0 says to a worker that failed in the forward pass; a step is never empty."""
 
 
 @dataclass(frozen=True, slots=True)

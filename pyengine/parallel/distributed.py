@@ -36,23 +36,25 @@ from pyengine.models import (
     resolve_first_device,
     resolve_source,
 )
-from pyengine.runner.interface import Forward, Plan, StepLogits
-from pyengine.runner.interrupts import held_interrupts
-from pyengine.runner.messages import pack_step
-from pyengine.runner.model_runner import ModelRunner
-from pyengine.runner.ranks import (
+from pyengine.parallel.interrupts import held_interrupts
+from pyengine.parallel.messages import (
     Failed,
     Loaded,
     RankSetup,
     Report,
     RunnerSetup,
+    pack_step,
+)
+from pyengine.parallel.ranks import (
+    Readiness,
+    StepAbandoned,
     join,
     loopback_only,
     make_runner,
     threads_per_rank,
 )
-from pyengine.runner.readiness import Readiness, StepAbandoned
-from pyengine.runner.workers import WORKER, Workers
+from pyengine.parallel.workers import WORKER, Workers
+from pyengine.runner import Forward, ModelRunner, Plan, StepLogits
 
 _OTHERS_FAIL_TOO = 4.0
 """Seconds for the workers to report, once rank 0 has failed within the forward pass."""

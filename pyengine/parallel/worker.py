@@ -1,6 +1,6 @@
-"""A rank other than the first: `python -m pyengine.runner.worker SOCKET DRIVER`.
+"""A rank other than the first: `python -m pyengine.parallel.worker SOCKET DRIVER`.
 
-It is started by `pyengine.runner.workers`, never by hand. SOCKET is an open file descriptor,
+It is started by `pyengine.parallel.workers`, never by hand. SOCKET is an open file descriptor,
 DRIVER the process id of rank 0. It does what comes over the socket: a setup, a second one, then
 steps, until the socket closes.
 """
@@ -19,23 +19,26 @@ import torch
 
 from pyengine.cache.memory import available_memory
 from pyengine.models import load_model
-from pyengine.runner.messages import ReceivedPlan
-from pyengine.runner.model_runner import ModelRunner
-from pyengine.runner.ranks import (
+from pyengine.parallel.messages import (
     CARRY_ON,
     Done,
     Failed,
     Loaded,
     RankSetup,
+    ReceivedPlan,
     Report,
     RunnerSetup,
     Started,
+)
+from pyengine.parallel.ranks import (
+    Readiness,
+    StepAbandoned,
     join,
     loopback_only,
     make_runner,
     threads_per_rank,
 )
-from pyengine.runner.readiness import Readiness, StepAbandoned
+from pyengine.runner import ModelRunner
 
 _LOOKS_FOR_DRIVER_EVERY = 0.5
 _WAITS_FOR_OTHERS = 6.0

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyengine.attention import layout
-from pyengine.attention.layout import StepLayout
+from pyengine.attention import gather
+from pyengine.attention.gather import StepLayout
 
 sequences = st.lists(
     st.tuples(st.integers(1, 30), st.integers(0, 40)),  # new tokens, tokens before them
@@ -73,7 +73,7 @@ def test_pieces_cover_every_row_and_exactly_its_keys(
     span_rows, lengths, window, block_size, max_blocks
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_SPAN_ROWS", span_rows)
+        patch.setattr(gather, "MAX_SPAN_ROWS", span_rows)
         pieces = step(lengths, block_size)
         assert sight(pieces, window, max_blocks) == expected_sight(lengths, window)
 

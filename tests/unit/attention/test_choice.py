@@ -1,5 +1,7 @@
-"""The choice of a backend says why; the registered function says what it cannot do."""
+"""The choice of a backend says why; it is tried out, and what fails gives way."""
 
+import logging
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,21 +9,26 @@ import pytest
 import torch
 
 from pyengine.attention import (
-    ATTENTION_NAME,
     AttentionNeeds,
-    PagedContext,
+    LayerNeeds,
+    choice,
     choose_backend,
     cpu,
     explain_backends,
+    flashinfer,
     needs_of,
-    register_paged_attention,
+    select_backend,
 )
-from pyengine.attention.registry import backend_names, paged_attention
+from pyengine.attention.choice import backend_names, try_out
+from pyengine.attention.gather import GatherBackend
 from pyengine.core.errors import ConfigurationError
+from tests.unit.attention import fake_kernels
 from tests.unit.attention.families import MODELS, on_meta
 
 CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype=torch.float32)
-
+LAYER = LayerNeeds(query_heads=4, kv_heads=2, head_dim_k=64, head_dim_v=64)
+LAYERS = (LAYER, replace(LAYER, window=8, softcap=2.0), replace(LAYER, sinks=True))
+LAYERED_NEEDS = AttentionNeeds(device=torch.device("cpu"), layers=LAYERS, dtype=torch.bfloat16)
 
 MACHINES = {
     "no GPU": {"device": torch.device("cpu"), "torch_version": (2, 15)},
@@ -69,31 +76,18 @@ def on_machine(needs, machine):
     return replace(needs, **{**gpu, **MACHINES[machine]})
 
 
-class RecordingPlan:
-    def forward(self, layer, query, key, value, options):
-        self.call = (layer, query.shape, key.shape, value.shape, options)
-        return query + 1
-
-
-def call(plan, mask=None, kept=None, **keywords):
-    query, key = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
-    module = SimpleNamespace(layer_idx=7)
-    context = PagedContext(plan, [None] * 7 + [kept])
-    return paged_attention(module, query, key, key, mask, paged=context, **keywords)
-
-
 def test_auto_chooses_and_says_why():
-    choice = choose_backend("auto", CPU_NEEDS)
-    assert choice.backend == "cpu"
-    assert choice.reason == "reads the blocks in place, in Rust"
+    chosen = choose_backend("auto", CPU_NEEDS)
+    assert chosen.backend == "cpu"
+    assert chosen.reason == "reads the blocks in place, in Rust"
 
 
 def test_auto_passes_over_what_cannot_serve_and_says_why(monkeypatch):
     half = replace(CPU_NEEDS, dtype=torch.bfloat16)
-    choice = choose_backend("auto", half)
-    assert choice.backend == "gather"
-    assert "every model" in choice.reason
-    assert "cpu: it computes in float32, the model is in bfloat16" in choice.reason
+    chosen = choose_backend("auto", half)
+    assert chosen.backend == "gather"
+    assert "every model" in chosen.reason
+    assert "cpu: it computes in float32, the model is in bfloat16" in chosen.reason
     with pytest.raises(ConfigurationError, match="'cpu' cannot serve: it computes in float32"):
         choose_backend("cpu", half)
     slow = SimpleNamespace(is_fast=lambda: False)
@@ -110,10 +104,10 @@ def test_the_choice_follows_from_model_and_machine(
     models, model, machine, backend, block_size, words
 ):
     needs = on_machine(models[model], machine)
-    choice = choose_backend("auto", needs)
-    assert (choice.backend, choice.block_size) == (backend, block_size)
-    assert words in choice.reason
-    verdicts = explain_backends(choice, needs)
+    chosen = choose_backend("auto", needs)
+    assert (chosen.backend, chosen.block_size) == (backend, block_size)
+    assert words in chosen.reason
+    verdicts = explain_backends(chosen, needs)
     assert verdicts[backend] == "chosen"
     assert len(verdicts) >= 5
 
@@ -171,9 +165,9 @@ def test_an_8_bit_cache_goes_to_a_backend_that_reads_it(models):
     fp8 = {"kv_dtype": torch.float8_e4m3fn}
     needs = replace(on_machine(models["llama"], "flashinfer"), **fp8)
     assert choose_backend("auto", needs).backend == "flashinfer"
-    choice = choose_backend("auto", replace(on_machine(models["gpt_oss"], "flashinfer"), **fp8))
-    assert choice.backend == "gather"
-    assert "does not read an 8-bit KV cache with heads of size 64" in choice.reason
+    chosen = choose_backend("auto", replace(on_machine(models["gpt_oss"], "flashinfer"), **fp8))
+    assert chosen.backend == "gather"
+    assert "does not read an 8-bit KV cache with heads of size 64" in chosen.reason
     assert choose_backend("gather", replace(CPU_NEEDS, **fp8)).backend == "gather"
 
 
@@ -199,55 +193,6 @@ def test_a_backend_that_cannot_serve_says_why(requested):
         choose_backend(requested, needs)
 
 
-def test_the_registered_name_has_no_special_meaning_to_transformers():
-    from transformers import AttentionInterface
-
-    name = register_paged_attention()
-    assert name == ATTENTION_NAME
-    assert AttentionInterface()[name] is paged_attention
-    assert not any(word in name for word in ("flash", "paged|", "/"))
-
-
-def test_the_layer_arrives_flattened_with_its_options():
-    plan, sinks = RecordingPlan(), torch.ones(4)
-    out, weights = call(plan, scaling=0.3, sliding_window=6, softcap=2.0, s_aux=sinks)
-    layer, query, key, value, options = plan.call
-    assert (layer, query, key, value) == (7, (3, 4, 16), (3, 2, 16), (3, 2, 16))
-    assert (options.scaling, options.sliding_window, options.softcap) == (0.3, 6, 2.0)
-    assert options.sinks is sinks
-    assert out.shape == (1, 3, 4, 16)
-    assert weights is None
-
-
-def test_the_default_scaling_is_that_of_the_head():
-    plan = RecordingPlan()
-    call(plan)
-    assert plan.call[-1].scaling == 0.25
-
-
-def test_a_mask_or_bias_is_refused_rather_than_ignored():
-    with pytest.raises(ConfigurationError, match="mask"):
-        call(RecordingPlan(), mask=torch.ones(1))
-    with pytest.raises(ConfigurationError, match="bias"):
-        call(RecordingPlan(), position_bias=torch.ones(1))
-
-
-@pytest.mark.parametrize("asked", [None, 7])
-def test_a_layer_that_sees_further_than_is_kept_is_refused(asked):
-    plan = RecordingPlan()
-    sight = "every position" if asked is None else "the last 7 positions"
-    with pytest.raises(ConfigurationError, match=f"layer 7 .*{sight}.* only the last 6 are kept"):
-        call(plan, kept=6, sliding_window=asked)
-    assert not hasattr(plan, "call")
-
-
-@pytest.mark.parametrize(("asked", "kept"), [(6, 6), (5, 6), (6, None), (None, None)])
-def test_a_layer_may_see_what_is_kept_or_less(asked, kept):
-    plan = RecordingPlan()
-    call(plan, kept=kept, sliding_window=asked)
-    assert plan.call[-1].sliding_window == asked
-
-
 def test_every_name_is_one_that_can_be_asked_for():
     assert "gather" in backend_names()
     for name in backend_names():
@@ -255,3 +200,66 @@ def test_every_name_is_one_that_can_be_asked_for():
             assert choose_backend(name, CPU_NEEDS).backend == name
         except ConfigurationError as error:
             assert "cannot serve" in str(error)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """flashinfer as if it ran on the CPU."""
+    candidate = choice._CANDIDATES["flashinfer"]
+    serves = replace(candidate, obstacle=lambda needs: None)
+    monkeypatch.setitem(choice._CANDIDATES, "flashinfer", serves)
+    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
+
+
+def test_the_oracle_passes_for_every_kind_of_layer():
+    assert try_out(GatherBackend, LAYERED_NEEDS, 16) is None
+
+
+def test_every_kind_of_layer_is_tried():
+    seen = []
+
+    class Watching(GatherBackend):
+        def plan(self, inputs):
+            plan = super().plan(inputs)
+            forward = plan.forward
+
+            def watched(layer, query, key, value, options):
+                seen.append((len(query), options.sliding_window, options.sinks is not None))
+                return forward(layer, query, key, value, options)
+
+            plan.forward = watched
+            return plan
+
+    assert try_out(Watching, replace(LAYERED_NEEDS, layers=LAYERS * 5), 16) is None
+    kinds = [(None, False), (8, False), (None, True)]
+    assert seen == [(n, *kind) for n in (3, 1) for kind in kinds]
+
+
+def test_what_works_is_chosen(on_cpu, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
+    with caplog.at_level(logging.INFO):
+        assert select_backend("auto", LAYERED_NEEDS).backend == "flashinfer"
+    assert "attention backend flashinfer: its paged kernels serve this model" in caplog.text
+
+
+def test_a_package_that_does_not_import_gives_way_with_a_warning(on_cpu, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    chosen = select_backend("auto", LAYERED_NEEDS)
+    assert chosen.backend == "gather"
+    assert "flashinfer: it was tried and failed with ModuleNotFoundError" in chosen.reason
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "flashinfer: it was tried and failed with ModuleNotFoundError" in caplog.text
+
+
+def test_kernels_that_do_not_compile_are_an_error_where_they_were_asked_for(on_cpu, monkeypatch):
+    class Broken(fake_kernels.BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *args, **settings):
+            raise RuntimeError("ninja:\n nvcc was not found")
+
+    package = type(sys)("flashinfer")
+    package.BatchDecodeWithPagedKVCacheWrapper = fake_kernels.BatchDecodeWithPagedKVCacheWrapper
+    package.BatchPrefillWithPagedKVCacheWrapper = Broken
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    with pytest.raises(ConfigurationError, match="failed with RuntimeError: ninja: nvcc was not"):
+        select_backend("flashinfer", LAYERED_NEEDS)
+    assert "nvcc was not found" in select_backend("auto", LAYERED_NEEDS).reason

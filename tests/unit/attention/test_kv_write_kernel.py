@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from pyengine.attention.kv_write import KVWriter
+from pyengine.attention.paged import KVWriter
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def compare() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_the_kernel_writes_what_torch_writes():
     pytest.importorskip("triton")
-    code = "from tests.unit.attention.test_kv_write import compare; compare()"
+    code = "from tests.unit.attention.test_kv_write_kernel import compare; compare()"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

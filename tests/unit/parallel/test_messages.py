@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from pyengine.cache import BlockManager
+from pyengine.parallel.messages import ReceivedPlan, pack_step
 from pyengine.runner import InputBuffers, RunnerLimits
-from pyengine.runner.messages import ReceivedPlan, pack_step
 
 LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=6, num_groups=2)
 

@@ -16,8 +16,8 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.engine import Prompt, assembly
-from pyengine.runner import Team
-from pyengine.runner.workers import WORKER
+from pyengine.parallel import Team
+from pyengine.parallel.workers import WORKER
 from tests.support import faulty_worker
 from tests.support.processes import workers_left, workers_of
 from tests.unit.models.tiny import save_tiny_model
@@ -221,6 +221,6 @@ def test_nothing_is_started_for_a_size_that_does_not_divide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_model(tmp_path, num_attention_heads=2)
-    monkeypatch.setattr("pyengine.runner.distributed.Workers", None)
+    monkeypatch.setattr("pyengine.parallel.distributed.Workers", None)
     with pytest.raises(ConfigurationError, match=r"2 query heads.*: use 2"):
         LLM(tmp_path, device="cpu", tensor_parallel_size=4)

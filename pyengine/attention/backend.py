@@ -1,12 +1,45 @@
-"""The interface between transformers' layers and a paged attention backend."""
+"""What a step looks like, what a layer asks of attention, and what a backend is."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    from pyengine.attention.metadata import StepInputs
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The T tokens of B sequences of one step, flattened in plan order; G layer groups.
+
+    Tensors, on the device of the model:
+
+    - `input_ids`, `positions`: int64 `[T]`.
+    - `slot_mapping`: int64 `[G, T]`, where the layers of a group put each token's keys and
+      values; -1: nowhere.
+    - `query_start_loc`: int32 `[B + 1]`, where each sequence's tokens begin; the last is T.
+    - `seq_lens`: int32 `[B]`, tokens of each sequence after this step.
+    - `block_tables`: int32 `[G, B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
+      Where a group slides, blocks behind the window of the sequence's first new token read as
+      the trash block.
+    - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
+
+    The `host_` arrays are views of the same numbers in host memory, so that planning never
+    waits for the device. They are valid until the next step is filled in.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor
+    host_query_start_loc: Int32Array
+    host_seq_lens: Int32Array
+    host_block_tables: Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +85,7 @@ class AttentionPlan(Protocol):
 class GraphPlan(AttentionPlan, Protocol):
     """A plan whose `forward` can be captured in a CUDA graph, and replayed for other steps."""
 
-    def refresh(self, inputs: "StepInputs") -> None:
+    def refresh(self, inputs: StepInputs) -> None:
         """Take over another step, of as many sequences, before its replay and outside the graph.
 
         `inputs` has the tensors the plan was made over, filled anew, and their host arrays.
@@ -73,11 +106,11 @@ class AttentionBackend(Protocol):
         """Whether `graph_plan` can be called."""
         ...
 
-    def plan(self, inputs: "StepInputs") -> AttentionPlan:
+    def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
         ...
 
-    def graph_plan(self, inputs: "StepInputs") -> GraphPlan:
+    def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Prepare a decode step, one token per sequence, that is to be captured.
 
         The tensors of `inputs` keep their storage and shapes while the graph lives: `forward`

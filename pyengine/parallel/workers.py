@@ -1,6 +1,6 @@
 """The worker processes as rank 0 sees them: started, talked to, watched, ended.
 
-A worker is a plain process, `python -m pyengine.runner.worker`: no fork, and nothing is asked of
+A worker is a plain process, `python -m pyengine.parallel.worker`: no fork, and nothing is asked of
 the script that makes an `LLM`. Its socket is inherited, so there is no port that another process
 could find.
 
@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from time import monotonic
 
 from pyengine.core.errors import EngineDeadError
-from pyengine.runner.ranks import CARRY_ON, Failed, RankSetup, Report, RunnerSetup
+from pyengine.parallel.messages import CARRY_ON, Failed, RankSetup, Report, RunnerSetup
 
-WORKER = "pyengine.runner.worker"
+WORKER = "pyengine.parallel.worker"
 """The module that a worker runs."""
 
 _ENDING_TIME = 2.0

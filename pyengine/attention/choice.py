@@ -1,30 +1,24 @@
-"""The choice of a backend, and the one function that transformers calls for every layer."""
+"""The choice of a backend: what can serve, in order of preference, tried out on this machine."""
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 
-from pyengine.attention import opaque
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.cpu import CpuBackend, cpu_obstacle
 from pyengine.attention.flash_attn import PAGE, FlashAttnBackend, flash_attn_obstacle
 from pyengine.attention.flashinfer import FlashInferBackend, flashinfer_obstacle
 from pyengine.attention.flex import FlexBackend, flex_obstacle
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.interface import AttentionBackend, AttentionOptions
-from pyengine.attention.metadata import CompiledModel, PagedContext
-from pyengine.attention.needs import AttentionNeeds
-from pyengine.attention.trial import try_out
+from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.attention.varlen import VarlenBackend, varlen_obstacle
-from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.core.errors import ConfigurationError
 
-ATTENTION_NAME = "pyengine_paged_attention"
-"""transformers reads meaning into names that hold "flash", "paged|" or "/": this one has none."""
-
-
+_TRIAL_BLOCKS = 4
 _log = logging.getLogger(__name__)
 
 
@@ -171,63 +165,78 @@ def explain_backends(choice: Choice, needs: AttentionNeeds) -> dict[str, str]:
     return verdicts
 
 
-def register_paged_attention() -> str:
-    """Make paged attention known to transformers; returns the name for its models."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    return ATTENTION_NAME
-
-
-def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in place of its own attention, once per layer.
-
-    `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
-    already. Keywords that count: `paged` (a `PagedContext`, or which `CompiledModel` is being
-    compiled), `scaling`, `sliding_window`,
-    `softcap`, `s_aux` (sinks). Returns `[1, T, query_heads, d]` and no weights.
-    """
-    context = kwargs.get("paged")
-    if not isinstance(context, PagedContext | CompiledModel):
-        raise ConfigurationError(
-            f"{type(module).__name__} was called without paged=PagedContext(...): the model has "
-            "been set to paged attention and runs through ModelRunner only"
-        )
-    if attention_mask is not None or kwargs.get("position_bias") is not None:
-        raise ConfigurationError(
-            f"{type(module).__name__} passes a mask or a position bias to its attention, "
-            "which paged attention cannot honour: this model is not supported"
-        )
-    scaling = kwargs.get("scaling")
-    options = AttentionOptions(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if isinstance(context, PagedContext):
-        return context.attend(module.layer_idx, q, k, v, options)[None], None
-    return opaque.paged_attention(
-        q,
-        k,
-        v,
-        options.sinks,
-        context.number,
-        module.layer_idx,
-        options.scaling,
-        options.sliding_window,
-        options.softcap,
-    )[None], None
-
-
 def backend_names() -> tuple[str, ...]:
     """All that `choose_backend` knows, the preferred first, whether they can serve or not."""
     return tuple(_CANDIDATES)
+
+
+def try_out(
+    build: Callable[[KVPool], AttentionBackend], needs: AttentionNeeds, block_size: int
+) -> str | None:
+    """Run a prefill and a decode of each kind of layer over a pool of a few blocks.
+
+    Returns why that did not work, in one line; None: it did. What it computes is not looked at.
+    """
+    kinds = list(dict.fromkeys(needs.layers))
+    specs = [
+        KVCacheSpec(kind.kv_heads, kind.head_dim_k, kind.head_dim_v, needs.cache_dtype)
+        for kind in kinds
+    ]
+    try:
+        backend = build(KVPool(specs, _TRIAL_BLOCKS, block_size, needs.device))
+        for new_tokens in (3, 1):
+            plan = backend.plan(_trial_inputs(new_tokens, block_size, needs.device))
+            for layer, kind in enumerate(kinds):
+                plan.forward(
+                    layer, *_trial_rows(new_tokens, kind, needs), _trial_options(kind, needs)
+                )
+        if needs.device.type == "cuda":
+            torch.cuda.synchronize(needs.device)
+    except Exception as error:  # whatever an import, a compiler or a driver raises
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text[:300]}"
+    return None
+
+
+def _trial_inputs(new_tokens: int, block_size: int, device: torch.device) -> StepInputs:
+    """One sequence of three tokens, in block 1, of which the last `new_tokens` are new."""
+    starts, lens = np.array([0, new_tokens], dtype=np.int32), np.array([3], dtype=np.int32)
+    tables = np.array([[[1]]], dtype=np.int32)
+    positions = torch.arange(3 - new_tokens, 3, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return StepInputs(
+        input_ids=none,
+        positions=positions,
+        slot_mapping=positions[None] + block_size,
+        query_start_loc=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(lens).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        logits_indices=none,
+        host_query_start_loc=starts,
+        host_seq_lens=lens,
+        host_block_tables=tables,
+    )
+
+
+def _trial_rows(
+    num_tokens: int, kind: LayerNeeds, needs: AttentionNeeds
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = (
+        (kind.query_heads, kind.head_dim_k),
+        (kind.kv_heads, kind.head_dim_k),
+        (kind.kv_heads, kind.head_dim_v),
+    )
+    query, key, value = (
+        torch.zeros(num_tokens, *shape, dtype=needs.dtype, device=needs.device) for shape in shapes
+    )
+    return query, key, value
+
+
+def _trial_options(kind: LayerNeeds, needs: AttentionNeeds) -> AttentionOptions:
+    sinks = torch.zeros(kind.query_heads, dtype=needs.dtype, device=needs.device)
+    return AttentionOptions(
+        scaling=kind.head_dim_k**-0.5,
+        sliding_window=kind.window,
+        softcap=kind.softcap,
+        sinks=sinks if kind.sinks else None,
+    )

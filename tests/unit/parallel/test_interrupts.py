@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pyengine.runner.interrupts import held_interrupts
+from pyengine.parallel.interrupts import held_interrupts
 
 
 def nothing():

@@ -1,0 +1,175 @@
+"""From a layer of the model to the plan of the step: the function that transformers calls.
+
+While a model runs as it is, `paged=` holds the step. A compiled graph holds tensors and numbers
+only, and the plan is another one in every step. So there attention is one operator that
+torch.compile does not look into: the graph holds the number of its model, and the operator looks
+up which step that model is running. This table is the one place of ambient state: an entry lives
+as long as one forward pass, and `running` alone writes it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from pyengine.attention.backend import AttentionOptions, AttentionPlan
+from pyengine.core.errors import ConfigurationError
+
+ATTENTION_NAME = "pyengine_paged_attention"
+"""transformers reads meaning into names that hold "flash", "paged|" or "/": this one has none."""
+
+
+@dataclass(slots=True)
+class PagedContext:
+    """What the model is given as `paged=`: the plan of this step's attention.
+
+    `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
+    counts the layers that attended so far; the runner compares it with the layers of the pool,
+    since a layer that keeps its state elsewhere would be wrong in silence.
+    """
+
+    plan: AttentionPlan
+    kept: Sequence[int | None]
+    attended: int = field(default=0)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """`AttentionPlan.forward`, counted.
+
+        Raises `ConfigurationError` for a layer that sees further back than its group keeps its
+        blocks.
+        """
+        self.attended += 1
+        kept, asked = self.kept[layer], options.sliding_window
+        if kept is not None and (asked is None or asked > kept):
+            sight = "every position" if asked is None else f"the last {asked} positions"
+            raise ConfigurationError(
+                f"layer {layer} attends to {sight}, but of its keys and values only the last "
+                f"{kept} are kept, as the model's configuration says that its attention slides: "
+                "the two contradict each other, this model is not supported"
+            )
+        return self.plan.forward(layer, query, key, value, options)
+
+
+class CompiledModel(NamedTuple):
+    """What a model is given as `paged=` while it is compiled: the number that names it.
+
+    A graph cannot hold a step; `running` says which one is meant when it runs.
+    """
+
+    number: int
+
+
+def register_paged_attention() -> str:
+    """Make paged attention known to transformers; returns the name for its models."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    return ATTENTION_NAME
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in place of its own attention, once per layer.
+
+    `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
+    already. Keywords that count: `paged` (a `PagedContext`, or which `CompiledModel` is being
+    compiled), `scaling`, `sliding_window`,
+    `softcap`, `s_aux` (sinks). Returns `[1, T, query_heads, d]` and no weights.
+    """
+    context = kwargs.get("paged")
+    if not isinstance(context, PagedContext | CompiledModel):
+        raise ConfigurationError(
+            f"{type(module).__name__} was called without paged=PagedContext(...): the model has "
+            "been set to paged attention and runs through ModelRunner only"
+        )
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise ConfigurationError(
+            f"{type(module).__name__} passes a mask or a position bias to its attention, "
+            "which paged attention cannot honour: this model is not supported"
+        )
+    scaling = kwargs.get("scaling")
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if isinstance(context, PagedContext):
+        return context.attend(module.layer_idx, q, k, v, options)[None], None
+    return opaque_attention(
+        q,
+        k,
+        v,
+        options.sinks,
+        context.number,
+        module.layer_idx,
+        options.scaling,
+        options.sliding_window,
+        options.softcap,
+    )[None], None
+
+
+_running: dict[int, PagedContext] = {}
+
+
+@contextmanager
+def running(number: int, context: PagedContext) -> Iterator[None]:
+    """Inside, the operators of model `number` attend by `context`.
+
+    Raises `ConfigurationError` if the model is running already: one thread drives it.
+    """
+    if _running.setdefault(number, context) is not context:
+        raise ConfigurationError(
+            f"compiled model {number} is in a forward pass already: use an engine from one thread"
+        )
+    try:
+        yield
+    finally:
+        del _running[number]
+
+
+@torch.library.custom_op("pyengine::paged_attention", mutates_args=())
+def opaque_attention(  # noqa: PLR0913, PLR0917
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    number: int,
+    layer: int,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend in `layer` of model `number`; shapes as in `AttentionPlan.forward`.
+
+    It writes keys and values into the pool, which no other part of a graph sees; the order of the
+    layers is that of their inputs.
+    """
+    options = AttentionOptions(scaling, sliding_window, softcap, sinks)
+    return _running[number].attend(layer, query, key, value, options)
+
+
+@opaque_attention.register_fake
+def _shape(
+    query: torch.Tensor,
+    _key: torch.Tensor,
+    value: torch.Tensor,
+    *_rest: object,
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])

@@ -1,0 +1,128 @@
+"""Python in a model folder is never run, and nobody is asked about it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.models.test_gguf import write_tiny_gguf
+from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+
+_LOAD = """
+import sys
+from pyengine.core.errors import PyEngineError
+from pyengine.models import load_model, read_config
+from pathlib import Path
+try:
+    if sys.argv[1] == "config":
+        read_config(Path(sys.argv[2]))
+    elif sys.argv[1] == "team":
+        from pyengine.parallel import Team
+        Team(sys.argv[2], device="cpu", size=2).close()
+    else:
+        load_model(sys.argv[2], device="cpu")
+except PyEngineError as error:
+    print(type(error).__name__, error)
+    sys.exit(3)
+print("loaded")
+"""
+
+
+def add_code(folder: Path, file: str, **settings: object) -> None:
+    """A Python file in `folder` that leaves a trace, and `file` that asks for it."""
+    trace = folder / "ran"
+    (folder / "evil.py").write_text(
+        f"open({str(trace)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class EvilConfig(LlamaConfig):\n    model_type = 'evil'\n"
+        "class EvilModel(LlamaForCausalLM):\n    config_class = EvilConfig\n"
+        "class EvilTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    path = folder / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **settings}))
+
+
+def load(what: str, path: Path, home: Path) -> tuple[int, str]:
+    """Exit status and what was said, by a process that answers every question with "y"."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, what, str(path)],
+        input="y\n" * 20,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            "PATH": "",
+            "PYTHONPATH": ":".join(filter(None, sys.path)),
+            "HOME": str(home),
+            "PYENGINE_CACHE": str(home / "cache"),
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+    return done.returncode, done.stderr + done.stdout
+
+
+MODEL_MAP = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
+TOKENIZER_MAP = {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}
+
+
+@pytest.mark.parametrize("what", ["model", "config", "team"])
+def test_a_configuration_that_wants_code_is_refused(tmp_path, what):
+    folder = tmp_path / "folder"
+    save_tiny_model(folder)
+    add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)
+    status, said = load(what, folder, tmp_path)
+    assert not (folder / "ran").exists()
+    assert status == 3, said
+    assert "ModelLoadError" in said and "evil.EvilConfig" in said
+    assert "never runs code out of model folders" in said
+    assert "[y/N]" not in said and "trust_remote_code=True" not in said
+
+
+def test_a_tokenizer_that_wants_code_is_refused(tmp_path):
+    folder = tmp_path / "folder"
+    save_tiny_model(folder)
+    add_code(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="EvilTokenizer",
+        auto_map=TOKENIZER_MAP,
+    )
+    status, said = load("model", folder, tmp_path)
+    assert not (folder / "ran").exists()
+    assert status == 3, said
+    assert "ModelLoadError" in said and "evil.EvilTokenizer" in said
+    assert "never runs code out of model folders" in said
+    assert "[y/N]" not in said and "trust_remote_code=True" not in said
+
+
+def test_a_folder_that_also_brings_code_is_loaded_without_it(tmp_path):
+    folder = tmp_path / "folder"
+    save_tiny_model(folder)
+    save_tiny_tokenizer(folder)
+    add_code(folder, "config.json", auto_map=MODEL_MAP)
+    add_code(folder, "tokenizer_config.json", auto_map=TOKENIZER_MAP)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text((folder / "evil.py").read_text())
+    status, said = load("model", folder, tmp_path)
+    assert not (folder / "ran").exists()
+    assert (status, said) == (0, "loaded\n")
+
+
+def test_code_beside_a_gguf_file_is_not_run(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_tiny_gguf(folder / "tiny.gguf")
+    add_code(folder, "config.json", model_type="evil", auto_map=MODEL_MAP)
+    add_code(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="EvilTokenizer",
+        auto_map=TOKENIZER_MAP,
+    )
+    status, said = load("model", folder / "tiny.gguf", tmp_path)
+    assert not (folder / "ran").exists()
+    assert status == 0 and said.endswith("loaded\n"), said
