@@ -25,7 +25,7 @@ class FaultFinder:
     """Finds the request on which the forward pass fails, by leaving others out of steps.
 
     Suspects are those who were in every failed step since the search began and in none that went
-    well. Newcomers are left out first: those who have never been in a step that went well. Then
+    well. Newcomers are left out first: those who have no token yet. Then
     halves of the suspects, the last in the order of service first. So one of n that decode already
     is found within 2 steps beside the one that failed when it has just come, otherwise within
     log2(n) + 2. A request that was suspected alone and fails once more is at fault.
@@ -34,8 +34,6 @@ class FaultFinder:
     def __init__(self) -> None:
         self._suspects: list[RequestState] = []
         self._held: set[RequestState] = set()
-        self._proven: set[RequestState] = set()
-        """In a step that went well; only kept during a search."""
         self._num_failed = 0
         """Requests found at fault since a step went well."""
 
@@ -75,7 +73,10 @@ class FaultFinder:
         for one in took_part:
             one.num_failures = 0
         self._suspects = [one for one in self._suspects if one not in took_part]
-        self._hold_back() if len(self._suspects) > 1 else self._held.clear()
+        if len(self._suspects) > 1:
+            self._hold_back()
+        else:
+            self._held.clear()
 
     def forget(self, states: Iterable[RequestState]) -> None:
         """Requests have ended otherwise."""
