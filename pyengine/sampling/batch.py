@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.core.sampling_params import SamplingParams
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import seeds_of
 
@@ -81,15 +80,17 @@ class DrawBatch:
         """The settings of these rows, made when they are first asked for."""
         key = (rows.start, rows.stop, device)
         if key not in self._settings:
-            self._settings[key] = _settings([one.params for one in self.states[rows]], device)
+            self._settings[key] = _settings(self.states[rows], device)
         return self._settings[key]
 
 
-def _settings(params: Sequence[SamplingParams], device: torch.device) -> DrawSettings:
+def _settings(states: Sequence[SamplingState], device: torch.device) -> DrawSettings:
+    params = [state.params for state in states]
+
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
-    top_k = [max(p.top_k, 0) for p in params]
+    top_k = [max(0, min(one.params.top_k, one.vocab_size)) for one in states]
     return DrawSettings(
         temperature=column([p.temperature for p in params]),
         min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,

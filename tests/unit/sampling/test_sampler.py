@@ -233,6 +233,14 @@ def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
     assert all_three.top_logprobs == pytest.approx(expected[::-1])
 
 
+def test_a_top_k_of_more_than_the_vocabulary_is_no_limit() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    for top_p in (1.0, 0.9):
+        every = [state(SamplingParams(top_p=top_p, top_k=k), seed=3) for k in (2**63, 10**30)]
+        none = [state(SamplingParams(top_p=top_p), seed=3)] * 2
+        assert torch.equal(Sampler()(logits, every).token_ids, Sampler()(logits, none).token_ids)
+
+
 def test_rows_and_requests_must_correspond() -> None:
     with pytest.raises(ValueError, match=r"\(2, 1200\) for 1 requests"):
         Sampler()(torch.zeros(2, VOCAB), [state(SamplingParams())])
