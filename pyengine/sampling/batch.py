@@ -36,11 +36,8 @@ class SamplingBatch:
         self.random_rows = [at for at, one in enumerate(states) if one.params.temperature > 0]
         """Rows that are drawn; the others are greedy."""
         self.draws = DrawBatch([states[row] for row in self.random_rows])
-        self.wanted = {
-            row: state.params.logprobs
-            for row, state in enumerate(states)
-            if state.params.logprobs is not None
-        }
+        counts = [state.params.num_logprobs(state.vocab_size) for state in states]
+        self.wanted = {row: count for row, count in enumerate(counts) if count is not None}
         """How many log-probabilities each row asks for, of those that do."""
 
     def __len__(self) -> int:
