@@ -98,7 +98,7 @@ class Batch:
             due, prompt = part.due, part.entry.request.prompt_token_ids
             if due:
                 following = prompt[due.start + 1 : due.stop + 1]
-                top = part.state.params.prompt_logprobs or 0
+                top = part.state.params.num_prompt_logprobs(rows.shape[1]) or 0
                 found = prompt_logprobs(rows[: len(due)], following, top)
                 part.state.append_prompt_logprobs(found)
                 rows = rows[len(due) :]
