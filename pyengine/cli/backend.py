@@ -8,7 +8,7 @@ import atexit
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,32 +16,7 @@ import typer
 
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Settings of the engine as given on the command line; `None` leaves the choice to it."""
-
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    attention_backend: str = "auto"
-    compile: bool = False
-    kv_cache_dtype: str = "auto"
-    block_size: int | None = None
-    num_blocks: int | None = None
-    kv_cache_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    enable_prefix_caching: bool = True
-    in_flight_sharing: bool = True
-    layer_groups: bool = True
-    seed: int = 0
-    tensor_parallel_size: int = 1
+from pyengine.core.settings import EngineSettings
 
 
 class StatsView(Protocol):
@@ -86,34 +61,14 @@ class Engine(Protocol):
         """Versions, device, dtype, attention backend and why, pool size."""
 
 
-EngineFactory = Callable[[EngineOptions], Engine]
+EngineFactory = Callable[[EngineSettings], Engine]
 
 
-def open_llm(options: EngineOptions) -> Engine:
+def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
     from pyengine.engine import LLM
 
-    budget = options.kv_cache_gib
-    llm = LLM(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        attention_backend=options.attention_backend,
-        compile=options.compile,
-        kv_cache_dtype=options.kv_cache_dtype,
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        kv_cache_memory=None if budget is None else int(budget * GIB),
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=options.max_model_len,
-        enable_prefix_caching=options.enable_prefix_caching,
-        in_flight_sharing=options.in_flight_sharing,
-        layer_groups=options.layer_groups,
-        seed=options.seed,
-        tensor_parallel_size=options.tensor_parallel_size,
-    )
+    llm = LLM(**asdict(settings))
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
     atexit.register(gc.unfreeze)  # at the end it goes as usual
     gc.enable()

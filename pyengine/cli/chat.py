@@ -5,81 +5,32 @@ from typing import Annotated
 
 import typer
 
-from pyengine.cli import options as opt
-from pyengine.cli.backend import Engine, EngineOptions, factory_of
-from pyengine.cli.guard import guarded
+from pyengine.cli.backend import Engine, factory_of
+from pyengine.cli.options import command
 from pyengine.cli.prompts import Message
 from pyengine.cli.streaming import stream_answer
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings
 
 HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
+@command(max_tokens=512)
 def chat(
     context: typer.Context,
     *,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    model: opt.Model = None,
-    max_tokens: opt.MaxTokens = 512,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    stop: opt.Stop = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    attention_backend: opt.AttentionBackend = "auto",
-    compile: opt.Compile = False,
-    block_size: opt.BlockSize = None,
-    kv_cache_dtype: opt.KvCacheDtype = "auto",
-    num_blocks: opt.NumBlocks = None,
-    kv_cache_gib: opt.KvCacheGib = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
-    max_model_len: opt.MaxModelLen = None,
-    prefix_caching: opt.PrefixCaching = True,
-    in_flight_sharing: opt.InFlightSharing = True,
-    layer_groups: opt.LayerGroups = True,
-    tensor_parallel_size: opt.TensorParallelSize = 1,
+    params: SamplingParams,
+    settings: EngineSettings,
 ) -> None:
     """Talk to the model. Earlier turns are cache hits: each turn says how many tokens were."""
-    with guarded():
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            stop=stop or None,
+    engine = factory_of(context)(settings)
+    if getattr(engine.tokenizer, "chat_template", None) is None:
+        raise InvalidRequestError(
+            f"{engine.model_path} has no chat template; `pyengine generate --raw` takes it"
         )
-        engine = factory_of(context)(
-            EngineOptions(
-                model=model,
-                device=device,
-                dtype=dtype,
-                attention_backend=attention_backend,
-                compile=compile,
-                block_size=block_size,
-                kv_cache_dtype=kv_cache_dtype,
-                num_blocks=num_blocks,
-                kv_cache_gib=kv_cache_gib,
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_model_len=max_model_len,
-                enable_prefix_caching=prefix_caching,
-                in_flight_sharing=in_flight_sharing,
-                layer_groups=layer_groups,
-                tensor_parallel_size=tensor_parallel_size,
-                seed=seed,
-            )
-        )
-        if getattr(engine.tokenizer, "chat_template", None) is None:
-            raise InvalidRequestError(
-                f"{engine.model_path} has no chat template; `pyengine generate --raw` takes it"
-            )
-        _converse(engine, params, [{"role": "system", "content": system}] if system else [])
+    _converse(engine, params, [{"role": "system", "content": system}] if system else [])
 
 
 def _converse(engine: Engine, params: SamplingParams, opening: list[Message]) -> None:

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from pyengine.cli import options as opt
-from pyengine.cli.backend import Engine, EngineOptions, factory_of
+from pyengine.cli.backend import Engine, factory_of
 from pyengine.cli.figures import Meter
-from pyengine.cli.guard import INTERRUPTED, guarded
+from pyengine.cli.guard import INTERRUPTED
+from pyengine.cli.options import command
 from pyengine.cli.prompts import (
     AnyPrompt,
     MessagesPrompt,
@@ -26,8 +26,10 @@ from pyengine.cli.streaming import stream_answer
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings
 
 
+@command()
 def generate(
     context: typer.Context,
     prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
@@ -48,83 +50,21 @@ def generate(
             "by default where the model has one.",
         ),
     ] = None,
-    model: opt.Model = None,
-    max_tokens: opt.MaxTokens = 256,
-    min_tokens: opt.MinTokens = 0,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    top_k: opt.TopK = 0,
-    min_p: opt.MinP = 0.0,
-    repetition_penalty: opt.RepetitionPenalty = 1.0,
-    presence_penalty: opt.PresencePenalty = 0.0,
-    frequency_penalty: opt.FrequencyPenalty = 0.0,
-    stop: opt.Stop = None,
-    ignore_eos: opt.IgnoreEos = False,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    attention_backend: opt.AttentionBackend = "auto",
-    compile: opt.Compile = False,
-    block_size: opt.BlockSize = None,
-    kv_cache_dtype: opt.KvCacheDtype = "auto",
-    num_blocks: opt.NumBlocks = None,
-    kv_cache_gib: opt.KvCacheGib = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
-    max_num_seqs: opt.MaxNumSeqs = 256,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 2048,
-    max_model_len: opt.MaxModelLen = None,
-    prefix_caching: opt.PrefixCaching = True,
-    in_flight_sharing: opt.InFlightSharing = True,
-    layer_groups: opt.LayerGroups = True,
-    tensor_parallel_size: opt.TensorParallelSize = 1,
+    params: SamplingParams,
+    settings: EngineSettings,
 ) -> None:
     """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
-    with guarded():
-        prompts = _collect(prompt or [], file)
-        _check_writable(output)
-        _check_writable(record)
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            stop=stop or None,
-            ignore_eos=ignore_eos,
-        )
-        engine = factory_of(context)(
-            EngineOptions(
-                model=model,
-                device=device,
-                dtype=dtype,
-                attention_backend=attention_backend,
-                compile=compile,
-                block_size=block_size,
-                kv_cache_dtype=kv_cache_dtype,
-                num_blocks=num_blocks,
-                kv_cache_gib=kv_cache_gib,
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                enable_prefix_caching=prefix_caching,
-                in_flight_sharing=in_flight_sharing,
-                layer_groups=layer_groups,
-                tensor_parallel_size=tensor_parallel_size,
-                seed=seed,
-            )
-        )
-        template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
-        ready = to_engine(engine, prompts, template)
-        with nullcontext() if record is None else engine.recording(record):
-            if len(prompts) == 1 and output is None:
-                _answer_one(engine, ready[0], params)
-            else:
-                _answer_many(engine, prompts, ready, params, output)
+    prompts = _collect(prompt or [], file)
+    _check_writable(output)
+    _check_writable(record)
+    engine = factory_of(context)(settings)
+    template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
+    ready = to_engine(engine, prompts, template)
+    with nullcontext() if record is None else engine.recording(record):
+        if len(prompts) == 1 and output is None:
+            _answer_one(engine, ready[0], params)
+        else:
+            _answer_many(engine, prompts, ready, params, output)
 
 
 def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:

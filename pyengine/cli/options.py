@@ -1,139 +1,112 @@
-"""The options that several commands share, each declared once."""
+"""Options of the commands, made from the fields of the settings and of the sampling parameters."""
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
-_ENGINE = "Engine"
-_SAMPLING = "Sampling"
+from pyengine.cli.guard import guarded
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings, option_of
 
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Hub id, local folder or GGUF file; without it the embedded default model.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_ENGINE)]
-Dtype = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)
-]
-AttentionBackend = Annotated[
-    str, typer.Option(help="auto, or a backend's name to force it.", rich_help_panel=_ENGINE)
-]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile",
-        help="Let torch compile the model: a minute or two first, then faster.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-KvCacheDtype = Annotated[
-    str,
-    typer.Option(help="auto (the model's), or fp8: 8-bit floats.", rich_help_panel=_ENGINE),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens per KV block; without it, what the attention backend likes best.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-NumBlocks = Annotated[
-    int | None,
-    typer.Option(help="Blocks in the pool; without it, by memory.", rich_help_panel=_ENGINE),
-]
-KvCacheGib = Annotated[
-    float | None, typer.Option(help="Memory for the pool, in GiB.", rich_help_panel=_ENGINE)
-]
-GpuMemoryUtilization = Annotated[
-    float,
-    typer.Option(
-        help="Share of a GPU's free memory for the pool, where no other size is given.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-MaxNumSeqs = Annotated[
-    int, typer.Option(help="Sequences in one step at most.", rich_help_panel=_ENGINE)
-]
-MaxNumBatchedTokens = Annotated[
-    int, typer.Option(help="Tokens in one step at most.", rich_help_panel=_ENGINE)
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        help="Prompt and answer at most; without it, the model's own limit.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-PrefixCaching = Annotated[
-    bool,
-    typer.Option(
-        "--prefix-caching/--no-prefix-caching",
-        help="Reuse the KV blocks of equal prefixes.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-InFlightSharing = Annotated[
-    bool,
-    typer.Option(
-        "--in-flight-sharing/--no-in-flight-sharing",
-        help="Compute equal prefixes of one step once; without it they are merged after the step.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-LayerGroups = Annotated[
-    bool,
-    typer.Option(
-        "--layer-groups/--no-layer-groups",
-        help="Layers with sliding windows give back the KV blocks behind them.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-TensorParallelSize = Annotated[
-    int,
-    typer.Option(help="Processes that the model is divided over.", rich_help_panel=_ENGINE),
-]
-Seed = Annotated[
-    int, typer.Option(help="Seed of the engine's random draws.", rich_help_panel=_SAMPLING)
-]
-MaxTokens = Annotated[
-    int, typer.Option(help="New tokens at most, per prompt.", rich_help_panel=_SAMPLING)
-]
-MinTokens = Annotated[int, typer.Option(help="New tokens at least.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[
-    float,
-    typer.Option(help="0 takes the likeliest token, always.", rich_help_panel=_SAMPLING),
-]
-TopP = Annotated[
-    float,
-    typer.Option(help="Draw from the likeliest tokens of this mass.", rich_help_panel=_SAMPLING),
-]
-TopK = Annotated[
-    int, typer.Option(help="Draw from the K likeliest; 0: all.", rich_help_panel=_SAMPLING)
-]
-MinP = Annotated[
-    float,
-    typer.Option(help="Drop tokens below this share of the likeliest.", rich_help_panel=_SAMPLING),
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1: repeat less.", rich_help_panel=_SAMPLING)
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Above 0: fewer tokens again.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="Above 0: the more often, the less.", rich_help_panel=_SAMPLING)
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="End where this text appears; may be given again.", rich_help_panel=_SAMPLING
-    ),
-]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option("--ignore-eos", help="Go on past the end token.", rich_help_panel=_SAMPLING),
-]
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """An option for a field of `SamplingParams`: default and help on the command line."""
+
+    default: Any
+    help: str
+    kind: Any
+
+
+_SAMPLING: Mapping[str, _Sampling] = {
+    "max_tokens": _Sampling(256, "New tokens at most, per prompt.", int),
+    "min_tokens": _Sampling(0, "New tokens at least.", int),
+    "temperature": _Sampling(0.0, "0 takes the likeliest token, always.", float),
+    "top_p": _Sampling(1.0, "Draw from the likeliest tokens of this mass.", float),
+    "top_k": _Sampling(0, "Draw from the K likeliest; 0: all.", int),
+    "min_p": _Sampling(0.0, "Drop tokens below this share of the likeliest.", float),
+    "repetition_penalty": _Sampling(1.0, "Above 1: repeat less.", float),
+    "presence_penalty": _Sampling(0.0, "Above 0: fewer tokens again.", float),
+    "frequency_penalty": _Sampling(0.0, "Above 0: the more often, the less.", float),
+    "stop": _Sampling(None, "End where this text appears; may be given again.", list[str] | None),
+    "ignore_eos": _Sampling(False, "Go on past the end token.", bool),
+}
+"""Fields of `SamplingParams` that the commands offer."""
+
+
+def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command's body to take an option for every field it stands on.
+
+    A body with a parameter `settings` gets `EngineSettings` in it, one with `params`
+    `SamplingParams`; its own parameters stay. `defaults` replace those of the sampling options.
+    What may go wrong is reported without a traceback (`guarded`).
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        own = dict(inspect.signature(body).parameters)
+        makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+        options: list[inspect.Parameter] = []
+        if own.pop("params", None):
+            makers["params"] = _sampling_params
+            options += map(_sampling_option, *zip(*_SAMPLING.items(), strict=True))
+        if own.pop("settings", None):
+            makers["settings"] = _settings
+            options += map(_setting_option, fields(EngineSettings))
+        options = [one.replace(default=defaults.get(one.name, one.default)) for one in options]
+
+        @wraps(body)
+        def run(**values: Any) -> None:
+            with guarded():
+                made = {name: make(values) for name, make in makers.items()}
+                body(**{name: values[name] for name in own}, **made)
+
+        shown: Any = run  # what typer reads
+        shown.__signature__ = inspect.Signature([*own.values(), *options])
+        shown.__annotations__ = {one.name: one.annotation for one in (*own.values(), *options)}
+        return run
+
+    return decorate
+
+
+def _option(name: str, default: Any, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _sampling_option(name: str, form: _Sampling) -> inspect.Parameter:
+    flag = [f"--{name.replace('_', '-')}"] if form.kind is bool else []
+    option = typer.Option(*flag, help=form.help, rich_help_panel="Sampling")
+    return _option(name, form.default, form.kind, option)
+
+
+def _setting_option(setting: Any) -> inspect.Parameter:
+    form = option_of(setting)
+    kind = setting.type if form.parse is None else form.parse
+    name = f"--{setting.name.replace('_', '-')}"
+    flag = form.flag or (name if setting.default is not None else None)
+    if kind == bool | None:
+        flag = f"{name}/--no-{name[2:]}"
+    option = typer.Option(
+        *([flag] if flag else []),
+        help=f"{form.help[0].upper()}{form.help[1:]}.",
+        rich_help_panel=form.panel,
+        hidden=form.hidden,
+    )
+    return _option(setting.name, setting.default, kind, option)
+
+
+def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**{name: values[name] for name in _SAMPLING})
+
+
+def _settings(values: Mapping[str, Any]) -> EngineSettings:
+    chosen = {}
+    for setting in fields(EngineSettings):
+        convert, value = option_of(setting).convert, values[setting.name]
+        chosen[setting.name] = value if convert is None else convert(value)
+    return EngineSettings(**chosen)

@@ -13,7 +13,7 @@ from pyengine.core.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "CompletionOutput",
@@ -25,5 +25,6 @@ __all__ = [
     "PyEngineError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
 ]

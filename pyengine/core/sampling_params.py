@@ -1,18 +1,33 @@
 """How a request's tokens are chosen and when it ends: validated once, frozen afterwards."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pyengine.core.errors import InvalidRequestError
+from pyengine.core.fields import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    INT64_MAX,
+    Rule,
+    is_integer,
+    is_real,
+    items_of,
+    refuse,
+    text_item,
+    token_item,
+)
 
 _Item = TypeVar("_Item")
+_Ids = TypeVar("_Ids", bound=Sequence[int])
 
-
-def _refuse(name: str, value: object, allowed: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name}={value!r} is not allowed: it must be {allowed}")
+MAX_SAMPLES = 16_384
+"""The largest ``n``. How many can run at once is the engine's limit, and smaller."""
+MAX_LOGPROB_ENTRIES = 1 << 23
+"""How many log-probabilities a request may report that asks for more than 20 per token: each
+takes some 250 bytes in its result."""
+_LOGPROBS_OF_ANY_LENGTH = 20
 
 
 class _TupleField(Generic[_Item]):
@@ -22,7 +37,7 @@ class _TupleField(Generic[_Item]):
     the type that ``__set__`` takes, the attribute the type that ``__get__`` returns.
     """
 
-    def __init__(self, checked: Callable[[Any], _Item]) -> None:
+    def __init__(self, checked: Callable[[str, Any], _Item]) -> None:
         self._checked = checked
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -33,86 +48,66 @@ class _TupleField(Generic[_Item]):
         return items
 
     def __set__(self, instance: object, value: _Item | Iterable[_Item] | None) -> None:
-        several = isinstance(value, Iterable) and not isinstance(value, str)
-        items: Any = () if value is None else value if several else (value,)
-        instance.__dict__[self._name] = tuple(self._checked(item) for item in items)
+        instance.__dict__[self._name] = items_of(self._name, value, self._checked)
 
 
-def _stop_string(item: Any) -> str:
-    if not isinstance(item, str) or not item:
-        raise _refuse("stop", item, "made of strings of at least one character")
-    return item
+class RequestOutputKind(Enum):
+    """What the outputs of a running request hold."""
+
+    CUMULATIVE = 0
+    """Everything so far, each time."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
 
 
-def _stop_token_id(item: Any) -> int:
-    if not _is_integer(item) or item < 0:
-        raise _refuse("stop_token_ids", item, "made of token ids, integers of at least 0")
-    return int(item)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """What one numeric field may hold."""
-
-    kind: type[int] | type[float]
-    holds: Callable[[Any], bool]
-    allowed: str
-    optional: bool = False
-
-    def checked(self, name: str, value: Any) -> int | float | None:
-        """Return ``value`` as a plain Python number, or refuse it."""
-        if value is None and self.optional:
-            return None
-        is_kind = _is_integer if self.kind is int else _is_real
-        if not is_kind(value) or not self.holds(value):
-            raise _refuse(name, value, self.allowed)
-        return self.kind(value)
-
-
-_RULES: Mapping[str, _Rule] = {
-    "n": _Rule(int, lambda x: x >= 1, "an integer of at least 1"),
-    "temperature": _Rule(
+_RULES: Mapping[str, Rule] = {
+    "n": Rule(int, lambda x: 1 <= x <= MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
+    "temperature": Rule(
         float, lambda x: 0 <= x < math.inf, "a finite number, 0 (greedy) or greater"
     ),
-    "top_p": _Rule(float, lambda x: 0 < x <= 1, "greater than 0 and at most 1 (1 turns it off)"),
-    "top_k": _Rule(int, lambda x: x >= -1, "an integer of at least 1, or 0 or -1 to turn it off"),
-    "min_p": _Rule(float, lambda x: 0 <= x <= 1, "between 0 (off) and 1"),
-    "repetition_penalty": _Rule(
-        float, lambda x: 0 < x < math.inf, "a finite number greater than 0 (1 turns it off)"
+    "top_p": Rule(float, lambda x: 0 < x <= 1, "greater than 0 and at most 1 (1 turns it off)"),
+    "top_k": Rule(int, lambda x: x >= -1, "an integer of at least 1, or 0 or -1 to turn it off"),
+    "min_p": Rule(float, lambda x: 0 <= x <= 1, "between 0 (off) and 1"),
+    "repetition_penalty": Rule(
+        float,
+        lambda x: FLOAT32_TINY <= x <= FLOAT32_MAX,
+        "greater than 0 and within float32, 1.2e-38 to 3.4e38 (1 turns it off)",
     ),
-    "presence_penalty": _Rule(float, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)"),
-    "frequency_penalty": _Rule(float, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)"),
-    "seed": _Rule(
+    "presence_penalty": Rule(float, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)"),
+    "frequency_penalty": Rule(float, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)"),
+    "seed": Rule(
         int,
         lambda x: -(2**63) <= x < 2**64,
         "an integer of 64 bits, or None for one that the engine chooses",
         optional=True,
     ),
-    "max_tokens": _Rule(
+    "max_tokens": Rule(
         int,
-        lambda x: x >= 1,
-        "an integer of at least 1, or None for as many as the model has positions",
+        lambda x: 1 <= x <= INT64_MAX,
+        "an integer from 1 to 2**63 - 1, or None for as many as the model has positions",
         optional=True,
     ),
-    "min_tokens": _Rule(int, lambda x: x >= 0, "an integer of at least 0"),
-    "logprobs": _Rule(
+    "min_tokens": Rule(int, lambda x: 0 <= x <= INT64_MAX, "an integer from 0 to 2**63 - 1"),
+    "logprobs": Rule(
         int,
-        lambda x: x >= 0,
-        "an integer of at least 0 (0: only the chosen token), or None for none",
+        lambda x: -1 <= x < 2**31,
+        "an integer of at least 0 (0: only the chosen token), -1 for the whole vocabulary, "
+        "or None for none",
         optional=True,
     ),
-    "prompt_logprobs": _Rule(
+    "prompt_logprobs": Rule(
         int,
-        lambda x: x >= 0,
-        "an integer of at least 0 (0: only the prompt's own tokens), or None for none",
+        lambda x: -1 <= x < 2**31,
+        "an integer of at least 0 (0: only the prompt's own tokens), -1 for the whole "
+        "vocabulary, or None for none",
+        optional=True,
+    ),
+    "truncate_prompt_tokens": Rule(
+        int,
+        lambda x: x == -1 or x >= 1,
+        "an integer of at least 1, -1 for as many as the model takes, or None for no cut",
         optional=True,
     ),
 }
@@ -122,8 +117,9 @@ _RULES: Mapping[str, _Rule] = {
 class SamplingParams:
     """Settings of one request, by vLLM's names and with its defaults.
 
-    Raises :class:`InvalidRequestError` for a value outside its range. ``stop`` takes a string,
-    ``stop_token_ids`` an id, or any iterable of them; both are read back as tuples.
+    Raises :class:`InvalidRequestError` for a value outside its range or of another type.
+    ``stop`` and ``bad_words`` take a string, ``stop_token_ids`` and ``allowed_token_ids`` an id,
+    or any iterable of them; they are read back as tuples.
     """
 
     n: int = 1
@@ -133,7 +129,8 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the fewest most probable tokens that together reach this probability."""
     top_k: int = 0
-    """Keep this many most probable tokens, and any as probable as the last; 0 or -1: all."""
+    """Keep this many most probable tokens, and any as probable as the last; 0, -1 or more than
+    the vocabulary has: all."""
     min_p: float = 0.0
     """Keep tokens at least this many times as probable as the most probable one."""
     repetition_penalty: float = 1.0
@@ -146,9 +143,9 @@ class SamplingParams:
     """Added to the logits of these token ids."""
     seed: int | None = None
     """Makes the draws reproducible, whatever else is in the batch; ``None``: engine's choice."""
-    stop: _TupleField[str] = _TupleField(_stop_string)
+    stop: _TupleField[str] = _TupleField(text_item)
     """End the text at the first of these strings."""
-    stop_token_ids: _TupleField[int] = _TupleField(_stop_token_id)
+    stop_token_ids: _TupleField[int] = _TupleField(token_item)
     """End at the first of these tokens."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps the stop string that ended it."""
@@ -159,13 +156,23 @@ class SamplingParams:
     min_tokens: int = 0
     """How many tokens must be generated before any stop condition is looked at."""
     logprobs: int | None = None
-    """Report the chosen token's log-probability and this many of the most probable ones."""
+    """Report the chosen token's log-probability and this many of the most probable ones; -1: all.
+    More than 20 are limited in total, by :meth:`check_sizes`."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
     detokenize: bool = True
     """Whether to produce text at all."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output holds while the request runs."""
+    bad_words: _TupleField[str] = _TupleField(text_item)
+    """Words whose last token is never chosen where it would complete one of them, at the
+    beginning of a text or after a space."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Choose among these tokens only; ``None``: among all."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens of the prompt, the last ones; -1: as many as the model takes."""
 
     _SWITCHES: ClassVar[tuple[str, ...]] = (
         "include_stop_str_in_output",
@@ -179,19 +186,31 @@ class SamplingParams:
             object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
         for name in self._SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise _refuse(name, getattr(self, name), "True or False")
+                raise refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise refuse("output_kind", self.output_kind, "a RequestOutputKind")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = items_of("allowed_token_ids", self.allowed_token_ids, token_item)
+            if not allowed:
+                raise refuse("allowed_token_ids", [], "at least one token id, or None for all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
-            raise InvalidRequestError(
-                f"stop={self.stop!r} needs text to search, but detokenize=False: "
-                "set detokenize=True, or use stop_token_ids"
+            raise refuse(
+                "stop",
+                self.stop,
+                "empty with detokenize=False, as it needs text to search: "
+                "set detokenize=True, or use stop_token_ids",
             )
+        for word in self.bad_words:
+            if word.isspace():
+                raise refuse("bad_words", word, "made of words, not of white space alone")
 
     @property
     def is_greedy(self) -> bool:
@@ -207,26 +226,71 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
+    def num_logprobs(self, vocab_size: int) -> int | None:
+        """How many log-probabilities each generated token reports; ``None``: none at all."""
+        return vocab_size if self.logprobs == -1 else self.logprobs
+
+    def num_prompt_logprobs(self, vocab_size: int) -> int | None:
+        """How many log-probabilities each token of the prompt reports; ``None``: none at all."""
+        return vocab_size if self.prompt_logprobs == -1 else self.prompt_logprobs
+
+    def truncated(self, prompt_token_ids: _Ids, longest: int) -> _Ids | Sequence[int]:
+        """Return the tokens of a prompt that ``truncate_prompt_tokens`` keeps.
+
+        ``longest`` is how many the model takes. A prompt that is not cut is returned as it is.
+        """
+        kept = longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if kept is None or len(prompt_token_ids) <= kept:
+            return prompt_token_ids
+        return prompt_token_ids[len(prompt_token_ids) - kept :]
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise :class:`InvalidRequestError` for ids or counts that ``vocab_size`` cannot hold."""
-        allowed = f"a token id of this model: 0 to {vocab_size - 1}"
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            for token in ids or ():
-                if not 0 <= token < vocab_size:
-                    raise _refuse(name, token, allowed)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids and max(ids) >= vocab_size:
+                raise refuse(name, max(ids), f"a token id of this model: 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count > vocab_size:
-                raise _refuse(name, count, f"at most the vocabulary's size, {vocab_size}")
+                raise refuse(
+                    name, count, f"at most the vocabulary's size, {vocab_size}, or -1 for all of it"
+                )
+
+    def check_sizes(self, num_prompt_tokens: int, max_output: int, vocab_size: int) -> None:
+        """Raise :class:`InvalidRequestError` where log-probabilities would fill the memory.
+
+        Up to 20 per token are allowed for any length. More are allowed as long as the request's
+        are at most ``MAX_LOGPROB_ENTRIES`` together; ``max_output`` is how many tokens each of
+        its completions may have.
+        """
+        asked = (
+            ("prompt_logprobs", self.num_prompt_logprobs(vocab_size), 1, num_prompt_tokens),
+            ("logprobs", self.num_logprobs(vocab_size), self.n, max_output),
+        )
+        for name, count, times, length in asked:
+            most = MAX_LOGPROB_ENTRIES // max(times * length, 1)
+            if count is not None and count > max(most, _LOGPROBS_OF_ANY_LENGTH):
+                tokens = f"{times} x {length} tokens" if times > 1 else f"{length} tokens"
+                raise refuse(
+                    name,
+                    getattr(self, name),
+                    f"at most {max(most, _LOGPROBS_OF_ANY_LENGTH)} for {tokens}: of more than "
+                    f"{_LOGPROBS_OF_ANY_LENGTH} per token, a request reports at most "
+                    f"{MAX_LOGPROB_ENTRIES}",
+                )
 
 
 def _checked_bias(bias: Any) -> dict[int, float]:
     """Return a private copy of ``bias``, so that the caller's later changes don't reach it."""
+    allowed = "a finite number within float32, at most 3.4e38"
     if not isinstance(bias, Mapping):
-        raise _refuse("logit_bias", bias, "a mapping from token id to a finite number")
+        raise refuse("logit_bias", bias, "a mapping from token id to a finite number")
+    checked: dict[int, float] = {}
     for token, value in bias.items():
-        if not _is_integer(token) or token < 0:
-            raise _refuse("logit_bias", token, "keyed by token ids, integers of at least 0")
-        if not _is_real(value) or not math.isfinite(value):
-            raise _refuse(f"logit_bias[{token}]", value, "a finite number")
-    return {int(token): float(value) for token, value in bias.items()}
+        if not is_integer(token) or not 0 <= token <= INT64_MAX:
+            raise refuse("logit_bias", token, "keyed by token ids, integers of at least 0")
+        if not is_real(value) or not abs(value) <= FLOAT32_MAX:
+            raise refuse(f"logit_bias[{token}]", value, allowed)
+        checked[int(token)] = float(value)
+    return checked

@@ -4,11 +4,11 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 """
 
 import platform
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -19,6 +19,8 @@ from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve
 from pyengine.cache.layer_groups import LayerGroups
 from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings
 from pyengine.engine.allocator import keep_freed_memory
 from pyengine.engine.capacity import CachePlan, model_facts, plan_cache
 from pyengine.engine.engine import Engine, ModelFacts
@@ -36,90 +38,23 @@ _SOME_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What `LLM` was asked for, as it is documented there. Bad values are refused here, before
-    anything is loaded: `ConfigurationError`.
+class BuiltEngine:
+    """An engine and what it stands on. `team` are the processes of a model that is divided.
+
+    `default_params` serve requests that come without sampling parameters.
     """
-
-    model: str | Path | None
-    device: str | torch.device
-    dtype: str | torch.dtype
-    block_size: int | Literal["auto"] | None
-    num_blocks: int | None
-    kv_cache_memory: int | None
-    gpu_memory_utilization: float
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
-    enable_prefix_caching: bool
-    in_flight_sharing: bool
-    eviction: str
-    layer_groups: bool
-    seed: int
-    attention_backend: str
-    kv_cache_dtype: str
-    async_scheduling: bool | None
-    enforce_eager: bool
-    compile: bool
-    tensor_parallel_size: int
-
-    def __post_init__(self) -> None:
-        _ = self.limits
-        asked = self.asked_block_size
-        size = self.pool_settings(_SOME_BLOCK_SIZE if asked is None else asked).block_size
-        resolve_kv_cache_dtype(self.kv_cache_dtype, torch.float32)
-        try:
-            BlockManager(1, size, eviction=self.eviction)
-        except ConfigError as error:
-            raise ConfigurationError(str(error)) from error
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigurationError(
-                f"max_model_len={self.max_model_len}: a prompt token and an output token are the "
-                "least"
-            )
-        if self.tensor_parallel_size != 1 and (self.async_scheduling or self.compile):
-            other = "async_scheduling" if self.async_scheduling else "compile"
-            raise ConfigurationError(
-                f"{other}=True does not go together with tensor_parallel_size="
-                f"{self.tensor_parallel_size} yet: leave one of them out"
-            )
-
-    @property
-    def asked_block_size(self) -> int | None:
-        """Tokens per block; None: as the attention backend likes it."""
-        return None if self.block_size == "auto" else self.block_size
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        """The largest step."""
-        return SchedulerLimits(
-            max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs
-        )
-
-    def pool_settings(self, block_size: int) -> PoolSettings:
-        """What is asked of a pool of blocks of this size."""
-        return PoolSettings(
-            block_size=block_size,
-            num_blocks=self.num_blocks,
-            kv_cache_memory=self.kv_cache_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            max_num_seqs=self.max_num_seqs,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
-    """An engine and what it stands on. `team` are the processes of a model that is divided."""
 
     loaded: LoadedModel
     manager: BlockManager
     engine: Engine
     team: Team | None
+    default_params: SamplingParams
     description: dict[str, object]
 
 
-def assemble(settings: EngineSettings) -> Assembly:
+def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Load, size, choose, join. Raises as `LLM` does; nothing is left running if it fails."""
+    _check(settings)
     team = None
     if settings.tensor_parallel_size != 1:
         size = settings.tensor_parallel_size
@@ -128,7 +63,36 @@ def assemble(settings: EngineSettings) -> Assembly:
         return _join(settings, team)
 
 
-def _join(settings: EngineSettings, team: Team | None) -> Assembly:
+def _check(settings: EngineSettings) -> None:
+    """Refuse what only the block manager or torch knows to be wrong, before anything is loaded."""
+    asked = settings.asked_block_size
+    size = _SOME_BLOCK_SIZE if asked is None else asked
+    resolve_kv_cache_dtype(settings.kv_cache_dtype, torch.float32)
+    try:
+        BlockManager(1, size, eviction=settings.eviction)
+    except ConfigError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _pool_settings(settings: EngineSettings, block_size: int) -> PoolSettings:
+    """What is asked of a pool of blocks of this size."""
+    return PoolSettings(
+        block_size=block_size,
+        num_blocks=settings.num_blocks,
+        kv_cache_memory=settings.kv_cache_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.max_num_seqs,
+    )
+
+
+def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
+    """The largest step."""
+    return SchedulerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
+    )
+
+
+def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     loaded = team.loaded if team else _load(settings)
     needs = needs_of(
         loaded.model,
@@ -140,7 +104,7 @@ def _join(settings: EngineSettings, team: Team | None) -> Assembly:
     choice = select_backend(settings.attention_backend, needs)
     asked = settings.max_model_len
     pool_settings = replace(
-        settings.pool_settings(choice.block_size),
+        _pool_settings(settings, choice.block_size),
         max_model_len=min(asked or loaded.max_model_len, loaded.max_model_len),
     )
     memory = team.available_memory if team else None
@@ -169,7 +133,7 @@ def _join(settings: EngineSettings, team: Team | None) -> Assembly:
     pipeline = _pipeline(settings, runner, loaded.device)
     engine = Engine(
         manager,
-        Scheduler(manager, settings.limits),
+        Scheduler(manager, _scheduler_limits(settings)),
         pipeline,
         facts,
         tokenizer=loaded.tokenizer,
@@ -181,13 +145,26 @@ def _join(settings: EngineSettings, team: Team | None) -> Assembly:
         **_about_cache(plan, facts, settings),
         "async_scheduling": pipeline.depth > 1,
     }
-    return Assembly(
-        loaded=loaded, manager=manager, engine=engine, team=team, description=description
+    return BuiltEngine(
+        loaded=loaded,
+        manager=manager,
+        engine=engine,
+        team=team,
+        default_params=_default_params(settings, loaded),
+        description=description,
     )
 
 
+def _default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
+    """For requests without sampling parameters: those of the model, or our own."""
+    of_model: Mapping[str, Any] = getattr(loaded, "default_sampling", {})
+    return SamplingParams(**of_model if settings.takes_model_sampling else {})
+
+
 def _load(settings: EngineSettings) -> LoadedModel:
-    return load_model(settings.model, device=settings.device, dtype=settings.dtype)
+    hub = {"revision": settings.revision, "token": settings.token}
+    given: dict[str, Any] = {name: value for name, value in hub.items() if value is not None}
+    return load_model(settings.model, device=settings.device, dtype=settings.dtype, **given)
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:

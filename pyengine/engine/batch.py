@@ -170,7 +170,8 @@ class Batch:
         following = np.concatenate([part.following for part in self.prompt_parts])
         tops: list[int] = []
         for part in self.prompt_parts:
-            tops += [part.state.params.prompt_logprobs or 0] * part.length
+            most = part.state.params.num_prompt_logprobs(logits.shape[1]) or 0
+            tops += [most] * part.length
         return PendingLogprobs(logits, torch.from_numpy(following), tops)
 
     def hand_out(self, logprobs: list[TokenLogprobs]) -> None:

@@ -162,6 +162,9 @@ class Engine:
                 f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
             )
         params.check_vocabulary(facts.vocab_size)
+        longest = facts.max_model_len - len(ids)
+        max_output = longest if params.max_tokens is None else min(params.max_tokens, longest)
+        params.check_sizes(len(ids), max_output, facts.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 f"stop={list(params.stop)} needs a tokenizer, this model has none: "

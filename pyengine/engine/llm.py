@@ -5,16 +5,16 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from pyengine.cache import TraceError
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.assembly import EngineSettings, assemble
+from pyengine.core.settings import EngineSettings, takes_settings
+from pyengine.engine.assembly import build_engine
 from pyengine.engine.engine import EngineStats, Prompt
 from pyengine.engine.prompts import (
     Message,
@@ -30,87 +30,26 @@ from pyengine.engine.prompts import (
 class LLM:
     """A model, its KV cache and the engine that runs them.
 
-    `model` is a hub id, a local folder, a GGUF file, or None for the embedded default. `device`
-    and `dtype` are torch's names or "auto" (CUDA where there is one; float32 on the CPU, else
-    what the model was saved in). The KV pool holds `num_blocks` blocks of `block_size` tokens
-    (None or "auto": what the attention backend likes best), or what `kv_cache_memory` bytes pay
-    for, or by default a share of the free memory: on CUDA `gpu_memory_utilization` of what the
-    largest step leaves, which is run once to see. It is kept in the model's dtype or, with
-    `kv_cache_dtype` "fp8" or "fp8_e4m3", in 8-bit floats, where the attention backend can. With
-    `in_flight_sharing`, equal prefixes of one step are
-    computed once; without it they are merged after the step. `eviction` is "lru" or "2q" (which
-    keeps what comes back from being flushed by what does not). With `layer_groups`, layers whose
-    attention slides give back the blocks behind their window: a block is one of a group of
-    layers then, and a sequence takes blocks for each group; without it one block holds all
-    layers and none is given back. `max_model_len` limits prompt and output together; by default
-    the model's positions, or the pool if that is smaller. Without a seed of their own, requests
-    draw theirs from `seed`, in the order of submission. With `async_scheduling` the next step is
-    planned while one runs; None: on CUDA. The tokens are the same. On CUDA, where the attention
-    backend can, decode steps are captured in CUDA graphs, which `enforce_eager` turns off.
-
-    With `compile`, torch compiles the forward pass of decodes, which takes a minute or two at the
-    start and needs a C++ compiler.
+    `LLM(model, **settings)`: `model` is a hub id, a local folder, a GGUF file, or None for the
+    embedded default; `help(LLM.__init__)` lists the settings. The KV pool holds `num_blocks`
+    blocks of `block_size` tokens, or what `kv_cache_memory` bytes pay for, or by default a share
+    of the free memory. With `layer_groups`, layers whose attention slides give back the blocks
+    behind their window: a block is one of a group of layers then, and a sequence takes blocks for
+    each group; without it one block holds all layers and none is given back.
 
     With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
-    among them: on CUDA one device each, on the CPU a share of the cores each. Sizes of the KV pool
-    are then those of each process. The others end with `close`, at the end of a `with` block, with
-    this object, or with the interpreter; there can be one such LLM at a time.
+    among them: on CUDA one device each, on the CPU a share of the cores each. The others end with
+    `close`, at the end of a `with` block, with this object, or with the interpreter; there can be
+    one such LLM at a time.
 
-    Raises `ConfigurationError` for settings that cannot be served and `ModelLoadError` for a
-    model that cannot be loaded. If one of several processes ends, this and every later call raises
-    `EngineDeadError`.
+    Raises `ConfigurationError` for settings that cannot be served or that are unknown, and
+    `ModelLoadError` for a model that cannot be loaded. If one of several processes ends, this and
+    every later call raises `EngineDeadError`.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        model: str | Path | None = None,
-        *,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        block_size: int | Literal["auto"] | None = None,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-        enable_prefix_caching: bool = True,
-        in_flight_sharing: bool = True,
-        eviction: str = "lru",
-        layer_groups: bool = True,
-        seed: int = 0,
-        attention_backend: str = "auto",
-        kv_cache_dtype: str = "auto",
-        async_scheduling: bool | None = None,
-        enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
-        compile: bool = False,
-    ) -> None:
-        parts = assemble(
-            EngineSettings(
-                model=model,
-                device=device,
-                dtype=dtype,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                kv_cache_memory=kv_cache_memory,
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                enable_prefix_caching=enable_prefix_caching,
-                in_flight_sharing=in_flight_sharing,
-                eviction=eviction,
-                layer_groups=layer_groups,
-                seed=seed,
-                attention_backend=attention_backend,
-                kv_cache_dtype=kv_cache_dtype,
-                async_scheduling=async_scheduling,
-                enforce_eager=enforce_eager,
-                compile=compile,
-                tensor_parallel_size=tensor_parallel_size,
-            )
-        )
+    @takes_settings
+    def __init__(self, settings: EngineSettings) -> None:
+        parts = build_engine(settings)
         self.model_path: Path = parts.loaded.path
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager

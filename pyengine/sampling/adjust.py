@@ -14,6 +14,9 @@ import torch
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import Positions
 
+_LARGEST = torch.finfo(torch.float32).max
+"""What overflows becomes this, not infinite: a row with an infinite logit has no distribution."""
+
 
 def adjusted_logits(
     logits: torch.Tensor, states: Sequence[SamplingState], positions: Positions
@@ -54,7 +57,7 @@ def _add_bias(flat: torch.Tensor, vocab_size: int, states: Sequence[SamplingStat
     if ids:
         values = torch.from_numpy(np.concatenate([states[row].bias_values for row in ids]))
         index = _flat_index(ids, vocab_size, flat.device)
-        flat[index] = flat[index] + values.to(flat.device)
+        flat[index] = (flat[index] + values.to(flat.device)).clamp_(max=_LARGEST)
 
 
 def _apply_penalties(flat: torch.Tensor, vocab_size: int, states: Sequence[SamplingState]) -> None:
@@ -80,4 +83,5 @@ def _apply_penalties(flat: torch.Tensor, vocab_size: int, states: Sequence[Sampl
     ids = {row: counts.ids for row, counts in seen.items()}
     index = _flat_index(ids, vocab_size, flat.device)
     values = flat[index]
-    flat[index] = torch.where(values > 0, values / divisor, values * divisor) - offset
+    penalised = torch.where(values > 0, values / divisor, values * divisor) - offset
+    flat[index] = penalised.clamp_(max=_LARGEST)

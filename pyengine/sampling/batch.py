@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.core.sampling_params import SamplingParams
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import seeds_of
 
@@ -37,11 +36,8 @@ class SamplingBatch:
         self.random_rows = [at for at, one in enumerate(states) if one.params.temperature > 0]
         """Rows that are drawn; the others are greedy."""
         self.draws = DrawBatch([states[row] for row in self.random_rows])
-        self.wanted = {
-            row: state.params.logprobs
-            for row, state in enumerate(states)
-            if state.params.logprobs is not None
-        }
+        counts = [state.params.num_logprobs(state.vocab_size) for state in states]
+        self.wanted = {row: count for row, count in enumerate(counts) if count is not None}
         """How many log-probabilities each row asks for, of those that do."""
 
     def __len__(self) -> int:
@@ -81,15 +77,17 @@ class DrawBatch:
         """The settings of these rows, made when they are first asked for."""
         key = (rows.start, rows.stop, device)
         if key not in self._settings:
-            self._settings[key] = _settings([one.params for one in self.states[rows]], device)
+            self._settings[key] = _settings(self.states[rows], device)
         return self._settings[key]
 
 
-def _settings(params: Sequence[SamplingParams], device: torch.device) -> DrawSettings:
+def _settings(states: Sequence[SamplingState], device: torch.device) -> DrawSettings:
+    params = [state.params for state in states]
+
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
-    top_k = [max(p.top_k, 0) for p in params]
+    top_k = [max(0, min(one.params.top_k, one.vocab_size)) for one in states]
     return DrawSettings(
         temperature=column([p.temperature for p in params]),
         min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,

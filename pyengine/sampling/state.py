@@ -80,8 +80,9 @@ class SamplingState:
 
         ``seed`` feeds every draw (the caller picks one where ``params.seed`` is ``None``).
         ``stop_ids``, and ``params.stop_token_ids`` with them, cannot be drawn before
-        ``params.min_tokens`` tokens. Raises :class:`InvalidRequestError` for token ids outside
-        the vocabulary, and where that would leave no token to draw.
+        ``params.min_tokens`` tokens; those that the vocabulary does not have can never be drawn.
+        Raises :class:`InvalidRequestError` for token ids of ``params`` outside the vocabulary,
+        and where no token would be left to draw.
         """
         params.check_vocabulary(vocab_size)
         self.params = params
@@ -95,7 +96,8 @@ class SamplingState:
         self.stop_ids = _EMPTY_IDS
         """Tokens that may not come yet: int64 [n]; empty unless ``min_tokens`` is set."""
         if params.min_tokens > 0:
-            distinct = sorted({*stop_ids, *params.stop_token_ids})
+            own = {*stop_ids, *params.stop_token_ids}
+            distinct = sorted(token for token in own if 0 <= token < vocab_size)
             self.stop_ids = np.array(distinct, dtype=np.int64)
         if len(self.stop_ids) >= vocab_size:
             raise InvalidRequestError(

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pyengine.cli.backend import EngineOptions
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings
 
 
 def _output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestOutput:
@@ -42,7 +42,7 @@ class FakeEngine:
             "merged_blocks": 7,
         }
     )
-    options: EngineOptions | None = None
+    settings: EngineSettings | None = None
     seen: list[Any] = field(default_factory=list)
     params: SamplingParams | None = None
     closed: int = 0
@@ -57,8 +57,8 @@ class FakeEngine:
     def tokenizer(self) -> Any:
         return SimpleNamespace(chat_template=self.chat_template)
 
-    def open(self, options: EngineOptions) -> "FakeEngine":
-        self.options = options
+    def open(self, settings: EngineSettings) -> "FakeEngine":
+        self.settings = settings
         return self
 
     def encode(self, text: str) -> list[int]:

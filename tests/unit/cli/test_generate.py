@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
 from pyengine.core.errors import ModelLoadError
+from pyengine.core.settings import EngineSettings
 from tests.unit.cli.fakes import FakeEngine
 
 
@@ -31,10 +32,10 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
     engine = FakeEngine()
     result = run(
         engine, "hi", "--raw", "--model", "m", "--block-size", "8", "--num-blocks", "99",
-        "--kv-cache-gib", "0.5", "--gpu-memory-utilization", "0.4",
+        "--gpu-memory-utilization", "0.4",
         "--max-num-seqs", "3", "--max-num-batched-tokens", "64",
         "--max-model-len", "128", "--no-prefix-caching", "--no-in-flight-sharing",
-        "--no-layer-groups", "--compile", "--tensor-parallel-size", "3",
+        "--no-layer-groups", "--tensor-parallel-size", "3",
         "--seed", "5", "--device", "cpu",
         "--dtype", "float32", "--attention-backend", "gather", "--max-tokens", "9",
         "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--stop", "a",
@@ -42,17 +43,14 @@ def test_options_reach_the_engine_and_the_sampler() -> None:
         "--presence-penalty", "0.2", "--frequency-penalty", "0.3",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    options, params = engine.options, engine.params
-    assert options is not None and params is not None
-    assert vars(options) == {
-        "model": "m", "device": "cpu", "dtype": "float32", "attention_backend": "gather",
-        "kv_cache_dtype": "auto",
-        "block_size": 8, "num_blocks": 99, "kv_cache_gib": 0.5, "gpu_memory_utilization": 0.4,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 64, "max_model_len": 128, "enable_prefix_caching": False,
-        "in_flight_sharing": False, "layer_groups": False, "compile": True,
-        "seed": 5, "tensor_parallel_size": 3,
-    }  # fmt: skip
+    settings, params = engine.settings, engine.params
+    assert settings is not None and params is not None
+    assert settings == EngineSettings(
+        model="m", device="cpu", dtype="float32", attention_backend="gather",
+        block_size=8, num_blocks=99, gpu_memory_utilization=0.4, max_num_seqs=3,
+        max_num_batched_tokens=64, max_model_len=128, enable_prefix_caching=False,
+        in_flight_sharing=False, layer_groups=False, seed=5, tensor_parallel_size=3,
+    )  # fmt: skip
     assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0.7)
     assert (params.top_p, params.top_k, params.min_p) == (0.9, 40, 0.1)
     assert (params.stop, params.ignore_eos) == (("a", "b"), True)
@@ -120,7 +118,7 @@ def test_bad_input_is_refused_before_a_model_is_opened(
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ") and complaint in result.stderr
     assert result.stdout == ""
-    assert engine.options is None
+    assert engine.settings is None
 
 
 def test_a_bad_line_of_a_file_runs_nothing(tmp_path: Path) -> None:
@@ -130,7 +128,7 @@ def test_a_bad_line_of_a_file_runs_nothing(tmp_path: Path) -> None:
     result = run(engine, "--file", str(path))
     assert result.exit_code == 2
     assert "line 2: prompt must be a string, found 1" in result.stderr
-    assert engine.options is None
+    assert engine.settings is None
 
 
 def test_what_the_engine_refuses_is_one_line_and_no_traceback() -> None:

@@ -111,3 +111,20 @@ def test_tokens_beyond_the_requests_vocabulary_stay() -> None:
     logits = torch.tensor([[*ROW, 9.0]] * 2)
     states = [state(SamplingParams(logit_bias={4: 1.0})) for _ in range(2)]
     assert adjusted_logits(logits, states)[:, 4:].tolist() == [[1.5, 9.0]] * 2
+
+
+def test_a_stop_token_outside_the_vocabulary_bars_nothing_in_other_rows() -> None:
+    params = SamplingParams(min_tokens=1)
+    outside = [state(params, stop_ids=(len(ROW) + 1, -2)) for _ in range(3)]
+    assert adjusted_logits(torch.tensor([ROW] * 3), outside).tolist() == [ROW] * 3
+
+
+@pytest.mark.parametrize("penalty", [1.2e-38, 1e38])
+def test_the_largest_bias_and_penalty_give_no_nan(penalty: float) -> None:
+    params = SamplingParams(
+        logit_bias={0: 3.4e38, 1: -3.4e38, 2: 3.4e38}, repetition_penalty=penalty, min_tokens=1
+    )
+    one = state(params, prompt=(0, 1, 2, 3, 4), stop_ids=(2, 4))
+    got = adjusted_logits(torch.tensor([[3.4e38, -3.4e38, 3.4e38, 0.0, 1.0]]), [one])[0].tolist()
+    assert got[2] == got[4] == -INF
+    assert all(value < INF for value in got)  # false for NaN too

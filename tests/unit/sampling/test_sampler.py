@@ -216,12 +216,13 @@ def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
         SamplingParams(temperature=0, logprobs=1, logit_bias={0: 10.0}),
         SamplingParams(temperature=0.1, logprobs=0),
         SamplingParams(temperature=0, logprobs=3),
+        SamplingParams(temperature=0, logprobs=-1),
     ]
     states = [state(p, vocab_size=3) for p in params]
-    sampled = Sampler()(row.expand(4, -1), states)
+    sampled = Sampler()(row.expand(5, -1), states)
     expected = torch.log_softmax(row, 0).tolist()
-    assert sampled.token_ids.tolist() == [2, 0, 2, 2]
-    nothing, biased, bare, all_three = sampled.logprobs
+    assert sampled.token_ids.tolist() == [2, 0, 2, 2, 2]
+    nothing, biased, bare, all_three, every_one = sampled.logprobs
     assert nothing is None
     assert biased is not None
     assert (biased.token_id, biased.rank, biased.top_ids) == (0, 3, (2,))
@@ -231,6 +232,15 @@ def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
     assert (bare.rank, bare.top_ids) == (1, ())
     assert all_three is not None
     assert all_three.top_logprobs == pytest.approx(expected[::-1])
+    assert every_one == all_three
+
+
+def test_a_top_k_of_more_than_the_vocabulary_is_no_limit() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    for top_p in (1.0, 0.9):
+        every = [state(SamplingParams(top_p=top_p, top_k=k), seed=3) for k in (2**63, 10**30)]
+        none = [state(SamplingParams(top_p=top_p), seed=3)] * 2
+        assert torch.equal(Sampler()(logits, every).token_ids, Sampler()(logits, none).token_ids)
 
 
 def test_rows_and_requests_must_correspond() -> None:

@@ -57,3 +57,9 @@ def test_something_must_be_left_to_draw() -> None:
 def test_the_vocabulary_is_checked() -> None:
     with pytest.raises(InvalidRequestError, match="logit_bias=10"):
         state(SamplingParams(logit_bias={10: 1.0}))
+
+
+def test_stop_tokens_outside_the_vocabulary_are_nobodys() -> None:
+    one = state(SamplingParams(min_tokens=2), stop_ids=[-1, 3, 10, 10**30])
+    assert one.stop_ids.tolist() == [3]
+    assert not state(SamplingParams(min_tokens=2), stop_ids=[10]).must_go_on(0)

@@ -1,0 +1,99 @@
+"""Options are made from the settings and the sampling parameters: none is declared by hand."""
+
+import dataclasses
+import re
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pyengine.cli.app import app
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings, option_of
+from tests.unit.cli.fakes import FakeEngine
+
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(engine: FakeEngine, *arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), obj=engine.open, input="")
+
+
+def flags(field: "dataclasses.Field[object]") -> set[str]:
+    option = option_of(field)
+    return set(option.flag.split("/")) if option.flag else {f"--{field.name.replace('_', '-')}"}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info"])
+def test_every_setting_is_an_option_of_every_command(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env=WIDE).output
+    for field in dataclasses.fields(EngineSettings):
+        for flag in flags(field):
+            is_listed = re.search(rf"{flag}\b", shown) is not None
+            assert is_listed != option_of(field).hidden, flag
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info"])
+def test_without_options_the_settings_have_their_defaults(command: str) -> None:
+    engine = FakeEngine()
+    run(engine, *(["generate", "hi"] if command == "generate" else [command]))
+    assert engine.settings == EngineSettings()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--kv-cache-gib", "0.5"], {"kv_cache_memory": 1 << 29}),
+        (["--no-prefix-caching"], {"enable_prefix_caching": False}),
+        (["--async-scheduling"], {"async_scheduling": True}),
+        (["--no-async-scheduling"], {"async_scheduling": False}),
+        (["--enforce-eager"], {"enforce_eager": True}),
+        (["--eviction", "2q"], {"eviction": "2q"}),
+        (["--block-size", "auto"], {"block_size": "auto"}),
+        (["--block-size", "32"], {"block_size": 32}),
+        (["--revision", "v1", "--token", "t"], {"revision": "v1", "token": "t"}),
+        (["--generation-config", "none"], {"generation_config": "none"}),
+        (["--max-num-waiting", "7"], {"max_num_waiting": 7}),
+    ],
+)
+def test_forms_that_differ_from_the_field(
+    arguments: list[str], expected: dict[str, object]
+) -> None:
+    engine = FakeEngine()
+    result = run(engine, "generate", "hi", *arguments)
+    assert result.exit_code == 0, result.output
+    assert engine.settings == EngineSettings(**expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--kv-cache-gib", "nan"], "kv_cache_gib=nan"),
+        (["--kv-cache-gib", "inf"], "kv_cache_gib=inf"),
+        (["--kv-cache-gib", "-1"], "kv_cache_gib=-1"),
+        (["--kv-cache-gib", "1e300"], "kv_cache_gib=1e+300"),
+        (["--kv-cache-gib", "1e-12"], "kv_cache_gib=1e-12"),
+        (["--block-size", "x"], "block_size='x'"),
+        (["--num-blocks", "0"], "num_blocks=0"),
+        (["--max-model-len", "1"], "max_model_len=1"),
+        (["--gpu-memory-utilization", "nan"], "gpu_memory_utilization=nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_a_model_is_opened(
+    arguments: list[str], complaint: str
+) -> None:
+    engine = FakeEngine()
+    result = run(engine, "generate", "hi", *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ") and complaint in result.stderr
+    assert engine.settings is None
+
+
+def test_sampling_options_are_fields_of_the_sampling_parameters() -> None:
+    engine = FakeEngine()
+    result = run(engine, "chat", "--max-tokens", "9", "--stop", "a", "--stop", "b")
+    assert result.exit_code == 0, result.output
+    engine = FakeEngine()
+    run(
+        engine, "generate", "hi", "--max-tokens", "9", "--stop", "a", "--stop", "b", "--min-p", ".1"
+    )
+    assert engine.params == SamplingParams(temperature=0, max_tokens=9, stop=("a", "b"), min_p=0.1)
