@@ -29,13 +29,14 @@ from pyengine.cache import (
 
 if TYPE_CHECKING:
     from pyengine.core.outputs import CompletionOutput, RequestOutput
-    from pyengine.core.sampling_params import SamplingParams
-    from pyengine.engine import LLM
+    from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+    from pyengine.engine import LLM, AsyncEngine
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BlockManager",
     "CompletionOutput",
     "KvError",
@@ -47,6 +48,7 @@ __all__ = [
     "Redirect",
     "ReplayReport",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "Sequence",
     "Stats",
@@ -58,6 +60,8 @@ __all__ = [
 
 _LAZY = {
     "LLM": "pyengine.engine",
+    "AsyncEngine": "pyengine.engine",
+    "RequestOutputKind": "pyengine.core.sampling_params",
     "SamplingParams": "pyengine.core.sampling_params",
     "CompletionOutput": "pyengine.core.outputs",
     "RequestOutput": "pyengine.core.outputs",

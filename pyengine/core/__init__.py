@@ -2,9 +2,13 @@
 
 from pyengine.core.errors import (
     ConfigurationError,
+    EngineClosedError,
+    EngineDeadError,
     InvalidRequestError,
     ModelLoadError,
     PyEngineError,
+    QueueFullError,
+    RequestFailedError,
 )
 from pyengine.core.outputs import (
     CompletionOutput,
@@ -18,11 +22,15 @@ from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 __all__ = [
     "CompletionOutput",
     "ConfigurationError",
+    "EngineClosedError",
+    "EngineDeadError",
     "FinishReason",
     "InvalidRequestError",
     "Logprob",
     "ModelLoadError",
     "PyEngineError",
+    "QueueFullError",
+    "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",

@@ -24,7 +24,7 @@ from pyengine.core.settings import EngineSettings
 from pyengine.engine.allocator import keep_freed_memory
 from pyengine.engine.capacity import CachePlan, model_facts, plan_cache
 from pyengine.engine.engine import Engine, ModelFacts
-from pyengine.engine.pipeline import Pipeline
+from pyengine.engine.executor import Executor
 from pyengine.engine.profiling import CudaMeter, activation_bytes
 from pyengine.models import LoadedModel, load_model
 from pyengine.models.packed import can_pack, pack_linears
@@ -130,11 +130,11 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         runner: Runner = _runner(settings, loaded, choice, plan, limits)
     else:
         runner = team.runner(_setup(choice, needs, plan, limits))
-    pipeline = _pipeline(settings, runner, loaded.device)
+    executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
         Scheduler(manager, _scheduler_limits(settings)),
-        pipeline,
+        executor,
         facts,
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
@@ -143,7 +143,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         **_about_model(loaded, settings),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, facts, settings),
-        "async_scheduling": pipeline.depth > 1,
+        "async_scheduling": executor.depth > 1,
     }
     return BuiltEngine(
         loaded=loaded,
@@ -238,7 +238,7 @@ def _setup(
     )
 
 
-def _pipeline(settings: EngineSettings, runner: Runner, device: torch.device) -> Pipeline:
+def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:
     """A second step waits behind the one that runs, if asked for or (None) where that is fast.
 
     CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little where
@@ -247,8 +247,8 @@ def _pipeline(settings: EngineSettings, runner: Runner, device: torch.device) ->
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
-        return Pipeline(runner)
-    return Pipeline(runner, None if on_cuda else ThreadQueue(), depth=2)
+        return Executor(runner)
+    return Executor(runner, None if on_cuda else ThreadQueue(), depth=2)
 
 
 def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:

@@ -151,12 +151,12 @@ class Batch:
             return logits
         return logits.repeat_interleave(repeats.to(logits.device), dim=0)
 
-    def own_tokens(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The token of each job among those of its samples: the first."""
+    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The token of each job among those of its samples, the first: int64, where they are."""
         repeats = self.rows.repeats
         if repeats is None:
             return token_ids
-        return token_ids[(repeats.cumsum(0) - repeats).numpy()]
+        return token_ids[(repeats.cumsum(0) - repeats).to(token_ids.device)]
 
     def prompt_rows(self) -> npt.NDArray[np.int64] | None:
         """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""

@@ -54,6 +54,7 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        prompt_token_ids: Sequence[int] = (),
     ) -> None:
         self._decoder = _WindowDecoder(tokenizer, skip_special_tokens)
         self._stop = tuple(stop)
@@ -75,6 +76,21 @@ class IncrementalDetokenizer:
         if self._is_finished or self._includes_stop:
             return self._text
         return self._text[: len(self._text) - _length_held_back(self._text, self._stop)]
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    def append_many(self, token_ids: Sequence[int]) -> StopMatch | None:
+        for token in token_ids:
+            match = self.append(token)
+            if match is not None:
+                return match
+        return None
 
     def append(self, token_id: int) -> StopMatch | None:
         """Add one token; say which stop string it completed, if any.

@@ -4,9 +4,8 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
-from numbers import Real
 from random import Random
 from time import monotonic
 from typing import Any, Protocol, cast
@@ -23,6 +22,8 @@ from pyengine.core.errors import (
     RequestFailedError,
     WorkerError,
 )
+from pyengine.core.fields import is_real
+from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import BatchMaker, Rows
 from pyengine.engine.executor import Executor, StepResults, SubmittedStep
@@ -132,6 +133,26 @@ class Engine:
         return self._scheduler.has_work
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens generated so far, by all requests."""
+        return self._num_new_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens that a prompt may have, with one of output after it."""
+        return self._facts.max_model_len - 1
+
+    @property
+    def unfinished(self) -> list[RequestState]:
+        """Requests that have not ended, in the order in which they came."""
+        return list(self._requests.values())
+
+    @property
     def death(self) -> str:
         """Why no step can be run any more; empty as long as they can."""
         return self._death
@@ -178,7 +199,7 @@ class Engine:
 
         Raises `InvalidRequestError` if it cannot be served.
         """
-        if isinstance(priority, bool) or not isinstance(priority, Real) or math.isnan(priority):
+        if not is_real(priority) or math.isnan(priority):
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
@@ -197,7 +218,9 @@ class Engine:
             prompt,
             params,
             max_tokens=len(prompt.token_ids) + ends.max_output,
-            max_chunk=max(1, _PROMPT_LOGITS // self._facts.vocab_size) if wants_logits else math.inf,
+            max_chunk=max(1, _PROMPT_LOGITS // self._facts.vocab_size)
+            if wants_logits
+            else math.inf,
             priority=priority,
         )
         state.tokenizer = self._tokenizer
@@ -218,11 +241,15 @@ class Engine:
             raise InvalidRequestError(
                 f"request id {state.request_id!r} is in use: give another one, or none"
             )
-        # In this order an interrupt leaves nothing that `abort` does not find.
         self._requests[state.request_id] = state
-        self._scheduler.add(state.samples[0])
-        if state.deadline is not None:
-            heappush(self._deadlines, (state.deadline, next(self._numbers), state))
+        try:
+            self._scheduler.add(state.samples[0])
+            if state.deadline is not None:
+                heappush(self._deadlines, (state.deadline, next(self._numbers), state))
+        except BaseException:  # Ctrl-C, too: all or nothing
+            self._scheduler.finish(state.samples)
+            del self._requests[state.request_id]
+            raise
         for observer in self._observers:
             observer.on_arrival(state)
 
@@ -275,17 +302,17 @@ class Engine:
         self._in_flight = following
         try:
             results = now.result()
-            tokens = results.sampled.token_ids.numpy()
-            self._scheduler.commit(now.step, now.batch.own_tokens(tokens))
+            tokens = now.batch.own_tokens(results.sampled.token_ids)
+            self._scheduler.commit(now.step, tokens.numpy())
         except BaseException as error:
             num_tokens = now.step.plan.num_tokens
             self._roll_back(following)
             self._roll_back(now)
-            self._failed(now.batch.samples, num_tokens, error)
+            self._failed(cast(list[Sample], now.step.jobs), num_tokens, error)
             return StepResult()
         self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
         if self._faults.is_searching:
-            self._faults.succeeded(now.batch.samples)
+            self._faults.succeeded(cast(list[Sample], now.step.jobs))
         return self._collect(now, results)
 
     def _launch(self, before: SubmittedStep | None) -> SubmittedStep | None:
@@ -425,7 +452,9 @@ class Engine:
     def _finish(self, ended: list[Sample]) -> list[RequestState]:
         """Take samples out that have ended; the requests that are through."""
         self._scheduler.finish(ended)
-        through = [state for state in dict.fromkeys([one.state for one in ended]) if state.is_finished]
+        through = [
+            state for state in dict.fromkeys([one.state for one in ended]) if state.is_finished
+        ]
         for state in through:
             self._take_out(state)
         return through
@@ -441,6 +470,12 @@ class Engine:
                 sink.put(output)
         for observer in self._observers:
             observer.on_finish(state)
+
+    def output(self, state: RequestState) -> RequestOutput:
+        """What a request has given so far."""
+        if self._unread is not None:
+            self._unread.read()
+        return state.output()
 
     def abort(
         self, states: Iterable[RequestState], *, stop_reason: str | None = None
@@ -469,19 +504,20 @@ class Engine:
         sink, state.sink = state.sink, None
         self._take_out(state)
         if sink is not None:
-            sink.put(state.output()) if not sink.streams else sink.fail(self._failure(state, error))
-
-    @staticmethod
-    def _failure(state: RequestState, error: Exception) -> RequestFailedError:
-        failure = RequestFailedError(f"request {state.request_id!r} failed: {state.error}")
-        failure.__cause__ = error
-        return failure
+            message = f"request {state.request_id!r} failed: {state.error}"
+            failure = RequestFailedError(message, [state.output()])
+            failure.__cause__ = error
+            sink.fail(failure)
 
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= monotonic():
             *_, state = heappop(self._deadlines)
             self.abort([state], stop_reason="deadline")
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # most have ended in time
+            live = [one for one in self._deadlines if one[2].finished_time is None]
+            heapify(live)
+            self._deadlines = live
 
     def stats(self) -> EngineStats:
         """The ledger and the counters as of now."""

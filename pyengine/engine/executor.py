@@ -65,7 +65,9 @@ class Executor:
             known: torch.Tensor | None = None
             if before is not None:
                 sampled, _ = before.work.result()  # it was queued first: it has been run
-                known = sampled.token_ids if len(sampled.token_ids) else None
+                known = (
+                    before.batch.own_tokens(sampled.token_ids) if len(sampled.token_ids) else None
+                )
             logits = forward(known)
             asked = batch.prompt_logprobs(logits.extra)  # at once: the logits are large
             rows = batch.rows_of(logits.sampling)

@@ -1,4 +1,4 @@
-"""What the engine does after a step that failed: find the request at fault, or take smaller steps."""
+"""After a step that failed: the request at fault is found, or smaller steps are taken."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,10 +48,12 @@ class FaultFinder:
 
     def failed(self, samples: Iterable[Sample]) -> Verdict:
         """A step with these samples failed and was rolled back."""
-        took_part = _states(samples)
+        took_part = {one for one in _states(samples) if one.finished_time is None}
         suspects = [one for one in self._suspects if one in took_part]
         if not suspects:
             suspects = sorted(took_part, key=lambda one: one.samples[0].order)
+        if not suspects:  # all of them were aborted meanwhile
+            return Verdict()
         for one in suspects:
             one.num_failures += 1
         self._suspects = suspects

@@ -309,7 +309,7 @@ class RequestState(Request):
         """What has come since it was last called; None if that is nothing."""
         news = [one.take_news() for one in self.samples]
         outputs = [one for one in news if one is not None]
-        return self._with(outputs) if outputs or self.is_finished else None
+        return self._with(outputs) if outputs else None
 
     def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:
         if self._prompt_ids is None:

@@ -140,3 +140,11 @@ class SamplingState:
         if self.counts is not None:
             self.counts.add(token)
         return len(self.token_ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take note of several generated tokens, in order."""
+        if self.counts is None:
+            self.token_ids.extend(tokens)
+        else:
+            for token in tokens:
+                self.append(token)
