@@ -53,8 +53,8 @@ class Sample(Job):
         "_ends",
         "_is_told",
         "_logprobs",
+        "_num_decoded",
         "_num_taken",
-        "_num_taken_text",
         "finish_reason",
         "params",
         "sampling",
@@ -75,7 +75,7 @@ class Sample(Job):
         self._logprobs: list[dict[int, Logprob]] = []
         self._cumulative = 0.0
         self._detokenizer: IncrementalDetokenizer | None = None
-        self._num_taken = self._num_taken_text = 0
+        self._num_taken = self._num_decoded = 0
         self._is_told = False
 
     @property
@@ -136,13 +136,14 @@ class Sample(Job):
 
     def _text_to(self, num_tokens: int) -> str | None:
         """Bring the text up to so many tokens; the stop string that ended it, if one did."""
-        detokenizer = self._text()
-        if detokenizer is None:
+        first, self._num_decoded = self._num_decoded, max(num_tokens, self._num_decoded)
+        detokenizer = self._detokenizer_there()
+        if detokenizer is None or first >= num_tokens:
             return None
-        match = detokenizer.append_many(self.token_ids[detokenizer.num_tokens : num_tokens])
+        match = detokenizer.append_many(self.token_ids[first:num_tokens])
         return None if match is None else match.stop
 
-    def _text(self) -> IncrementalDetokenizer | None:
+    def _detokenizer_there(self) -> IncrementalDetokenizer | None:
         """What makes its text; None where none is wanted, or none can be had."""
         params, tokenizer = self.params, self.state.tokenizer
         if self._detokenizer is None and tokenizer is not None and params.detokenize:
@@ -156,27 +157,23 @@ class Sample(Job):
             )
         return self._detokenizer
 
-    def _stable_text(self) -> str:
-        """The text that no later token changes; all of it once the sample has ended."""
-        detokenizer = self._text()
-        if detokenizer is None:
-            return ""
-        if not detokenizer.is_finished:
-            last = len(self.token_ids)
-            drops_stop = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
-            if drops_stop and not isinstance(self.stop_reason, str):
-                last -= 1  # the stop token is no part of the text
-            self._text_to(last)
-            if self.finish_reason is not None:
-                detokenizer.finish()
-        return detokenizer.stable_text
+    def _text(self) -> IncrementalDetokenizer | None:
+        """The text as far as it is known; all of it once the sample has ended."""
+        detokenizer = self._detokenizer_there()
+        if detokenizer is not None and not isinstance(self.stop_reason, str):
+            ends_by_token = self.finish_reason == "stop"
+            keeps_it = self.params.include_stop_str_in_output
+            self._text_to(len(self.token_ids) - (ends_by_token and not keeps_it))
+        if detokenizer is not None and self.finish_reason is not None:
+            detokenizer.finish()
+        return detokenizer
 
     def output(self) -> CompletionOutput:
         """All of the sample so far."""
-        wants_logprobs = self.params.logprobs is not None
+        text, wants_logprobs = self._text(), self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
-            text=self._stable_text(),
+            text="" if text is None else text.stable_text,
             token_ids=list(self.token_ids),
             cumulative_logprob=self._cumulative if wants_logprobs else None,
             logprobs=list(self._logprobs) if wants_logprobs else None,
@@ -190,12 +187,11 @@ class Sample(Job):
         if self._is_told or (first == end and self.finish_reason is None):
             return None
         self._is_told = self.finish_reason is not None
-        text, taken = self._stable_text(), self._num_taken_text
-        self._num_taken, self._num_taken_text = end, len(text)
-        wants_logprobs = self.params.logprobs is not None
+        self._num_taken = end
+        text, wants_logprobs = self._text(), self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
-            text=text[taken:],
+            text="" if text is None else text.take_new_text(),
             token_ids=self.token_ids[first:end],
             cumulative_logprob=self._cumulative if wants_logprobs else None,
             logprobs=self._logprobs[first:end] if wants_logprobs else None,
