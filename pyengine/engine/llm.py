@@ -14,7 +14,7 @@ from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
-from pyengine.engine.assembly import build_engine
+from pyengine.engine.builder import build_engine
 from pyengine.engine.engine import EngineStats, Prompt
 from pyengine.engine.prompts import (
     Message,
