@@ -55,7 +55,7 @@ def _graphs(setup: Setup, family: str, backend: str) -> Iterator[Row]:
         return
     replayed = recorded(captured)
     answers = ask(captured)
-    with patch("pyengine.engine.assembly.CudaRecorder", EagerRecorder):
+    with patch("pyengine.engine.builder.CudaRecorder", EagerRecorder):
         again = build(enforce_eager=False)
     launched = recorded(again)
     ask(again)

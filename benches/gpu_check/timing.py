@@ -30,7 +30,7 @@ def shape_of(setup: Setup) -> Shape:
 
 def build(setup: Setup, loaded: LoadedModel, **settings: Any) -> LLM:
     """An engine over a model that is in memory already."""
-    with patch("pyengine.engine.assembly.load_model", lambda *_, **__: loaded):
+    with patch("pyengine.engine.builder.load_model", lambda *_, **__: loaded):
         return LLM("random", device=setup.device, dtype="bfloat16", **settings)
 
 

@@ -6,11 +6,11 @@ nothing here imports torch before a command really opens a model.
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import typer
 
@@ -38,10 +38,10 @@ class Engine(Protocol):
     def tokenizer(self) -> Any:
         """The tokenizer of transformers, or None for a model without one."""
 
-    def generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        """Run a batch to its end; results in the order of the prompts."""
+    def generate_iter(
+        self, prompts: Any, sampling_params: Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Run a batch; each result when it has ended, `index` being its prompt's position."""
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -68,11 +68,23 @@ def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
     from pyengine.engine import LLM
 
-    llm = LLM(**asdict(settings))
+    llm: Any = LLM(**asdict(settings))
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
     atexit.register(gc.unfreeze)  # at the end it goes as usual
     gc.enable()
-    return llm
+    return cast(Engine, llm)
+
+
+def finished_outputs(
+    engine: Engine, prompts: Sequence[object], params: Sequence[SamplingParams]
+) -> Generator[tuple[int, RequestOutput], None, None]:
+    """Run a batch; positions and results in the order in which they end."""
+    if hasattr(engine, "generate_iter"):
+        for output in engine.generate_iter(prompts, params):
+            yield output.index, output
+    else:
+        several: Any = engine
+        yield from enumerate(several.generate(prompts, params, use_tqdm=False))
 
 
 def factory_of(context: typer.Context) -> EngineFactory:

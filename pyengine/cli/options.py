@@ -1,16 +1,61 @@
-"""Options of the commands, made from the fields of the settings and of the sampling parameters."""
+"""What commands share: options from the settings' fields, and what is said when a thing fails."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
-from pyengine.cli.guard import guarded
+from pyengine.cli.display import note
+from pyengine.core.errors import InvalidRequestError, PyEngineError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, option_of
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+"""Exit statuses; the last two are what a shell reports of SIGINT and SIGPIPE."""
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Print an error of ours, or of the system, without a traceback and leave.
+
+    Status 2: the input was refused and nothing ran. Status 1: anything else that the engine or the
+    system reports. Ctrl-C leaves with status 130, and nobody reading any more with 141, silently.
+    Errors of other kinds are defects and keep their traceback.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        note(f"error: {error}")
+        raise typer.Exit(BAD_INPUT) from error
+    except PyEngineError as error:
+        note(f"error: {error}")
+        raise typer.Exit(FAILED) from error
+    except KeyboardInterrupt as error:
+        note("\ninterrupted")
+        raise typer.Exit(INTERRUPTED) from error
+    except OSError as error:
+        raise typer.Exit(report(error)) from error
+
+
+def report(error: OSError) -> int:
+    """Say what the system refused; the exit status. Standard output is given up."""
+    with suppress(OSError, ValueError, AttributeError):  # else its last flush fails once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return CLOSED_PIPE
+    with suppress(OSError):
+        where = f": {error.filename}" if error.filename else ""
+        note(f"error: {error.strerror or error}{where}")
+    return FAILED
 
 
 @dataclass(frozen=True, slots=True)

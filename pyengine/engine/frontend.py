@@ -11,7 +11,7 @@ from pyengine.cache import TraceError
 from pyengine.core.errors import ConfigurationError, InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
-from pyengine.engine.assembly import build_engine
+from pyengine.engine.builder import build_engine
 from pyengine.engine.engine import EngineObserver, EngineStats
 from pyengine.engine.prompts import ChatOptions, Message, Prompt, render_chat
 from pyengine.engine.request import RequestState

@@ -160,10 +160,10 @@ class Sample(Job):
     def _text(self) -> IncrementalDetokenizer | None:
         """The text as far as it is known; all of it once the sample has ended."""
         detokenizer = self._detokenizer_there()
-        if detokenizer is not None and not isinstance(self.stop_reason, str):
-            ends_by_token = self.finish_reason == "stop"
-            keeps_it = self.params.include_stop_str_in_output
-            self._text_to(len(self.token_ids) - (ends_by_token and not keeps_it))
+        is_stopped = self.finish_reason == "stop"
+        if detokenizer is not None and not (is_stopped and isinstance(self.stop_reason, str)):
+            drops_token = is_stopped and not self.params.include_stop_str_in_output
+            self._text_to(len(self.token_ids) - drops_token)
         if detokenizer is not None and self.finish_reason is not None:
             detokenizer.finish()
         return detokenizer

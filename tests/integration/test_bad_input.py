@@ -126,6 +126,15 @@ def test_weights_that_lack_a_layer(copy: Path) -> None:
         ),
         ({"max_num_seqs": 0}, ["max_num_seqs=0", "at least 1"]),
         ({"max_num_batched_tokens": 8}, ["max_num_batched_tokens=8", "max_num_seqs=256"]),
+        (
+            {"max_num_batched_tokens": 10**9},
+            ["max_num_batched_tokens=1000000000", "GiB", "available", "at most max_num_batched"],
+        ),
+        ({"max_num_batched_tokens": 10**12}, ["max_num_batched_tokens=1000000000000", "at most"]),
+        (
+            {"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9},
+            ["max_num_seqs=1000000000", "available", "fewer max_num_seqs"],
+        ),
         ({"max_model_len": POSITIONS + 1}, [f"max_model_len={POSITIONS + 1}", "64 positions"]),
         ({"max_model_len": 60, "num_blocks": 4}, ["max_model_len=60", "4 blocks of 4", "larger"]),
         ({"attention_backend": "magic"}, ["attention_backend='magic'", "auto, cpu, flashinfer"]),

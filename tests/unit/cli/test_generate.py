@@ -90,7 +90,9 @@ def test_results_are_written_as_jsonl(tmp_path: Path) -> None:
     result = run(FakeEngine(), "--raw", "--file", str(source), "--output", str(target))
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
-    records = [json.loads(line) for line in target.read_text().splitlines()]
+    lines_written = target.read_text().splitlines()
+    records = sorted(map(json.loads, lines_written), key=lambda record: record["index"])
+    assert len(records[0].pop("fingerprint")) == 16
     assert records[0] == {
         "index": 0, "id": 7, "prompt": "a b", "text": "answer to 2 tokens", "token_ids": [0],
         "finish_reason": "stop", "num_prompt_tokens": 2, "num_cached_tokens": 0,

@@ -15,7 +15,7 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.engine import Prompt, assembly
+from pyengine.engine import Prompt, builder
 from pyengine.parallel import Team
 from pyengine.parallel.workers import WORKER
 from tests.support import faulty_worker
@@ -142,7 +142,7 @@ def faults(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     control.write_text("calm")
     monkeypatch.setenv(faulty_worker.VARIABLE, str(control))
     team = partial(Team, module="tests.support.faulty_worker")
-    monkeypatch.setattr(assembly, "Team", team)
+    monkeypatch.setattr(builder, "Team", team)
     faults = Faults(llama, control)
     yield faults
     faults.llm.close()
@@ -203,7 +203,7 @@ def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
 def test_a_worker_that_cannot_start_ends_it_too(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(assembly, "Team", partial(Team, module=f"{WORKER}_missing"))
+    monkeypatch.setattr(builder, "Team", partial(Team, module=f"{WORKER}_missing"))
     with pytest.raises(EngineDeadError, match=r"rank 1 .* ended by itself with status 1"):
         LLM(llama, **SETTINGS, tensor_parallel_size=2)
     assert "No module named" in capfd.readouterr().err

@@ -6,7 +6,7 @@ settings -> model -> attention backend -> KV pool and its manager -> runner -> e
 import platform
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,11 +21,17 @@ from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
-from pyengine.engine.allocator import keep_freed_memory
-from pyengine.engine.capacity import CachePlan, model_facts, plan_cache
+from pyengine.engine.capacity import (
+    CachePlan,
+    CudaMeter,
+    activation_bytes,
+    check_step_fits,
+    keep_freed_memory,
+    model_facts,
+    plan_cache,
+)
 from pyengine.engine.engine import Engine, ModelFacts
 from pyengine.engine.executor import Executor
-from pyengine.engine.profiling import CudaMeter, activation_bytes
 from pyengine.models import LoadedModel, load_model
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.parallel import RunnerSetup, Team
@@ -74,24 +80,6 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _pool_settings(settings: EngineSettings, block_size: int) -> PoolSettings:
-    """What is asked of a pool of blocks of this size."""
-    return PoolSettings(
-        block_size=block_size,
-        num_blocks=settings.num_blocks,
-        kv_cache_memory=settings.kv_cache_memory,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_num_seqs=settings.max_num_seqs,
-    )
-
-
-def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
-    """The largest step."""
-    return SchedulerLimits(
-        max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
-    )
-
-
 def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     loaded = team.loaded if team else _load(settings)
     needs = needs_of(
@@ -102,29 +90,17 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         block_size=settings.asked_block_size,
     )
     choice = select_backend(settings.attention_backend, needs)
-    asked = settings.max_model_len
-    pool_settings = replace(
-        _pool_settings(settings, choice.block_size),
-        max_model_len=min(asked or loaded.max_model_len, loaded.max_model_len),
-    )
-    memory = team.available_memory if team else None
-    if _is_to_be_profiled(settings, loaded):
-        memory = _memory_left(settings, pool_settings, choice, needs.cache_dtype, loaded)
-    pool_settings = replace(pool_settings, available_memory=memory)
-    most = settings.max_num_batched_tokens
+    pool = _pool_settings(settings, choice, needs, loaded, team)
+    most, asked = settings.max_num_batched_tokens, settings.max_model_len
     plan = plan_cache(
-        loaded,
-        pool_settings,
-        most,
-        layer_groups=settings.layer_groups,
-        kv_dtype=needs.cache_dtype,
+        loaded, pool, most, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
     )
     manager = plan.manager(
         prefix_caching=settings.enable_prefix_caching,
         in_flight_sharing=settings.in_flight_sharing,
         eviction=settings.eviction,
     )
-    facts = model_facts(loaded, pool_settings, manager, most, asked)
+    facts = model_facts(loaded, pool, manager, most, asked)
     limits = _runner_limits(settings, facts.max_model_len, plan.block_size, plan.groups)
     if team is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits)
@@ -139,26 +115,72 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
+    params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, facts, settings),
         "async_scheduling": executor.depth > 1,
+        "generation_config": about_sampling(settings, params),
     }
     return BuiltEngine(
         loaded=loaded,
         manager=manager,
         engine=engine,
         team=team,
-        default_params=_default_params(settings, loaded),
+        default_params=params,
         description=description,
     )
 
 
-def _default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
+def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
     """For requests without sampling parameters: those of the model, or our own."""
     of_model: Mapping[str, Any] = getattr(loaded, "default_sampling", {})
     return SamplingParams(**of_model if settings.takes_model_sampling else {})
+
+
+def about_sampling(settings: EngineSettings, params: SamplingParams) -> str:
+    """The words for `default_params`: where they are from, and what differs from our own."""
+    plain = SamplingParams()
+    chosen = [
+        f"{one.name}={getattr(params, one.name)!r}"
+        for one in fields(params)
+        if getattr(params, one.name) != getattr(plain, one.name)
+    ]
+    text = ", ".join(chosen) or "the defaults of SamplingParams"
+    return f"{settings.generation_config}: {text}"
+
+
+def _pool_settings(
+    settings: EngineSettings,
+    choice: Choice,
+    needs: AttentionNeeds,
+    loaded: LoadedModel,
+    team: Team | None,
+) -> PoolSettings:
+    """What is asked of the pool, and the memory it may take; the largest step has to fit, too."""
+    pool = PoolSettings(
+        block_size=choice.block_size,
+        num_blocks=settings.num_blocks,
+        kv_cache_memory=settings.kv_cache_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=min(settings.max_model_len or loaded.max_model_len, loaded.max_model_len),
+        available_memory=team.available_memory if team else available_memory(loaded.device),
+    )
+    least = _runner_limits(settings, pool.max_model_len, pool.block_size, LayerGroups.single(1))
+    check_step_fits(least, pool, loaded)
+    if _is_to_be_profiled(settings, loaded):
+        memory = _memory_left(settings, pool, choice, needs.cache_dtype, loaded)
+        return replace(pool, available_memory=memory)
+    return pool
+
+
+def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
+    """The largest step."""
+    return SchedulerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
+    )
 
 
 def _load(settings: EngineSettings) -> LoadedModel:
