@@ -279,7 +279,7 @@ class FlashInferGraphPlan:
         self._pages = [
             page_table(inputs.host_seq_lens, tables, size) for tables in inputs.host_block_tables
         ]
-        self._shape = inputs.host_block_tables.shape[1:]
+        self._shape = inputs.block_tables.shape[1:]  # the host's are as wide as the step
 
     def _wrapper(self) -> Any:
         batch, width = self._shape

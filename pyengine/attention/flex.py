@@ -147,7 +147,8 @@ class FlexPlan:
 
     def _place_pages(self) -> None:
         """Where in its sequences each page lies, in blocks; -1: in none. On the device."""
-        tables, lens = self._inputs.block_tables, self._inputs.seq_lens
+        width = self._inputs.host_block_tables.shape[2]  # of this step; a graph's may be wider
+        tables, lens = self._inputs.block_tables[..., :width], self._inputs.seq_lens
         trash = self._backend.pool.num_blocks
         columns = torch.arange(tables.shape[2], device=tables.device)
         valid = columns < -(-lens[:, None] // self._backend.pool.block_size)

@@ -12,6 +12,7 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.paged import upload
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
@@ -43,9 +44,10 @@ class ModelRunner:
         self._backend = backend
         self._compiled: CompiledForward | None = None
         apart = recorder is not None
-        self.buffers = InputBuffers(limits, pool.device, apart=apart)
+        size, device = pool.block_size, pool.device
+        self.buffers = InputBuffers(limits, size, device, apart=apart)
         """Those that the next step is written into."""
-        self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers, apart=apart)
+        self._other_buffers = InputBuffers(limits, size, device, beside=self.buffers, apart=apart)
         _switch_to_paged_attention(self._model)
         self._recorder = recorder
         self._max_num_seqs = limits.max_num_seqs
@@ -84,13 +86,13 @@ class ModelRunner:
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             self._pool.copy_blocks(copies)
             inputs = filled.upload()
-            if sampled is not None:
+            if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
             if is_graph:
                 logits = self.graphs.run(inputs)
             else:
                 if extra is not None:
-                    rows = torch.from_numpy(extra).to(inputs.logits_indices.device)
+                    rows = upload(extra, inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
                 logits = self._forward(inputs, self._backend.plan(inputs), is_decode=is_decode)
