@@ -1,5 +1,6 @@
 """Every family that transformers ships should run paged with the logits of a plain forward."""
 
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.runner import model_runner
 from pyengine.runner.graphs import EagerRecorder
 from tests.support.static_attention import StaticBackend
 from tests.unit.runner.hand_made import Entry, HandMadePlan, PagedRun, random_model
@@ -50,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 TOLERANCE = 1e-4
+OPEN = nullcontext()
 
 
 def sequences() -> list[list[int]]:
@@ -215,3 +218,13 @@ def test_after_a_step_that_sampled_nothing_no_token_is_pending(with_graphs):
         )
         logits = run.runner.prepare(plan)(torch.empty(0, dtype=torch.int64))
     torch.testing.assert_close(logits.sampling[0], rows[-1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_kernels_of_a_second_device_are_launched_there(monkeypatch):
+    """Triton, events and graphs go to the current device, not to that of their tensors."""
+    entered = []
+    monkeypatch.setattr(model_runner, "on_device", lambda device: entered.append(device) or OPEN)
+    run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=EagerRecorder())
+    assert entered == [run.pool.device]  # the capture
+    run.step([Entry([3, 4], 0, 2, run.tables(2))])
+    assert entered == [run.pool.device] * 2
