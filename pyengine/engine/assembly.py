@@ -29,7 +29,7 @@ from pyengine.engine.profiling import CudaMeter, activation_bytes
 from pyengine.models import LoadedModel, load_model
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.parallel import RunnerSetup, Team
-from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
+from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
 
@@ -247,8 +247,8 @@ def _pipeline(settings: EngineSettings, runner: Runner, device: torch.device) ->
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
-        return Pipeline(runner)
-    return Pipeline(runner, None if on_cuda else ThreadQueue(), depth=2)
+        return Pipeline(runner, InlineQueue(device))
+    return Pipeline(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
 
 
 def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:
