@@ -54,7 +54,7 @@ class StubRunner:
     """Fills the inputs as the real runner does, and says what it always says."""
 
     def __init__(self, limits: RunnerLimits, vocab_size: int) -> None:
-        self.buffers = InputBuffers(limits, torch.device("cpu"))
+        self.buffers = InputBuffers(limits, BLOCK, torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(limits.max_num_seqs, vocab_size, generator=generator)
 

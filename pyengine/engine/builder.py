@@ -35,7 +35,7 @@ from pyengine.engine.executor import Executor
 from pyengine.models import LoadedModel, load_model
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.parallel import RunnerSetup, Team
-from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
+from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
 
@@ -269,8 +269,8 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
-        return Executor(runner)
-    return Executor(runner, None if on_cuda else ThreadQueue(), depth=2)
+        return Executor(runner, InlineQueue(device))
+    return Executor(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
 
 
 def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:

@@ -49,8 +49,8 @@ from pyengine.parallel.ranks import (
     Readiness,
     StepAbandoned,
     join,
-    loopback_only,
     make_runner,
+    rank_environment,
     threads_per_rank,
 )
 from pyengine.parallel.workers import WORKER, Workers
@@ -128,7 +128,7 @@ class Team:
         """Meet the workers and load, all at the same time."""
         self._await()
         try:
-            with loopback_only():
+            with rank_environment(setup.rank):
                 self._resources.callback(_leave)
                 join(setup)
                 self.loaded: LoadedModel = load_model(

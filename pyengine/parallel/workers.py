@@ -181,17 +181,14 @@ class Workers:
 
 def _start(rank: int, module: str) -> _Worker:
     ours, theirs = Pipe()
-    settings = {
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # as it is here
-        "LOCAL_RANK": str(rank),  # by which transformers takes a CUDA device
-    }
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # as it is here
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             process_group=0,  # Ctrl-C in a terminal goes to rank 0 alone
-            env={**os.environ, **settings},
+            env={**os.environ, "PYTHONPATH": path},
         )
     return _Worker(rank, process, ours)
 

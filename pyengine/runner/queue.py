@@ -4,6 +4,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
+from pyengine.attention.paged import on_device
+
 T = TypeVar("T")
 
 
@@ -35,14 +39,20 @@ class DeviceQueue(Protocol):
 class InlineQueue:
     """Runs work at once, in the caller's thread.
 
-    For the CPU without overlap, and for CUDA, where to run it is to put it into the stream.
+    For the CPU without overlap, and for CUDA, where to run it is to put it into the stream of
+    `device`: that is the current one of the thread meanwhile, whichever thread it is.
     """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
 
     def submit(self, work: Callable[[], T]) -> Work[T]:
         """See `DeviceQueue.submit`."""
         future: Future[T] = Future()
         try:
-            future.set_result(work())
+            with on_device(self._device):
+                result = work()
+            future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
         return Work(future)

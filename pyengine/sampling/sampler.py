@@ -85,7 +85,7 @@ class Sampler:
         batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
         _check_shapes(logits, batch)
         if not len(batch):
-            return PendingSample(torch.empty(0, dtype=torch.int64), (), None)
+            return PendingSample(logits.new_empty(0, dtype=torch.int64), (), None)
         if positions is None:
             positions = [state.num_output for state in batch.states]
         token_ids = _choose(logits, batch, positions)

@@ -110,3 +110,22 @@ def test_graphs_and_pending_tokens_together_give_the_tokens_of_neither(folder: P
     both = run_by_hand(folder, graphs=True, depth=2)
     for name, one in plain.items():
         assert one.outputs == both[name].outputs
+
+
+def test_a_step_that_samples_nothing_is_followed_by_one_that_does(folder: Path) -> None:
+    """A prompt of one token more than a step takes, alone and beside what decodes."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
+    prompts = [[3 + at % 7 for at in range(33)], [5, 6, 7], [4 + at % 5 for at in range(65)]]
+    sizes: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+    }
+    outputs = []
+    for ahead in (False, True):
+        llm = LLM(folder, device="cpu", **sizes, async_scheduling=ahead)
+        alone = [llm.generate([one], params, use_tqdm=False)[0].outputs for one in prompts]
+        together = llm.generate(prompts, params, use_tqdm=False)
+        outputs.append((alone, [one.outputs for one in together]))
+    assert outputs[0] == outputs[1]

@@ -38,7 +38,7 @@ def loaded_model() -> LoadedModel:
 
 
 def test_the_step_is_as_large_as_a_step_may_be() -> None:
-    buffers = InputBuffers(LIMITS, torch.device("cpu"))
+    buffers = InputBuffers(LIMITS, 16, torch.device("cpu"))
     step = LargestStep(LIMITS, buffers.arrays, trash_block=9)
     inputs = buffers.fill(step).upload()
     assert (step.num_tokens, step.num_sequences, step.num_samples) == (50, 8, 8)

@@ -16,7 +16,8 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.engine import Prompt, builder
-from pyengine.parallel import Team
+from pyengine.models import LoadedModel, load_model
+from pyengine.parallel import Team, distributed
 from pyengine.parallel.workers import WORKER
 from tests.support import faulty_worker
 from tests.support.processes import workers_left, workers_of
@@ -60,13 +61,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
-def test_two_processes_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
+def test_two_processes_give_the_tokens_of_one(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(tmp_path, family, **FAMILIES[family])
     expected = tokens(LLM(folder, **SETTINGS))
+    ranks = []
+
+    def load(*arguments: Any, **settings: Any) -> LoadedModel:
+        ranks.append(os.environ.get("LOCAL_RANK"))
+        return load_model(*arguments, **settings)
+
+    monkeypatch.setattr(distributed, "load_model", load)
     with LLM(folder, **SETTINGS, tensor_parallel_size=2) as llm:
         assert tokens(llm) == expected
         groups = llm.describe()["layer_groups"]
         assert ("window 6" in str(groups)) == (family == "gemma3_text"), groups
+    assert ranks == ["0"], "transformers takes the CUDA device of this number"
     assert workers_left(os.getpid(), IN_TIME) == []
 
 

@@ -126,4 +126,4 @@ def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
     run = PagedRun(random_model("llama"), backend=GatherBackend)
     assert not run.runner._backend.supports_graphs
     with pytest.raises(ConfigurationError, match=r"cannot be captured .* enforce_eager=True"):
-        run.runner._backend.graph_plan(run.runner.buffers.device_inputs(1, 1, 1))
+        run.runner._backend.graph_plan(run.runner.buffers.fixed_inputs(1))

@@ -255,3 +255,10 @@ def test_no_rows_no_tokens() -> None:
     assert sampled.token_ids.shape == (0,)
     assert sampled.token_ids.dtype == torch.int64
     assert sampled.logprobs == []
+
+
+def test_where_nothing_is_sampled_the_tokens_are_on_the_device_all_the_same():
+    """Else nobody would wait for that step: the copy's event is recorded on the device."""
+    pending = Sampler().launch(torch.empty(0, 8, device="meta"), [])
+    assert pending.token_ids.device.type == "meta"
+    assert len(pending.token_ids) == 0
