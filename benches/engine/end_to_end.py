@@ -39,14 +39,13 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter
 from typing import Any, Literal
 
+from benches.engine.page import publish
 from benches.engine.serve import ENGINES, Asked
 from benches.peers.report import libraries, machine
 from pyengine.models.embedded import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
-PAGE = ROOT / "docs/performance.md"
-MARKS = ("<!-- end-to-end -->", "<!-- end of end-to-end -->")
 VOCABULARY = 49_000
 NAMES = OURS, COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
 TITLES = {
@@ -382,13 +381,7 @@ def main() -> None:
         run(options, record)
         record.write()
         say(str(target.relative_to(ROOT)))
-    text = "\n".join(tables(record))
-    print(text)
-    if options.docs:
-        page = PAGE.read_text(encoding="utf-8")
-        before, mark, rest = page.partition(MARKS[0])
-        _, end, after = rest.partition(MARKS[1])
-        PAGE.write_text(f"{before}{mark}\n{text}\n{end}{after}", encoding="utf-8")
+    publish("end-to-end", tables(record), write=options.docs)
 
 
 if __name__ == "__main__":

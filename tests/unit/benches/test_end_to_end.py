@@ -8,6 +8,7 @@ import pytest
 
 from benches.engine import end_to_end
 from benches.engine.end_to_end import COMPILED, OURS, VLLM32, WORKS, Record, Work, tables
+from benches.engine.page import PAGE, publish
 
 
 def test_works_ask_for_what_their_names_say() -> None:
@@ -59,3 +60,20 @@ def test_what_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["x", "--engines", "pyengine,sglang"])
     with pytest.raises(SystemExit):
         end_to_end.parse()
+
+
+def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x -->\nold\n<!-- end of x -->\nb\n")
+    for write, middle in ((False, "old"), (True, "one\ntwo")):
+        publish("x", ["one", "two"], write=write, page=page)
+        assert page.read_text() == f"a\n<!-- x -->\n{middle}\n<!-- end of x -->\nb\n"
+    with pytest.raises(ValueError, match="has no marks <!-- y -->"):
+        publish("y", [], write=True, page=page)
+
+
+@pytest.mark.parametrize("name", ["end-to-end", "engine overhead"])
+def test_the_page_has_the_marks(name: str) -> None:
+    assert (
+        f"<!-- {name} -->\n" in PAGE.read_text() and f"<!-- end of {name} -->" in PAGE.read_text()
+    )
