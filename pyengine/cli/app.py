@@ -1,6 +1,5 @@
 """The typer application. Commands live in files of their own; nothing heavy is imported here."""
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -9,6 +8,7 @@ from pyengine.cli.chat import chat
 from pyengine.cli.generate import generate
 from pyengine.cli.info import info
 from pyengine.cli.trace import trace
+from pyengine.core.distribution import package_version
 
 app = typer.Typer(
     name="pyengine",
@@ -25,7 +25,7 @@ app.add_typer(trace)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pyengine {version('pyengine')}")
+        typer.echo(f"pyengine {package_version()}")
         raise typer.Exit
 
 

@@ -8,9 +8,10 @@ import typer
 from pyengine.cli.backend import factory_of
 from pyengine.cli.options import command
 from pyengine.cli.rows import print_rows
+from pyengine.core.distribution import package_version
 from pyengine.core.settings import EngineSettings
 
-PACKAGES = ("pyengine", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
 
 @command()
@@ -24,8 +25,8 @@ def info(context: typer.Context, *, settings: EngineSettings) -> None:
 
 
 def _versions() -> dict[str, object]:
-    found: dict[str, object] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    found: dict[str, object] = {"pyengine": package_version(), "python": platform.python_version()}
+    for name in LIBRARIES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

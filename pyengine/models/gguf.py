@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pyengine.core.distribution import needs_engine_extra
 from pyengine.core.errors import ModelLoadError
 from pyengine.models.cache_folder import build_once, cache_root
 from pyengine.models.quiet import quiet_transformers
@@ -87,7 +88,7 @@ def _convert(path: Path, folder: Path) -> None:
             )
         except ImportError as error:
             raise ModelLoadError(
-                f"reading GGUF files needs {error.name or 'gguf'}: pip install 'pyengine[engine]'"
+                needs_engine_extra("reading GGUF files", error.name or "gguf")
             ) from error
         except Exception as error:  # whatever the readers trip over in a damaged file
             raise ModelLoadError(
