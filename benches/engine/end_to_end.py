@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 from benches.peers.report import libraries, machine
-from pyengine.models.embedded import embedded_model
+from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
