@@ -5,7 +5,7 @@ Two doors, and the first does not open the second:
 - `BlockManager` and what it hands out (`Sequence`, `StepPlan`, `Lease`, ...): for people who
   build engines. Needs NumPy only.
 - `LLM` and `SamplingParams`: for people who run models. Resolved when first used, because
-  `LLM` imports torch and transformers: `pip install 'pyengine[engine]'`.
+  `LLM` imports torch and transformers, the distribution's extra `engine`.
 """
 
 from typing import TYPE_CHECKING
@@ -72,9 +72,9 @@ _ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "tr
 def _resolve(name: str) -> object:
     """Resolve `LLM`, the plain data types and `__version__` on first use."""
     if name == "__version__":
-        from importlib.metadata import version
+        from pyengine.core.distribution import package_version
 
-        value: object = version("pyengine")
+        value: object = package_version()
     elif name in _LAZY:
         from importlib import import_module
 
@@ -83,9 +83,10 @@ def _resolve(name: str) -> object:
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] not in _ENGINE_EXTRA:
                 raise
+            from pyengine.core.distribution import needs_engine_extra
+
             raise ModuleNotFoundError(
-                f"pyengine.{name} needs {error.name}: pip install 'pyengine[engine]'",
-                name=error.name,
+                needs_engine_extra(f"pyengine.{name}", error.name), name=error.name
             ) from error
     else:
         raise AttributeError(f"module 'pyengine' has no attribute {name!r}")

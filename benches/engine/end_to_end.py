@@ -42,7 +42,7 @@ from typing import Any, Literal
 from benches.engine.page import publish
 from benches.engine.serve import ENGINES, Asked
 from benches.peers.report import libraries, machine
-from pyengine.models.embedded import embedded_model
+from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"

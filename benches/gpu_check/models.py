@@ -9,7 +9,7 @@ import torch
 
 from benches.gpu_check.roofline import ModelSize
 from pyengine.models import LoadedModel
-from pyengine.models.quiet import quiet_transformers
+from pyengine.models.boundary import quiet_transformers
 
 WINDOW = 48
 VOCABULARY = 1024

@@ -33,10 +33,9 @@ def main(factory: "EngineFactory | None" = None) -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        print(
-            "error: the command line needs typer: pip install 'pyengine[engine]'",
-            file=sys.stderr,
-        )
+        from pyengine.core.distribution import needs_engine_extra
+
+        print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # commands handle their own
         raise SystemExit(130) from None

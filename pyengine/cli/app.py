@@ -12,9 +12,10 @@ from pyengine.cli.display import print_rows
 from pyengine.cli.generate import generate
 from pyengine.cli.options import command
 from pyengine.cli.trace import trace
+from pyengine.core.distribution import package_version
 from pyengine.core.settings import EngineSettings
 
-PACKAGES = ("pyengine", "numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
+LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
 app = typer.Typer(
     name="pyengine",
@@ -42,8 +43,8 @@ app.add_typer(trace)
 
 
 def _versions() -> dict[str, object]:
-    found: dict[str, object] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    found: dict[str, object] = {"pyengine": package_version(), "python": platform.python_version()}
+    for name in LIBRARIES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -53,7 +54,7 @@ def _versions() -> dict[str, object]:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pyengine {version('pyengine')}")
+        typer.echo(f"pyengine {package_version()}")
         raise typer.Exit
 
 

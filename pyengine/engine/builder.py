@@ -7,7 +7,6 @@ import platform
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from pyengine.cache import BlockManager, ConfigError
 from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_kv_cache_dtype
 from pyengine.cache.layer_groups import LayerGroups
 from pyengine.cache.memory import available_memory
+from pyengine.core.distribution import package_version
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
@@ -311,11 +311,3 @@ def _about_cache(plan: CachePlan, facts: ModelFacts, settings: EngineSettings) -
         "in_flight_sharing": settings.in_flight_sharing,
         "eviction": settings.eviction,
     }
-
-
-def package_version() -> str:
-    """The version of the installed package; "unknown" where it runs from a checkout."""
-    try:
-        return version("pyengine")
-    except PackageNotFoundError:
-        return "unknown"

@@ -30,6 +30,7 @@ from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.models import (
     LoadedModel,
+    ModelSource,
     check_tensor_parallel,
     load_model,
     read_config,
@@ -74,7 +75,7 @@ class Team:
 
     def __init__(
         self,
-        model: str | Path | None,
+        model: str | Path | ModelSource | None,
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
@@ -124,7 +125,7 @@ class Team:
             self._resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(threads)
 
-    def _start(self, setup: RankSetup, model: str | Path | None) -> None:
+    def _start(self, setup: RankSetup, model: str | Path | ModelSource | None) -> None:
         """Meet the workers and load, all at the same time."""
         self._await()
         try:

@@ -1,0 +1,123 @@
+"""What a model folder says about its model, before and beside the weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pyengine.core.errors import InvalidRequestError, ModelLoadError
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.models.boundary import code_asked_for, foreign_code, load_errors, read_json
+
+_PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_STRETCHED_ROPE = {"dynamic", "longrope"}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Fields of generation_config.json that choose how tokens are drawn."""
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
+
+    Code that the folder brings along is never run.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = folder / "config.json"
+    settings = read_json(path)
+    asked = code_asked_for(settings, "AutoConfig")
+    with load_errors(f"{path} cannot be used"):
+        if asked and settings.get("model_type") not in CONFIG_MAPPING:
+            raise foreign_code(path, asked)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        _refuse_unknown_quantisation(config, path)
+    _refuse_unpageable(config, folder)
+    return config
+
+
+def _refuse_unknown_quantisation(config: Any, path: Path) -> None:
+    """Raise for weights packed by a method that transformers does not know: it would go on."""
+    packed = getattr(config, "quantization_config", None)
+    if packed is None:
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    supports: Any = AutoHfQuantizer.supports_quant_method
+    if not isinstance(packed, dict) or not supports(packed):
+        method = packed.get("quant_method") if isinstance(packed, dict) else packed
+        raise ModelLoadError(
+            f"{path}: the weights are quantised by {method!r}, which transformers cannot read; "
+            "take a checkpoint that is not quantised, or quantised by another method"
+        )
+
+
+def _refuse_unpageable(config: Any, folder: Path) -> None:
+    """Raise for layers whose attention is neither full nor a sliding window."""
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    foreign = sorted(layer_types - _PAGEABLE_LAYERS)
+    if foreign:
+        raise ModelLoadError(
+            f"the model in {folder} ({config.model_type}) has layers of type {', '.join(foreign)}; "
+            f"supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
+        )
+
+
+def max_model_len(text: Any, folder: Path) -> int:
+    """Positions that the model can tell apart; `text` is its text configuration.
+
+    Dynamic and LongRoPE scaling choose their frequencies by the longest sequence of the batch.
+    Past the original length they would change under keys that are cached already, so such
+    models run up to their original length.
+    """
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 1:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} does not say max_position_embeddings (found {positions!r}): "
+            "the number of positions must be known to size the KV cache"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _STRETCHED_ROPE:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        return min(positions, original or positions)
+    return positions
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end a generation, by the generation configuration and the tokenizer.
+
+    Numbers that are no token of the model (negative ones, for instance, which some files use for
+    "none") are left out.
+    """
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    found = [*(declared if isinstance(declared, list) else [declared])]
+    found.append(getattr(tokenizer, "eos_token_id", None))
+    known = range(model.config.get_text_config().vocab_size)
+    return frozenset(token for token in found if type(token) is int and token in known)
+
+
+def default_sampling(folder: Path) -> Mapping[str, object]:
+    """Fields of `SamplingParams` that the folder's generation_config.json sets, with their values.
+
+    Only what the file itself says, never a default of transformers. `max_new_tokens` becomes
+    `max_tokens`. Where the file says `do_sample: false`, the model is meant to be greedy: its
+    temperature is 0, and what would choose among tokens is left out, as transformers does. Raises
+    `ModelLoadError` for values that no request could have.
+    """
+    path = folder / "generation_config.json"
+    settings = read_json(path)
+    names = {name: name for name in (*_SAMPLING, "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    found = {
+        ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None
+    }
+    if settings.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name not in _SAMPLING}
+        found["temperature"] = 0.0
+    try:
+        SamplingParams(**found)
+    except (InvalidRequestError, TypeError) as error:
+        raise ModelLoadError(
+            f"{path} sets what no request could ask for: {error}; correct the file or delete it"
+        ) from error
+    return MappingProxyType(found)
