@@ -138,7 +138,7 @@ def run(folder: Path, *, layer_groups: bool) -> Run:
         enable_prefix_caching=False,
         layer_groups=layer_groups,
     )
-    runner, peaks = llm._engine._pipeline.runner, [0]
+    runner, peaks = llm._engine._executor.runner, [0]
     prepare = runner.prepare
 
     def watched(plan: Any, **rows: Any) -> Any:

@@ -45,7 +45,7 @@ from benches.engine.service import Ids, Service, Size, prepared_logits
 from benches.peers.report import libraries, machine
 from benches.peers.sampling import Effort, Spread, Stream, interleave
 from pyengine.core import SamplingParams
-from pyengine.models.embedded import embedded_model
+from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 BLOCK, PROMPT, LONG = 16, 512, 8192
@@ -101,11 +101,18 @@ class Clocks:
         return (perf_counter_ns() - wall) / operations, (now - processor) / operations
 
 
-def started(service: Service, asked: list[Ids], running: int, settings: dict[str, Any]) -> None:
+def started(
+    service: Service,
+    asked: list[Ids],
+    running: int,
+    settings: dict[str, Any],
+    *,
+    reads: bool = False,
+) -> None:
     """Requests in the middle of their answers; those beyond `running` wait."""
     params = SamplingParams(max_tokens=None, ignore_eos=True, **settings)
     for number, prompt in enumerate(asked):
-        service.take_in(str(number), prompt, params)
+        service.take_in(str(number), prompt, params, streams=reads)
     while service.num_running < running:
         service.step()
 
@@ -126,13 +133,11 @@ def steps(
     settings = {"detokenize": False, **settings}
     for seed in range(1_000_000):
         asked = prompts(count + waiting, PROMPT, vocab_size, seed)
-        started(service, asked, count, settings)
+        started(service, asked, count, settings, reads=reads)
         for _ in range(STEPS_PER_START // STEPS_PER_OPERATION):
             clocks = Clocks()
             for _ in range(per_operation):
-                result = service.step()
-                if reads:
-                    service.read(result)
+                service.step()
             yield clocks.read(per_operation)
         service.abort(map(str, range(len(asked))))
 
@@ -183,9 +188,9 @@ def arrivals() -> Stream:
         clocks = Clocks()
         for count in come:
             for _ in range(count):
-                service.take_in(str(number), *next(pairs))
+                service.take_in(str(number), *next(pairs), streams=True)
                 number += 1
-            service.read(service.step())
+            service.step()
         found = clocks.read(STEPS_PER_OPERATION)
         if number > 3 * RUNNING:
             yield found

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from pyengine.cache import BlockManager
-from pyengine.core import SamplingParams
-from pyengine.engine import Engine, ModelFacts, Pipeline
+from pyengine.core import RequestOutput, SamplingParams
+from pyengine.engine import Engine, Executor, ModelFacts, RequestState
 from pyengine.engine.prompts import parse_prompt
 from pyengine.runner import Forward, InputBuffers, RunnerLimits, StepLogits
 from pyengine.scheduler import Scheduler, SchedulerLimits
@@ -47,7 +47,7 @@ class StubRunner:
     """Fills the inputs as the real runner does, and says what was prepared."""
 
     def __init__(self, limits: RunnerLimits, vocab_size: int) -> None:
-        self.buffers = InputBuffers(limits, torch.device("cpu"))
+        self.buffers = InputBuffers(limits, BLOCK, torch.device("cpu"))
         self.logits = prepared_logits(limits.max_num_seqs, vocab_size)
         self.turn = 0
 
@@ -73,6 +73,20 @@ def full_pool() -> BlockManager:
     return manager
 
 
+class Reader:
+    """What somebody who streams does with a step: looks at what has come."""
+
+    streams = True
+
+    def put(self, output: RequestOutput) -> None:
+        """What is new."""
+        self.last = output.outputs[0].text
+
+    def fail(self, error: Exception) -> None:
+        """Nothing here fails."""
+        raise error
+
+
 class Service:
     """An engine, and what its callers do."""
 
@@ -93,30 +107,28 @@ class Service:
             max_num_seqs=size.count,
         )
         self._runner = StubRunner(runner_limits, size.vocab_size)
-        self._pipeline = Pipeline(self._runner)
+        self._executor = Executor(self._runner)
         self._tokenizer = size.tokenizer
+        self._states: dict[str, RequestState] = {}
         self._engine = Engine(
-            manager, self._scheduler, self._pipeline, facts, tokenizer=size.tokenizer
+            manager, self._scheduler, self._executor, facts, tokenizer=size.tokenizer
         )
 
-    def take_in(self, name: str, prompt: Ids, params: SamplingParams) -> None:
-        """A request, from what a caller brings to the queue."""
-        self._engine.add_request(name, parse_prompt(prompt, self._tokenizer), params)
+    def take_in(
+        self, name: str, prompt: Ids, params: SamplingParams, *, streams: bool = False
+    ) -> None:
+        """A request, from what a caller brings to the queue; with `streams` he reads each step."""
+        parsed = parse_prompt(prompt, self._tokenizer)
+        sink = Reader() if streams else None
+        self._states[name] = self._engine.add_request(name, parsed, params, sink=sink)
 
-    def step(self) -> Any:
-        """One step; what it says is for `read`."""
-        return self._engine.step()
-
-    def read(self, result: Any) -> None:
-        """What somebody who streams does with a step: looks at what each request has got."""
-        ended = {output.request_id for output in result.finished}
-        for name in result.progressed:
-            if name not in ended:
-                _ = self._engine.output(name).outputs[0].text
+    def step(self) -> None:
+        """One step; outputs go to whoever reads them."""
+        self._engine.step()
 
     def abort(self, names: Iterable[str]) -> None:
         """Ends requests."""
-        self._engine.abort(names)
+        self._engine.abort([self._states.pop(name) for name in names])
 
     @property
     def num_running(self) -> int:
@@ -125,7 +137,7 @@ class Service:
 
     def parts(self, timed: Callable[[str, Any], Any]) -> None:
         """Puts `timed(part, call)` in the place of the parts of a step."""
-        sampler: Any = self._pipeline._sampler
+        sampler: Any = self._executor._sampler
         for owner, name, part in (
             (self._scheduler, "schedule", "schedule"),
             (self._runner, "prepare", "fill"),

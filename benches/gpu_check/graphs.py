@@ -75,7 +75,7 @@ def _graphs(setup: Setup, family: str, backend: str) -> Iterator[Row]:
 
 def recorded(llm: LLM) -> list[torch.Tensor]:
     """The logits of every step that `llm` will run, in host memory; filled as it runs."""
-    runner: Any = llm._engine._pipeline.runner
+    runner: Any = llm._engine._executor.runner
     prepare, found = runner.prepare, []
 
     def recording(*args: Any, **kwargs: Any) -> Any:

@@ -72,11 +72,11 @@ class Stopwatch:
 def _watched(llm: LLM) -> Iterator[Stopwatch]:
     """Times of the parts of a step: of the launch, what is not filling in the inputs."""
     watch, engine = Stopwatch(), llm._engine
-    pipeline, scheduler = engine._pipeline, engine._scheduler
+    executor, scheduler = engine._executor, engine._scheduler
     targets: tuple[tuple[str, Any, str], ...] = (
         ("schedule", scheduler, "schedule"),
-        ("fill", pipeline.runner, "prepare"),
-        ("launch", pipeline._queue, "submit"),
+        ("fill", executor.runner, "prepare"),
+        ("launch", executor._queue, "submit"),
         ("wait", Work, "result"),
         ("wait", PendingSample, "result"),
         ("commit", scheduler, "commit"),

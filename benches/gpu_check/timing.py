@@ -15,7 +15,7 @@ import torch
 from benches.gpu_check.models import SHAPES, Shape
 from benches.gpu_check.rows import Setup
 from pyengine import LLM, SamplingParams
-from pyengine.engine import Engine, Prompt
+from pyengine.engine import Engine, Prompt, RequestState
 from pyengine.models import LoadedModel
 
 _WINDOWS = 3
@@ -82,14 +82,14 @@ class Decoding:
     """Requests in the middle of their answers."""
 
     engine: Engine
-    prompts: dict[str, list[int]]
+    states: list[RequestState]
 
     @property
     def mean_context(self) -> float:
         """Tokens that a sequence has by now, prompt and answer."""
-        answered = sum(len(self.engine.output(one).outputs[0].token_ids) for one in self.prompts)
-        asked = sum(map(len, self.prompts.values()))
-        return (asked + answered) / len(self.prompts)
+        outputs = [self.engine.output(one) for one in self.states]
+        lengths = [len(one.prompt_token_ids) + len(one.outputs[0].token_ids) for one in outputs]
+        return sum(lengths) / len(lengths)
 
 
 @contextmanager
@@ -99,17 +99,18 @@ def decoding(llm: LLM, shape: Shape, work: DecodeWork) -> Iterator[Decoding]:
     prompts = random_prompts(shape, work.count, work.context, Random(work.count + work.context))
     named = {f"timed {number}": prompt for number, prompt in enumerate(prompts)}
     params = out(tokens_needed(work) - work.context)
+    states: list[RequestState] = []
     try:
         for name, prompt in named.items():
-            engine.add_request(name, Prompt(token_ids=prompt), params)
+            states.append(engine.add_request(name, Prompt(token_ids=prompt), params))
         while engine.step().num_new_tokens < len(prompts):
             if not engine.has_work:
                 raise RuntimeError(f"{len(prompts)} sequences never decoded at the same time")
         for _ in range(_WARM_STEPS):
             engine.step()
-        yield Decoding(engine, named)
+        yield Decoding(engine, states)
     finally:
-        engine.abort(named)
+        engine.abort(states)
 
 
 def seconds_per_step(engine: Engine, steps: int) -> float:

@@ -276,6 +276,6 @@ def _checked_deadline(deadline: float | None) -> float | None:
     late = monotonic() - float(deadline)
     if late >= 0:
         raise InvalidRequestError(
-            f"deadline={deadline!r} was {late:.3f} seconds ago, by time.monotonic(): nothing was run"
+            f"deadline={deadline!r} was {late:.3f} seconds ago by time.monotonic(): nothing was run"
         )
     return float(deadline)

@@ -8,7 +8,7 @@ import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.cache.kv_pool import KVPool, kv_cache_specs
-from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
+from pyengine.engine import Engine, Executor, ModelFacts, Prompt
 from pyengine.models import load_model
 from pyengine.runner import ModelRunner, RunnerLimits
 from pyengine.runner.graphs import EagerRecorder
@@ -93,13 +93,13 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
         limited_by="the pool",
         max_num_seqs=8,
     )
-    pipeline = Pipeline(runner, LazyQueue(), depth=depth)
-    engine = Engine(manager, Scheduler(manager, limits), pipeline, facts)
+    executor = Executor(runner, LazyQueue(), depth=depth)
+    engine = Engine(manager, Scheduler(manager, limits), executor, facts)
     for name, (prompt, params) in enumerate(zip(*asked(60), strict=True)):
         engine.add_request(str(name), Prompt(token_ids=prompt), params)
     done: dict[str, RequestOutput] = {}
     while engine.has_work:
-        done.update((one.request_id, one) for one in engine.step().finished)
+        done.update((one.request_id, one.output()) for one in engine.step().finished)
         manager.check()
     assert manager.ledger().active == 0
     return done

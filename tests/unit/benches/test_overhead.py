@@ -19,10 +19,10 @@ def test_every_goal_has_its_row() -> None:
 def test_requests_come_are_read_and_go() -> None:
     service = Service(Size(count=4, longest=64, vocab_size=SMALL, tokenizer=tokenizer(SMALL)))
     for number, prompt in enumerate(prompts(4, 20, SMALL)):
-        service.take_in(str(number), prompt, GREEDY_PARAMS)
+        service.take_in(str(number), prompt, GREEDY_PARAMS, streams=number % 2 == 0)
     seen = []
     for _ in range(3):
-        service.read(service.step())
+        service.step()
         seen.append(service.num_running)
     assert seen == [4, 4, 0]
     service.take_in("again", [3, 4, 5], GREEDY_PARAMS)

@@ -31,11 +31,3 @@ def test_or_our_own_if_that_was_asked_for(value: str) -> None:
     params = builder.default_params(settings, loaded)
     assert params == SamplingParams()
     assert builder.about_sampling(settings, params) == f"{value}: the defaults of SamplingParams"
-
-
-def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise builder.PackageNotFoundError(name)
-
-    monkeypatch.setattr(builder, "version", missing)
-    assert builder.package_version() == "unknown"

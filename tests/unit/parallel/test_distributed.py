@@ -16,6 +16,7 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.engine import Prompt, builder
+from pyengine.engine.recovery import Verdict
 from pyengine.models import LoadedModel, load_model
 from pyengine.parallel import Team, distributed
 from pyengine.parallel.workers import WORKER
@@ -130,21 +131,29 @@ class Faults:
     def run(self) -> tuple[list[list[int]], list[BaseException]]:
         """Tokens of every prompt, in spite of steps that fail; and what failed."""
         engine, failures, name = self.llm._engine, [], next(self._rounds)
-        for index, prompt in enumerate(prompts()):
+        states = [
             engine.add_request(f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
-        done = {}
-        while engine.has_work:
-            try:
-                finished = engine.step().finished
-            except (WorkerError, faulty_worker.InjectedError) as error:
-                failures.append(error)
-                if "forward" not in str(error) and self._control.read_text() == "forward":
-                    self.are("calm")
-                continue
-            finally:
+            for index, prompt in enumerate(prompts())
+        ]
+        go_on = engine._failed
+
+        def watched(jobs: Any, num_tokens: int, error: BaseException) -> None:
+            failures.append(error)
+            if "forward" not in str(error) and self._control.read_text() == "forward":
+                self.are("calm")
+            engine._faults.failed = lambda _: (
+                Verdict()
+            )  # steps fail by chance: it is nobody's fault
+            go_on(jobs, num_tokens, error)
+
+        engine._failed = watched
+        try:
+            while engine.has_work:
+                engine.step()
                 self.llm._manager.check()
-            done.update((int(one.request_id.split("-")[1]), one) for one in finished)
-        return [done[index].outputs[0].token_ids for index in range(len(done))], failures
+        finally:
+            engine._failed = go_on
+        return [state.output().outputs[0].token_ids for state in states], failures
 
 
 @pytest.fixture
