@@ -6,7 +6,7 @@ message names the value that was found and the way out.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyengine.core.outputs import RequestOutput
@@ -45,6 +45,26 @@ class ConfigurationError(PyEngineError, ValueError):
 
 class DeviceMemoryError(PyEngineError):
     """The smallest step does not fit into the device's memory; it was rolled back."""
+
+
+class BrokenLogitsError(PyEngineError):
+    """No token can be chosen for some requests: no logit of theirs is above minus infinity, or NaN.
+
+    ``rows`` are their places in the batch; the other requests are not concerned.
+    """
+
+    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
+        super().__init__(
+            f"no token can be chosen in {len(rows)} of {num_rows} rows, the first of which is row "
+            f"{rows[0]}: logits that are NaN, or none above minus infinity. Either the weights are "
+            "damaged or too large for their dtype, or bad_words, allowed_token_ids and min_tokens "
+            "leave no token"
+        )
+        self.rows = tuple(rows)
+        self._num_rows = num_rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rows, self._num_rows)
 
 
 class ModelLoadError(PyEngineError):

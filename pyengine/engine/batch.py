@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.engine.request import RequestState, Sample
-from pyengine.sampling import PendingLogprobs, SamplingBatch, TokenLogprobs
+from pyengine.sampling import PendingPromptLogprobs, PromptRows, SamplingBatch, TokenLogprobs
 from pyengine.scheduler import Entry, ScheduledStep
 
 
@@ -163,24 +163,18 @@ class Batch:
         rows = [part.rows for part in self.prompt_parts]
         return np.concatenate(rows) if rows else None
 
-    def prompt_logprobs(self, logits: torch.Tensor) -> PendingLogprobs | None:
+    def prompt_logprobs(self, logits: torch.Tensor) -> PendingPromptLogprobs:
         """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
-        if not self.prompt_parts or not len(logits):
-            return None
-        following = np.concatenate([part.following for part in self.prompt_parts])
-        tops: list[int] = []
-        for part in self.prompt_parts:
-            most = part.state.params.num_prompt_logprobs(logits.shape[1]) or 0
-            tops += [most] * part.length
-        return PendingLogprobs(logits, torch.from_numpy(following), tops)
+        parts = [
+            PromptRows(part.following, part.state.params.num_prompt_logprobs(logits.shape[1]) or 0)
+            for part in self.prompt_parts
+        ]
+        return PendingPromptLogprobs(logits, parts)
 
-    def hand_out(self, logprobs: list[TokenLogprobs]) -> None:
+    def hand_out(self, logprobs: list[list[TokenLogprobs]]) -> None:
         """Give what came of `prompt_logprobs` to the requests that asked."""
-        first = 0
-        for part in self.prompt_parts:
-            found = logprobs[first : first + part.length]
+        for part, found in zip(self.prompt_parts, logprobs, strict=True):
             part.state.append_prompt_logprobs(part.entry.start + 1, found)
-            first += part.length
 
 
 class BatchMaker:

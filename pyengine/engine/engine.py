@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from random import Random
@@ -15,6 +15,7 @@ import torch
 
 from pyengine.cache import BlockManager, Ledger
 from pyengine.core.errors import (
+    BrokenLogitsError,
     DeviceMemoryError,
     EngineDeadError,
     InvalidRequestError,
@@ -30,7 +31,7 @@ from pyengine.engine.executor import Executor, StepResults, SubmittedStep
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery
 from pyengine.engine.request import EndConditions, OutputSink, RequestState, Sample
-from pyengine.sampling import SamplingState
+from pyengine.sampling import SamplingState, tokens_of_words
 from pyengine.scheduler import Scheduler, StalledError
 
 _log = logging.getLogger(__name__)
@@ -143,11 +144,6 @@ class Engine:
         return self._num_new_tokens
 
     @property
-    def max_prompt_tokens(self) -> int:
-        """Tokens that a prompt may have, with one of output after it."""
-        return self._facts.max_model_len - 1
-
-    @property
     def unfinished(self) -> list[RequestState]:
         """Requests that have not ended, in the order in which they came."""
         return list(self._requests.values())
@@ -163,7 +159,8 @@ class Engine:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise `InvalidRequestError` for a request that cannot be served. Any thread may ask."""
-        ids, facts = np.asarray(prompt.token_ids), self._facts
+        facts = self._facts
+        ids = np.asarray(params.truncated(prompt.token_ids, facts.max_model_len - 1))
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         if len(ids) >= facts.max_model_len:
@@ -204,6 +201,9 @@ class Engine:
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
         self.check(prompt, params)
+        if params.truncate_prompt_tokens is not None:
+            kept = params.truncated(prompt.token_ids, self._facts.max_model_len - 1)
+            prompt = replace(prompt, token_ids=kept)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
         longest = self._facts.max_model_len - len(prompt.token_ids)
@@ -224,15 +224,18 @@ class Engine:
             priority=priority,
         )
         state.tokenizer = self._tokenizer
-        for index in range(params.n):
-            sampling = SamplingState(
-                params,
-                prompt.token_ids,
-                seed=(seed + index) % 2**64,
-                vocab_size=self._facts.vocab_size,
-                stop_ids=self._facts.eos_token_ids,
-            )
-            state.samples.append(Sample(state, index, sampling, ends))
+        sampling = SamplingState(
+            params,
+            prompt.token_ids,
+            seed=seed,
+            vocab_size=self._facts.vocab_size,
+            stop_ids=self._facts.eos_token_ids,
+            bad_words=tokens_of_words(params.bad_words, self._tokenizer),
+        )
+        state.samples.append(Sample(state, 0, sampling, ends))
+        for index in range(1, params.n):
+            sample = Sample(state, index, sampling.sibling(seed + index), ends)
+            state.samples.append(sample)
         return state
 
     def add(self, state: RequestState) -> None:
@@ -308,6 +311,11 @@ class Engine:
             num_tokens = now.step.plan.num_tokens
             self._roll_back(following)
             self._roll_back(now)
+            if isinstance(error, BrokenLogitsError):
+                broken = dict.fromkeys([now.batch.samples[row].state for row in error.rows])
+                for state in broken:
+                    self._fail(state, error)
+                return StepResult()
             self._failed(cast(list[Sample], now.step.jobs), num_tokens, error)
             return StepResult()
         self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)

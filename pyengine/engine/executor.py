@@ -7,7 +7,7 @@ import torch
 from pyengine.core.errors import ConfigurationError
 from pyengine.engine.batch import Batch
 from pyengine.runner import DeviceQueue, InlineQueue, Runner, Work
-from pyengine.sampling import PendingLogprobs, PendingSample, Sampled, Sampler, TokenLogprobs
+from pyengine.sampling import PendingPromptLogprobs, PendingSample, Sampled, Sampler, TokenLogprobs
 from pyengine.scheduler import ScheduledStep
 
 
@@ -16,7 +16,7 @@ class StepResults:
     """What came of a step: tokens, and what prompts' positions say about the tokens after them."""
 
     sampled: Sampled
-    prompt_logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[list[TokenLogprobs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,12 @@ class SubmittedStep:
 
     step: ScheduledStep
     batch: Batch
-    work: Work[tuple[PendingSample, PendingLogprobs | None]]
+    work: Work[tuple[PendingSample, PendingPromptLogprobs]]
 
     def result(self) -> StepResults:
         """Wait for the tokens. Raises what the step raised."""
         pending, prompt_logprobs = self.work.result()
-        sampled = pending.result()
-        return StepResults(sampled, [] if prompt_logprobs is None else prompt_logprobs.result())
+        return StepResults(pending.result(), prompt_logprobs.result())
 
 
 class Executor:
@@ -61,7 +60,7 @@ class Executor:
         """
         forward = self.runner.prepare(step.plan, extra_rows=batch.prompt_rows())
 
-        def work() -> tuple[PendingSample, PendingLogprobs | None]:
+        def work() -> tuple[PendingSample, PendingPromptLogprobs]:
             known: torch.Tensor | None = None
             if before is not None:
                 sampled, _ = before.work.result()  # it was queued first: it has been run

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -95,11 +94,6 @@ class Frontend:
         """A request that was checked and is not queued yet."""
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
-        if params.truncate_prompt_tokens is not None:
-            longest = self._engine.max_prompt_tokens
-            ids = params.truncated(prompt.token_ids, longest)
-            if len(ids) < len(prompt.token_ids):
-                prompt = replace(prompt, token_ids=ids, text=None)
         name = f"{next(self._ids)}" if request_id is None else request_id
         return self._engine.make_request(name, prompt, params, priority=priority)
 
