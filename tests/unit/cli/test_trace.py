@@ -93,8 +93,11 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"kvtrace\n\x01\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
-        (b"kvtrace\n\x02", "format version 2, this version reads 1; replay it with"),
+        (b"kvtrace\n\x02\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
+        (
+            b"kvtrace\n\x07",
+            "format 7, this version reads format 2; replay it with the version that",
+        ),
         (b"{}", "is no recording of a BlockManager; give a file that record() has written"),
     ],
 )
