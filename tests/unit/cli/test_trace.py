@@ -48,6 +48,15 @@ def test_what_happened_is_printed(file: Path) -> None:
     assert result.stdout.endswith("20 operations, all answered as recorded\n")
 
 
+def test_a_recording_of_nothing(tmp_path: Path) -> None:
+    manager = BlockManager(8, 4)
+    manager.record(tmp_path / "empty")
+    manager.stop_recording()
+    result = run(tmp_path / "empty")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("0 operations, all answered as recorded\n")
+
+
 def test_a_recording_without_an_end_says_so(file: Path) -> None:
     whole = file.read_bytes()
     sizes = range(len(whole) - 1, 0, -1)
