@@ -54,7 +54,7 @@ def _write(stream: TextIO | None, text: str, style: dict[str, bool]) -> None:
 def print_rows(title: str, rows: Mapping[str, object]) -> None:
     """A title, and a line for each row; nested ones stay as they are, behind the name above."""
     flat = dict(_flatten(rows))
-    width = max(map(len, flat))
+    width = max(map(len, flat), default=0)
     write(f"{title}\n", bold=True)
     write("".join(f"  {key:<{width}}  {value}\n" for key, value in flat.items()))
 

@@ -8,7 +8,7 @@ use crate::queue::{FreeQueue, List};
 use crate::retention::Priority;
 
 /// How idle blocks are given up when there are no free ones.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Eviction {
     /// Least recently used first.
     #[default]

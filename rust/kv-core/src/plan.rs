@@ -16,7 +16,7 @@ use crate::shared::PlanHandle;
 use crate::trace::Call;
 
 /// The answer to [`BlockManager::prefill`] and [`BlockManager::speculate`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Prefill {
     /// The sequence is in the plan.
     Planned {
@@ -39,7 +39,7 @@ pub enum Prefill {
 }
 
 /// A table entry that a commit moved to the block which held the content first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Redirect {
     /// The sequence's id.
     pub sequence: u64,

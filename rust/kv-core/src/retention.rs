@@ -17,7 +17,19 @@ use crate::matching::Prompt;
 use crate::trace::Call;
 
 /// How long a content is kept while it is idle, compared with others.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    serde::Serialize,
+    serde::Deserialize,
+)]
 pub enum Priority {
     /// Given up before anything else.
     Low,
@@ -54,7 +66,7 @@ type Deadline = Reverse<(Duration, u64, NodeIdx, ContentId)>;
 /// Priorities that end.
 #[derive(Default)]
 pub(crate) struct Retention {
-    now: Duration,
+    pub(crate) now: Duration,
     deadlines: BinaryHeap<Deadline>,
     /// The request that is in force for a content; older deadlines mean nothing any more.
     in_force: HashMap<ContentId, u64>,
