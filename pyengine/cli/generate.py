@@ -171,7 +171,7 @@ def _close(results: Results, meter: Meter, *, failed: bool) -> None:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], object]]:
     """A bar of prompts on standard error, where that is a terminal of its own."""
-    if not sys.stderr or not sys.stderr.isatty() or (sys.stdout and sys.stdout.isatty()):
+    if sys.stdout.isatty() or not sys.stderr.isatty():
         yield lambda: None
         return
     from tqdm import tqdm
