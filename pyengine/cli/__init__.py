@@ -10,9 +10,6 @@ if TYPE_CHECKING:
     from pyengine.cli.backend import EngineFactory
 
 
-_ESCAPED = "backslashreplace"
-
-
 def main(factory: "EngineFactory | None" = None) -> None:
     """Run the command line; where its libraries are missing, name the extra that holds them.
 
@@ -27,6 +24,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
     # Importing torch and transformers makes a million objects and frees none: looking for garbage
     # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
     gc.disable()
+    _prepare_streams()
     try:
         from pyengine.cli.app import app
         from pyengine.cli.options import report
@@ -39,10 +37,21 @@ def main(factory: "EngineFactory | None" = None) -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:  # commands handle their own
         raise SystemExit(130) from None
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # what can't be encoded or decoded is no accident
-            stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else _ESCAPED)
     try:
         app(obj=factory)
     except OSError as error:  # commands handle their own; this is help that can't be printed
         raise SystemExit(report(error)) from None
+
+
+def _prepare_streams() -> None:
+    """Have all three streams, and no text that they can't take or give."""
+    for name, mode, errors in (
+        ("stdin", "r", "surrogateescape"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        if getattr(sys, name) is None:  # closed by who started us; else the next file is it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)

@@ -36,9 +36,7 @@ def note(text: str, *, dim: bool = False) -> None:
     _write(sys.stderr, f"{text}\n", {"dim": True} if dim else {})
 
 
-def _write(stream: TextIO | None, text: str, style: dict[str, bool]) -> None:
-    if stream is None:  # closed by who started us
-        return
+def _write(stream: TextIO, text: str, style: dict[str, bool]) -> None:
     if stream.isatty():
         text = printable(text)
         if style and not os.environ.get("NO_COLOR"):

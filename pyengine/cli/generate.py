@@ -110,11 +110,13 @@ def _check_recording(path: Path | None) -> None:
     """See that a recording can be written, and will replace nothing but a recording."""
     if path is None:
         return
+    is_new = not os.path.lexists(path)
     try:
-        is_new = not os.path.lexists(path)
+        if not is_new and not path.is_file():
+            raise InvalidRequestError(f"cannot write {path}: it is no regular file")
         with path.open("ab+") as file:
             file.seek(0)
-            start = file.read(len(RECORDING)) if path.is_file() else b""
+            start = file.read(len(RECORDING))
         if is_new:
             path.unlink()
     except OSError as error:
@@ -171,7 +173,7 @@ def _close(results: Results, meter: Meter, *, failed: bool) -> None:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], object]]:
     """A bar of prompts on standard error, where that is a terminal of its own."""
-    if not sys.stderr or not sys.stderr.isatty() or (sys.stdout and sys.stdout.isatty()):
+    if sys.stdout.isatty() or not sys.stderr.isatty():
         yield lambda: None
         return
     from tqdm import tqdm

@@ -34,6 +34,7 @@ class FakeEngine:
 
     chat_template: str | None = "a template"
     longest_prompt: int = 1000
+    words: Sequence[str] = ("The", " answer", " is [red]42[/red]", ".")
     interrupt_after: int | None = None
     counters: dict[str, int] = field(
         default_factory=lambda: {
@@ -124,7 +125,7 @@ class FakeEngine:
         self._charge()
         try:
             words: list[str] = []
-            for word in ["The", " answer", " is [red]42[/red]", "."]:
+            for word in self.words:
                 if len(words) == self.interrupt_after:
                     raise KeyboardInterrupt
                 words.append(word)
