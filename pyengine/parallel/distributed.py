@@ -36,7 +36,6 @@ from pyengine.models import (
     resolve_first_device,
     resolve_source,
 )
-from pyengine.parallel.interrupts import held_interrupts
 from pyengine.parallel.messages import (
     Failed,
     Loaded,
@@ -195,7 +194,8 @@ class DistributedRunner:
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
         """See `Runner.prepare`, but one step at a time: the workers do not learn what was sampled.
 
-        In the forward pass Ctrl-C is held back until all ranks are through the step.
+        In the forward pass Ctrl-C is held back until all ranks are through the step, or some
+        seconds; then the workers are ended, which ends the engine.
         """
         self._workers.check()
         arrays = self._runner.buffers.arrays  # those that the step is written into
@@ -206,7 +206,7 @@ class DistributedRunner:
     def _run(self, forward: Forward, sampled: torch.Tensor | None, message: bytes) -> StepLogits:
         self._workers.check()
         is_sent = False
-        with held_interrupts(lambda: self._workers.kill("interrupted twice within a step")):
+        with self._workers.interrupts.held():
             try:
                 self._readiness.begin()
                 is_sent = True

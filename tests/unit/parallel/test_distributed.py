@@ -2,8 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +40,12 @@ IN_TIME = 10.0
 """Seconds in which a death must be noticed."""
 GIVEN_UP = 30.0
 """Seconds in which a worker must have given up on the others."""
+INTERRUPTS = """
+import os, signal, sys, time
+for _ in range(int(sys.argv[2])):
+    time.sleep(0.3)
+    os.kill(int(sys.argv[1]), signal.SIGINT)
+"""
 
 
 def prompts() -> list[list[int]]:
@@ -220,6 +230,84 @@ def test_a_worker_that_cannot_start_ends_it_too(
     assert "No module named" in capfd.readouterr().err
     assert workers_left(os.getpid(), IN_TIME) == []
     assert not torch.distributed.is_initialized()
+
+
+def in_a_fork(work: Callable[[], str]) -> str:
+    """What `work` says in a fork of this process, or that it does not come to an end."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # that of the test's own time limit
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(GIVEN_UP))
+            os.write(theirs, work().encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    _, status = os.waitpid(child, 0)
+    return said if status == 0 else f"it was ended by {signal.Signals(status).name}"
+
+
+def test_a_fork_is_refused_and_its_parent_goes_on(llama: Path) -> None:
+    with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
+        expected = tokens(llm)
+
+        def ask() -> str:
+            said = []
+            for _ in range(2):
+                try:
+                    said.append(str(tokens(llm)))
+                except EngineDeadError as error:
+                    said.append(str(error))
+            llm.close()
+            return "; ".join(said)
+
+        said = in_a_fork(ask)
+        assert said.count(f"belongs to process {os.getpid()}, of which this one") == 2, said
+        assert "make a new LLM here" in said
+        assert tokens(llm) == expected
+        in_a_fork(lambda: "and again, without a word")
+        assert tokens(llm) == expected
+
+
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize("interrupts", [1, 4])
+def test_ctrl_c_ends_the_wait_for_a_worker_that_was_stopped(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, python_handles_ctrl_c: None, interrupts: int
+) -> None:
+    monkeypatch.setattr("pyengine.parallel.interrupts.PATIENCE", 1.0 if interrupts == 1 else 60.0)
+    with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
+        (worker,) = workers_of(os.getpid())
+        stream = llm.stream([3, 4, 5], SamplingParams(max_tokens=200, ignore_eos=True))
+        next(stream)
+        os.kill(worker, signal.SIGSTOP)
+        words = [sys.executable, "-c", INTERRUPTS, str(os.getpid()), str(interrupts)]
+        started = time.monotonic()
+        with subprocess.Popen(words) as terminal:
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    list(stream)
+            finally:
+                while terminal.poll() is None:
+                    with suppress(KeyboardInterrupt):
+                        terminal.wait()
+        assert time.monotonic() - started < IN_TIME
+        assert workers_left(os.getpid(), IN_TIME) == []
+        with pytest.raises(EngineDeadError, match=r"interrupted within a step.*new LLM"):
+            tokens(llm)
+        ledger = llm.stats().ledger
+        assert (ledger.active, ledger.leased) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [0, -1])
