@@ -28,7 +28,7 @@ from pyengine.engine.prompts import (
     render_chat,
 )
 from pyengine.engine.request import RequestState
-from pyengine.parallel.interrupts import held_interrupts
+from pyengine.engine.shared import held_interrupts
 
 Priorities = float | Sequence[float]
 
@@ -232,7 +232,7 @@ class LLM(Frontend):
         """Whatever happened (Ctrl-C too, a second one as well), none is left behind."""
         unfinished = [state for state in states if state.finished_time is None]
         if unfinished:
-            with held_interrupts(lambda: None):
+            with held_interrupts():
                 self._shared.abort(unfinished)
 
 

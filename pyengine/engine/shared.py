@@ -1,10 +1,12 @@
 """One engine for many threads: requests come in from anywhere, one thread at a time runs steps."""
 
 import logging
+import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from pyengine.core.errors import EngineDeadError
 from pyengine.engine.engine import Engine, EngineStats, StepResult
@@ -155,3 +157,23 @@ class SharedEngine:
         """Let somebody else drive, if somebody waits."""
         with suppress(IndexError):
             self._waiting[0].set()
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Inside, a Ctrl-C waits for the end of the block, where it is raised as ever.
+
+    In threads other than the main one nothing is held, as Python delivers no signals there.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *arrived: held.append(arrived))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        previous(*held[0])

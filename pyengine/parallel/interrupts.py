@@ -34,8 +34,8 @@ class InterruptWatch:
     """Holds Ctrl-C back, block by block, but not for ever.
 
     `give_up` is called, in another thread or in a signal handler, to end what the block waits for:
-    at a second Ctrl-C, or if the block has not ended `patience` seconds (by default `PATIENCE`) after
-    the first.
+    at a second Ctrl-C, or if the block has not ended `patience` seconds after the first (by default
+    `PATIENCE`).
     """
 
     def __init__(self, give_up: Callable[[], object], patience: float | None = None) -> None:
