@@ -268,12 +268,11 @@ impl BlockManager {
     /// written to later on, the recording ends there and the manager goes on.
     /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        self.core.detached(py, |core| {
-            core.settle();
-            core.may_record().map_err(raise)?;
-            let file = File::create(&path).map_err(|error| os_error(&error, Some(&path)))?;
-            core.record(file).map_err(raise)
-        })
+        self.core.with(py, |core| core.may_record())?;
+        // Without the lock and without the GIL: a pipe waits here for its reader.
+        let file = py.detach(|| File::create(&path));
+        let file = file.map_err(|error| os_error(&error, Some(&path)))?;
+        self.core.with(py, |core| core.record(file))
     }
 
     /// Ends the recording and closes its file; without a recording it does nothing.
