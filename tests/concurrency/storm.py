@@ -1,7 +1,7 @@
 """Eight threads of random calls, hostile ones among them, while the collector is at its most eager.
 
-`python -m tests.concurrency.storm SECONDS` prints how many calls were made. It fails if the manager is
-not sound at the end, or if a call raises what it should not.
+`python -m tests.concurrency.storm SECONDS` prints how many calls were made. It fails if the manager
+is not sound at the end, or if a call raises what it should not.
 """
 
 import gc
