@@ -7,6 +7,7 @@ use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::queue::{FreeQueue, List};
 use crate::retention::Priority;
+use crate::sequence::Sequence;
 use crate::shared::Letter;
 use crate::trace::Call;
 
@@ -287,37 +288,40 @@ impl BlockManager {
     }
 
     /// Gives back what no later token of the sequence can see: the rows before the windows of its
-    /// last full row. Rows that are yet to be registered wait. Among the first `since` table entries the
-    /// gaps come first: a match has left others after them.
+    /// last full row. Rows that are yet to be registered wait. Returns how many blocks that are.
     #[inline]
-    pub(crate) fn slide(&mut self, slot: u32, since: usize) {
+    pub(crate) fn slide(&mut self, slot: u32) -> u64 {
         if self.groups.have_windows() {
-            self.slide_windows(slot, since);
+            self.slide_windows(slot)
+        } else {
+            0
         }
     }
 
-    fn slide_windows(&mut self, slot: u32, since: usize) {
-        let groups = self.groups.len();
-        let seq = self.sequences.at(slot);
+    /// The rows of which a sequence needs the windows: those computed, and registered if they ever are.
+    pub(crate) fn settled_rows(&self, seq: &Sequence) -> usize {
         let nameless = seq.chain.private || !self.config.prefix_caching;
         let full = seq.computed / self.config.block_size;
-        let rows = if nameless {
+        if nameless {
             full
         } else {
             full.min(seq.chain.blocks)
-        };
+        }
+    }
+
+    fn slide_windows(&mut self, slot: u32) -> u64 {
+        let groups = self.groups.len();
+        let rows = self.settled_rows(self.sequences.at(slot));
+        let mut given_back = 0;
         for group in 0..groups {
             for row in (0..self.groups.first_row(group, rows)).rev() {
                 let seq = self.sequences.at_mut(slot);
                 let entry = &mut seq.table[row * groups + group];
                 let Some(block) = std::mem::replace(entry, BlockId::NONE).some() else {
-                    if row * groups < since {
-                        break; // what comes before it went earlier
-                    }
-                    continue;
+                    break; // what comes before it went earlier
                 };
                 seq.table_version += 1;
-                self.stats.slid_blocks += 1;
+                given_back += 1;
                 if row < seq.chain.blocks && seq.chain.private {
                     // What follows has no name, so nobody can stand on what came before any more.
                     seq.chain.tip = seq.root;
@@ -326,5 +330,6 @@ impl BlockManager {
                 self.let_go_for_sequence(block);
             }
         }
+        given_back
     }
 }

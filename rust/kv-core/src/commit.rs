@@ -173,7 +173,7 @@ impl BlockManager {
                 }
             }
         }
-        self.slide(entry.slot, entry.before.table_len);
+        self.stats.slid_blocks += self.slide(entry.slot);
     }
 
     /// What only prefills and drafts do; `accepted` tokens.
@@ -185,6 +185,7 @@ impl BlockManager {
             stats.prompt_tokens += (more.adopted + entry.len) as u64;
             stats.cached_tokens += more.adopted as u64;
             stats.hit_blocks += more.matched_blocks as u64;
+            stats.slid_blocks += more.unseen.len() as u64;
         }
         if !more.drafts.is_empty() {
             stats.draft_tokens += more.drafts.len() as u64;

@@ -294,8 +294,14 @@ impl BlockManager {
             return self.new_blocks(slot, seq.tokens.len());
         }
         let all = seq.table.iter().chain(&self.matched.blocks);
+        let matched = self.matched.rows;
         let held = |group: usize| {
-            let entries = all.clone().skip(group).step_by(groups);
+            // What the match puts out of sight is the plan's.
+            let unseen = match matched {
+                0 => 0,
+                _ => self.groups.first_row(group, seq.chain.blocks + matched),
+            };
+            let entries = all.clone().skip(unseen * groups + group).step_by(groups);
             entries.filter(|&&block| block != BlockId::NONE).count()
         };
         let come = |group: usize| {

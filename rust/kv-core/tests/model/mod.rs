@@ -63,6 +63,8 @@ struct Entry {
     announced: Vec<u32>,
     /// Rows matched and announced.
     rows: usize,
+    /// What no token after the rows matched sees: the plan keeps it. Row, group, block.
+    unseen: Vec<(usize, usize, u32)>,
 }
 
 #[derive(Clone, Debug)]
@@ -227,8 +229,15 @@ impl Model {
             ready && needed.all(|(row, group)| seq.table[row][group].is_some())
         };
         let mut longest_first = (0..=seq.registered).rev();
-        let rows = longest_first.find(|&rows| is_whole(rows)).expect("none is");
-        let rows = seq.table[..rows].to_vec();
+        let whole = longest_first.find(|&rows| is_whole(rows)).expect("none is");
+        let mut rows = seq.table[..whole].to_vec();
+        for (at, row) in rows.iter_mut().enumerate() {
+            for (group, entry) in row.iter_mut().enumerate() {
+                if at < self.first_row(group, whole) {
+                    *entry = None;
+                }
+            }
+        }
         self.leases.insert(lease, rows);
     }
 
@@ -305,6 +314,7 @@ impl Model {
             ..s.clone()
         };
         self.seqs.insert(fork, child);
+        self.slide(fork);
         true
     }
 
@@ -464,6 +474,11 @@ impl Model {
         let s = self.seqs.get_mut(&seq).expect("live");
         s.table.extend(matched.iter().cloned());
         s.registered += matched.len();
+        let unseen = match matched.is_empty() {
+            true => Vec::new(),
+            false => self.take_unseen(seq),
+        };
+        let s = self.seqs.get_mut(&seq).expect("live");
         let samples = start + len == s.tokens.len() + s.pending + drafts.len();
         (s.ahead, s.speculating) = (start + len, !drafts.is_empty());
         s.pending += usize::from(samples);
@@ -494,7 +509,24 @@ impl Model {
             present,
             announced,
             rows,
+            unseen,
         });
+    }
+
+    /// Takes what no token after its registered rows sees out of a table, the last one first.
+    fn take_unseen(&mut self, seq: u64) -> Vec<(usize, usize, u32)> {
+        let mut unseen = Vec::new();
+        for group in 0..self.groups.len() {
+            let s = &self.seqs[&seq];
+            for row in (0..self.first_row(group, s.registered)).rev() {
+                let s = self.seqs.get_mut(&seq).expect("live");
+                if let Some(block) = s.table[row][group].take() {
+                    self.newest().fenced.push(block);
+                    unseen.push((row, group, block));
+                }
+            }
+        }
+        unseen
     }
 
     /// The next row is one that this step, from `start` on, computes for all. False if the commit must
@@ -655,7 +687,12 @@ impl Model {
                 (Some(_), Some(window)) => {
                     // What slides out of the window is used again: at most so many rows at once.
                     let reach = window.div_ceil(size) + (max_tokens + 2 * size - 2) / size;
-                    let held = s.table.iter().chain(&matched);
+                    // What the match puts out of sight is the plan's.
+                    let unseen = match matched.is_empty() {
+                        true => 0,
+                        false => self.first_row(group, rows),
+                    };
+                    let held = s.table.iter().chain(&matched).skip(unseen);
                     let held = held.filter(|row| row[group].is_some()).count();
                     let peak = reach.min(s.tokens.len().div_ceil(size));
                     peak.saturating_sub(held).max(now)
@@ -689,6 +726,9 @@ impl Model {
         for &(row, group, source, _) in &entry.copied {
             s.table[row][group] = Some(source);
         }
+        for &(row, group, block) in &entry.unseen {
+            s.table[row][group] = Some(block);
+        }
         if entry.rows > 0 {
             s.registered = registered;
         }
@@ -696,6 +736,7 @@ impl Model {
         s.pending -= usize::from(entry.samples);
         s.planned -= 1;
         self.shorten(entry.seq, &s);
+        self.slide(entry.seq);
         self.bury(entry.seq);
     }
 

@@ -81,7 +81,7 @@ const MOST_SEQUENCES: usize = 6;
 const MOST_LEASES: usize = 3;
 
 const TOKENS: usize = 4096;
-const WIDTH: usize = 80;
+const WIDTH: usize = 256;
 const ROWS: usize = 64;
 
 impl World {
@@ -335,7 +335,10 @@ impl World {
         }
     }
 
+    /// A lease holds what a token after it sees, and no more.
     fn keep(&mut self, lease: Lease) {
+        let most = self.manager.blocks_for(lease.num_tokens(), 0);
+        assert!(lease.num_blocks() <= most, "{lease:?}");
         if self.leases.len() == MOST_LEASES {
             self.model.drop_lease(self.leases.remove(0).0);
         }
@@ -420,11 +423,26 @@ impl World {
         for handle in &self.handles {
             let view = self.manager.view(handle.key()).expect("live");
             let seq = &self.model.seqs[&handle.id()];
+            let mut held = 0;
             for group in 0..self.model.groups.len() {
                 let table = view.table(group).map(|block| block.map(BlockId::get));
                 let expected = seq.table.iter().map(|row| row[group]);
                 prop_assert!(table.eq(expected), "{:?}", view);
+                let given_back = view.table(group).take_while(Option::is_none).count();
+                let blocks = view.table(group).flatten().count();
+                prop_assert_eq!(given_back + blocks, seq.table.len(), "a hole: {:?}", view);
+                held += blocks;
             }
+            // Nothing is held beyond what it takes to go from what is settled to the end of its table.
+            let size = self.model.block_size;
+            let rows = seq.table.len();
+            let full = view.num_computed_tokens / size;
+            let settled = match self.model.caching {
+                true => full.min(view.num_registered_blocks),
+                false => full,
+            };
+            let most = self.manager.blocks_for(rows * size, (rows - settled) * size);
+            prop_assert!(held <= most, "{held} blocks, {most} needed: {view:?}");
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(
                 (view.num_computed_tokens, view.num_registered_blocks),
