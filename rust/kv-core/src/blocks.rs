@@ -1,6 +1,8 @@
 //! The only place where counters, queue and tree meet: every block that gets a holder, loses one,
 //! gets a content or loses it goes through here.
 
+use std::ops::Range;
+
 use crate::events::Event;
 use crate::eviction::{Ghost, Policy};
 use crate::ids::{BlockId, NodeIdx};
@@ -276,12 +278,19 @@ impl BlockManager {
     pub(crate) fn release_table(&mut self, slot: u32, rows: usize) {
         let seq = self.sequences.at_mut(slot);
         let len = rows * self.groups.len();
-        if seq.table.len() <= len {
+        let end = seq.table.len();
+        self.release_rows(slot, len.min(end)..end);
+    }
+
+    /// Takes these entries out of a table, the last one first.
+    pub(crate) fn release_rows(&mut self, slot: u32, entries: Range<usize>) {
+        if entries.is_empty() {
             return;
         }
+        let seq = self.sequences.at_mut(slot);
         seq.table_version += 1;
         let mut table = std::mem::take(&mut seq.table);
-        for block in table.drain(len..).rev().filter_map(BlockId::some) {
+        for block in table.drain(entries).rev().filter_map(BlockId::some) {
             self.let_go_for_sequence(block);
         }
         self.sequences.at_mut(slot).table = table;

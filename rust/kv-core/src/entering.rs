@@ -257,7 +257,11 @@ impl BlockManager {
             (more.matched, more.matched_blocks) = (matched.rows, blocks);
             more.in_flight = in_flight;
             let seq = self.sequences.at_mut(slot);
-            seq.table.extend_from_slice(&matched.blocks);
+            let at = seq.chain.blocks * self.groups.len();
+            if at < seq.table.len() {
+                seq.table_version += 1; // slots were reserved past the boundary: they move up
+            }
+            seq.table.splice(at..at, matched.blocks.iter().copied());
             seq.chain = Chain {
                 tip,
                 blocks: seq.chain.blocks + matched.rows,

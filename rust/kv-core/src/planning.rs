@@ -312,12 +312,11 @@ impl BlockManager {
     }
 
     /// Walks the tree from where the sequence stands, if that is a block boundary; leaves the hits
-    /// in `self.matched`.
+    /// in `self.matched`. Rows that it has reserved past the boundary come after them.
     fn find_match(&mut self, slot: u32) {
         let seq = self.sequences.at_mut(slot);
         let rows = seq.chain.blocks;
-        let on_boundary = rows * self.groups.len() == seq.table.len()
-            && seq.ahead == rows * self.config.block_size;
+        let on_boundary = seq.ahead == rows * self.config.block_size;
         let may_match = self.config.prefix_caching && seq.read_cache && !seq.chain.private;
         if !on_boundary || !may_match {
             self.matched.clear();

@@ -85,7 +85,10 @@ impl BlockManager {
             let block = self.sequences.at(slot).table[at];
             self.forget(block);
         }
-        self.release_table(slot, before.table_len / self.groups.len());
+        let groups = self.groups.len();
+        let stood = before.chain.blocks * groups;
+        self.release_table(slot, before.table_len / groups + more.matched);
+        self.release_rows(slot, stood..stood + more.matched * groups);
         for &(at, block) in &more.unseen {
             self.hold_for_sequence(block);
             let seq = self.sequences.at_mut(slot);

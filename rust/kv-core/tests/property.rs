@@ -80,7 +80,7 @@ fn run_in(
         1 => prop::collection::vec(window, 1..4),
     ];
     let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.5));
-    let num_blocks = prop_oneof![30 => 1..24_usize, 1 => 24..4_097_usize];
+    let num_blocks = prop_oneof![200 => 1..24_usize, 4 => 24..200_usize, 1 => 200..4_097_usize];
     let block_size = prop_oneof![8 => 1..5_usize, 1 => Just(16_usize)];
     let pool = (num_blocks, block_size, groups, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));

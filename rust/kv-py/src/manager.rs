@@ -297,7 +297,7 @@ impl BlockManager {
     /// Raises `InvariantError` with the first difference.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| match self.core.0.lock() {
-            Ok(mut core) => core.check().map_err(InvariantError::new_err),
+            Ok(core) => core.check().map_err(InvariantError::new_err),
             Err(_) => Err(broken()),
         })
     }

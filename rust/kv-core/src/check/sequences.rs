@@ -111,7 +111,9 @@ impl BlockManager {
             })?;
             let unseen = row < self.groups.first_row(group, settled);
             ensure(*block == BlockId::NONE || !unseen, || {
-                format!("sequence {id} holds {block:?} in row {row} of group {group}, which no token sees")
+                format!(
+                    "sequence {id} holds {block:?} in row {row} of group {group}, which no token sees"
+                )
             })?;
             let gap = row > 0 && seq.table[at - groups] != BlockId::NONE;
             ensure(*block != BlockId::NONE || !gap, || {

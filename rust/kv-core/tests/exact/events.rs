@@ -1,5 +1,7 @@
 //! Events: what is told, in which order, and what is not.
 
+use std::sync::Arc;
+
 use kv_core::{BlockManager, Config, Event};
 
 use super::tools::{
@@ -23,7 +25,7 @@ fn stored(m: &BlockManager, tokens: &[u32]) -> Vec<Event> {
         hash: hashes[at],
         parent: at.checked_sub(1).map(|before| hashes[before]),
         tokens: tokens.into(),
-        namespace: Box::default(),
+        namespace: Arc::default(),
     };
     tokens.chunks_exact(4).enumerate().map(event).collect()
 }

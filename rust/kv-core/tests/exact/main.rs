@@ -13,6 +13,7 @@ mod filling;
 mod handles;
 mod limits;
 mod recordings;
+mod rematch;
 mod retention;
 mod statistics;
 mod tables;

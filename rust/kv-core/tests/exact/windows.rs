@@ -391,7 +391,10 @@ fn a_lease_inside_a_plan_has_no_gap() {
             for group in 0..groups.len() {
                 let held = table(&m, &fork, group);
                 let first = held.iter().position(Option::is_some).unwrap_or(held.len());
-                assert!(held[first..].iter().all(Option::is_some), "{tokens}: {held:?}");
+                assert!(
+                    held[first..].iter().all(Option::is_some),
+                    "{tokens}: {held:?}"
+                );
             }
             m.check().expect("no gap");
         }

@@ -61,8 +61,9 @@ struct Entry {
     adopted: Vec<u32>,
     present: Vec<u32>,
     announced: Vec<u32>,
-    /// Rows matched and announced.
+    /// Rows matched and announced, and those matched alone.
     rows: usize,
+    matched: usize,
     /// What no token after the rows matched sees: the plan keeps it. Row, group, block.
     unseen: Vec<(usize, usize, u32)>,
 }
@@ -472,7 +473,9 @@ impl Model {
             .map(|(row, group, block)| (row, group, block, self.copy(seq, row, group, block)))
             .collect();
         let s = self.seqs.get_mut(&seq).expect("live");
-        s.table.extend(matched.iter().cloned());
+        // Slots that were reserved past the boundary move up.
+        let stood = s.registered;
+        s.table.splice(stood..stood, matched.iter().cloned());
         s.registered += matched.len();
         let unseen = match matched.is_empty() {
             true => Vec::new(),
@@ -509,6 +512,7 @@ impl Model {
             present,
             announced,
             rows,
+            matched: matched.len(),
             unseen,
         });
     }
@@ -645,12 +649,9 @@ impl Model {
         reserve: Option<usize>,
     ) -> Prefill {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
-        let may_match = self.caching
-            && s.read_cache
-            && s.registered == s.table.len()
-            && s.ahead == s.table.len() * size;
+        let may_match = self.caching && s.read_cache && s.ahead == s.registered * size;
         let matched = if may_match {
-            self.matched(s.namespace, &s.tokens, s.table.len(), |_| true)
+            self.matched(s.namespace, &s.tokens, s.registered, |_| true)
         } else {
             Vec::new()
         };
@@ -658,7 +659,7 @@ impl Model {
         let start = if matched.is_empty() {
             s.ahead
         } else {
-            (rows * size).min(s.tokens.len() - 1)
+            ((s.registered + matched.len()) * size).min(s.tokens.len() - 1)
         };
         let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
@@ -690,7 +691,7 @@ impl Model {
                     // What the match puts out of sight is the plan's.
                     let unseen = match matched.is_empty() {
                         true => 0,
-                        false => self.first_row(group, rows),
+                        false => self.first_row(group, s.registered + matched.len()),
                     };
                     let held = s.table.iter().chain(&matched).skip(unseen);
                     let held = held.filter(|row| row[group].is_some()).count();
@@ -722,7 +723,11 @@ impl Model {
         self.newest().copies.retain(|(_, to)| !copies.contains(to));
         let (table_len, ahead, registered) = entry.before;
         let mut s = self.seqs[&entry.seq].clone();
-        s.table.truncate(table_len);
+        let gone = s.table.split_off(table_len + entry.matched);
+        let matched: Vec<Row> = s
+            .table
+            .drain(registered..registered + entry.matched)
+            .collect();
         for &(row, group, source, _) in &entry.copied {
             s.table[row][group] = Some(source);
         }
@@ -735,7 +740,12 @@ impl Model {
         (s.ahead, s.speculating) = (ahead, false);
         s.pending -= usize::from(entry.samples);
         s.planned -= 1;
-        self.shorten(entry.seq, &s);
+        self.seqs.insert(entry.seq, s.clone());
+        blocks(&s.table).for_each(|block| self.unqueue(block));
+        self.settle(blocks(&gone).rev());
+        self.settle(blocks(&matched).rev());
+        let copies = entry.copied.iter().map(|&(.., copy)| copy);
+        self.settle(copies);
         self.slide(entry.seq);
         self.bury(entry.seq);
     }

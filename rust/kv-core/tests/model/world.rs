@@ -441,7 +441,9 @@ impl World {
                 true => full.min(view.num_registered_blocks),
                 false => full,
             };
-            let most = self.manager.blocks_for(rows * size, (rows - settled) * size);
+            let most = self
+                .manager
+                .blocks_for(rows * size, (rows - settled) * size);
             prop_assert!(held <= most, "{held} blocks, {most} needed: {view:?}");
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(
