@@ -104,7 +104,7 @@ def test_recorded_operations_are_those_of_the_format() -> None:
         (tag, name, re.findall(r"\w+", re.sub(r"\(.*\)", "", arguments)))
         for tag, name, arguments, _ in table(DOCUMENT, "tag", "operation")
     ]
-    assert len(said) == 23
+    assert len(said) == 21
     assert said == real
 
 

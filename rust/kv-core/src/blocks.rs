@@ -8,7 +8,6 @@ use crate::eviction::{Ghost, Policy};
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::queue::{FreeQueue, List};
-use crate::retention::Priority;
 use crate::sequence::Sequence;
 use crate::shared::Letter;
 use crate::trace::Call;
@@ -29,8 +28,6 @@ pub(crate) struct Block {
     pub(crate) group: u8,
     /// The content was adopted, or has come back soon after it was evicted.
     pub(crate) used_again: bool,
-    /// Its content's.
-    pub(crate) priority: Priority,
     /// The list of the queue in which the block waits, if it does.
     pub(crate) list: List,
 }
@@ -46,7 +43,6 @@ impl Block {
         step: 0,
         group: 0,
         used_again: false,
-        priority: Priority::Normal,
         list: List::Free,
     };
 
@@ -57,7 +53,7 @@ impl Block {
             self.list = List::Free;
             queue.push_head(List::Free, id);
         } else {
-            self.list = policy.list(self.used_again, self.priority);
+            self.list = policy.list(self.used_again);
             queue.push_tail(self.list, id);
         }
     }
@@ -144,10 +140,9 @@ impl BlockManager {
     pub(crate) fn store(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         self.tree.set_block(node, group, block);
         self.note_content(node, group, block, step);
-        self.blocks[block.at()].priority = self.tree.priority(node);
     }
 
-    /// The part of `store` that is the block's; of normal priority, as it was when it was allocated.
+    /// The part of `store` that is the block's.
     #[inline(always)] // every new content comes here
     pub(crate) fn note_content(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         let place = &mut self.blocks[block.at()];

@@ -3,7 +3,6 @@
 use std::fmt;
 
 use crate::eviction::Eviction;
-use crate::retention::Priority;
 
 /// Why a call was refused. The call that returns one has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,8 +17,6 @@ pub enum Error {
     Window(usize),
     /// No eviction policy of this name.
     UnknownPolicy(Box<str>),
-    /// No retention priority of this name.
-    UnknownPriority(Box<str>),
     /// `hash_bits` outside `0..=128`.
     HashBits(u32),
     /// The tables of a pool this large do not fit into memory.
@@ -188,13 +185,6 @@ impl fmt::Display for Error {
                 write!(
                     f,
                     "eviction={name:?} is not known; the policies are {known}"
-                )
-            }
-            UnknownPriority(name) => {
-                let known = Priority::NAMES.map(|(known, _)| known).join(", ");
-                write!(
-                    f,
-                    "priority={name:?} is not known; the priorities are {known}"
                 )
             }
             HashBits(got) => write!(f, "hash_bits must be 0 to 128, got {got}"),

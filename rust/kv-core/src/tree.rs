@@ -21,7 +21,6 @@ use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
 use crate::index::HashIndex;
-use crate::retention::Priority;
 use crate::usual;
 
 #[derive(Clone)]
@@ -33,7 +32,6 @@ struct Node {
     latest_child: NodeIdx,
     /// The block of the first layer group.
     block: BlockId,
-    priority: Priority,
     /// Reasons to live: each block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
@@ -44,7 +42,6 @@ const VACANT: Node = Node {
     parent: NodeIdx::NONE,
     latest_child: NodeIdx::NONE,
     block: BlockId::NONE,
-    priority: Priority::Normal,
     holds: 0,
 };
 
@@ -322,25 +319,6 @@ impl ContentTree {
     #[inline]
     fn more_at(&self, node: NodeIdx) -> usize {
         node.at() * (self.groups - 1)
-    }
-
-    #[inline]
-    pub(crate) fn priority(&self, node: NodeIdx) -> Priority {
-        self.nodes[node.at()].priority
-    }
-
-    pub(crate) fn set_priority(&mut self, node: NodeIdx, priority: Priority) {
-        self.nodes[node.at()].priority = priority;
-    }
-
-    pub(crate) fn id(&self, node: NodeIdx) -> ContentId {
-        self.nodes[node.at()].id
-    }
-
-    /// Whether this slot still holds this content.
-    pub(crate) fn is_alive(&self, node: NodeIdx, content: ContentId) -> bool {
-        let slot = &self.nodes[node.at()];
-        slot.holds > 0 && slot.id == content
     }
 
     pub(crate) fn parent(&self, node: NodeIdx) -> Option<NodeIdx> {

@@ -49,9 +49,6 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<bool>().prop_map(Op::DropPlan),
         3 => Just(Op::Launch),
         1 => Just(Op::EvictIdle),
-        3 => (0..2_u8, 0..4_u8, 1..14_usize, 0..3_u8, prop::option::of(1..6_u64))
-            .prop_map(|(namespace, pattern, len, priority, ttl)| Op::Retain { namespace, pattern, len, priority, ttl }),
-        2 => (0..4_u64).prop_map(Op::Tick),
     ]
 }
 

@@ -7,11 +7,10 @@ mod recording;
 
 use std::io::{self, Write};
 use std::thread;
-use std::time::Duration;
 
 use kv_core::{
-    Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Priority, Report,
-    TraceError, replay, replay_within,
+    Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Report, TraceError,
+    replay, replay_within,
 };
 use recording::Recording;
 
@@ -54,10 +53,6 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     thread::spawn(|| drop((lease, matched)))
         .join()
         .expect("no panic");
-    m.tick(Duration::from_millis(1));
-    let ttl = Some(Duration::from_secs(2));
-    assert_eq!(m.retain(&prompt, b"", Priority::High, ttl), Ok(8));
-    m.tick(Duration::from_secs(3));
     m.free(also.key())?;
     let plan = m.begin_step(1)?;
     m.prefill(plan.key(), fork.key(), 1, Some(100))?;

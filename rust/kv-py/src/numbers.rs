@@ -1,7 +1,5 @@
 //! Counts and ids in: integers of their range, or an error that names argument and value.
 
-use std::time::Duration;
-
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::prelude::*;
 
@@ -19,14 +17,4 @@ where
             "{name}={value} is not an unsigned integer of {bits} bits"
         ))
     })
-}
-
-/// A time to live.
-pub(crate) fn seconds(ttl: f64) -> PyResult<Duration> {
-    match Duration::try_from_secs_f64(ttl) {
-        Ok(time) if !time.is_zero() => Ok(time),
-        _ => Err(ConfigError::new_err(format!(
-            "ttl={ttl} is not a number of seconds above 0"
-        ))),
-    }
 }

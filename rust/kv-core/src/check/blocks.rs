@@ -43,13 +43,6 @@ impl BlockManager {
             ensure(named, || {
                 format!("{id:?} holds {node:?}, which names another block")
             })?;
-            let priority = self.tree.priority(node);
-            ensure(block.priority == priority, || {
-                format!(
-                    "{id:?} has {:?} priority, its content {priority:?}",
-                    block.priority
-                )
-            })?;
         }
         Ok(())
     }
@@ -61,7 +54,7 @@ impl BlockManager {
                 let block = &self.blocks[id.at()];
                 let right = match block.node.some() {
                     None => List::Free,
-                    Some(_) => self.policy.list(block.used_again, block.priority),
+                    Some(_) => self.policy.list(block.used_again),
                 };
                 ensure(block.list == list && list == right, || {
                     let says = block.list;

@@ -1,12 +1,10 @@
 //! Operations and answers, as they are written down.
 
 use std::fmt;
-use std::time::Duration;
 
 use super::code::{Bytes, Field};
 use crate::ids::BlockId;
 use crate::plan::{Prefill, Redirect};
-use crate::retention::Priority;
 use crate::stats::Ledger;
 
 macro_rules! calls {
@@ -110,10 +108,6 @@ calls! {
     19 drop_lease DropLease { lease: u64 }
     /// The manager learnt that the [`PlanHandle`](crate::PlanHandle) of an open plan is gone.
     20 drop_plan DropPlan { plan: u64 }
-    /// [`BlockManager::retain`](crate::BlockManager::retain)
-    21 retain Retain { tokens: Vec<u32>, namespace: Box<[u8]>, priority: Priority, ttl: Option<Duration> }
-    /// [`BlockManager::tick`](crate::BlockManager::tick)
-    22 tick Tick { now: Duration }
     /// The end of a recording, answered by the ledger.
     23 stop_recording Stop {}
 }
@@ -254,22 +248,6 @@ impl Answer {
             }),
             tag => return Err(format!("no answer has the tag {tag}")),
         })
-    }
-}
-
-impl Field for Priority {
-    fn put(&self, out: &mut Vec<u8>) {
-        (*self as usize).put(out);
-    }
-
-    fn take(from: &mut Bytes<'_>) -> Result<Self, String> {
-        let number = usize::take(from)?;
-        let known = Self::NAMES.get(number).map(|(_, priority)| *priority);
-        known.ok_or_else(|| format!("no priority has number {number}"))
-    }
-
-    fn words(&self) -> String {
-        Self::NAMES[*self as usize].0.into()
     }
 }
 

@@ -1,7 +1,5 @@
 //! How numbers, lists and texts are spelt: LEB128 varints.
 
-use std::time::Duration;
-
 /// Elements of a list that are shown in words.
 const SHOWN: usize = 8;
 
@@ -125,26 +123,6 @@ impl Field for bool {
     }
 }
 
-/// Seconds, then nanoseconds.
-impl Field for Duration {
-    fn put(&self, out: &mut Vec<u8>) {
-        self.as_secs().put(out);
-        self.subsec_nanos().put(out);
-    }
-
-    fn take(from: &mut Bytes<'_>) -> Result<Self, String> {
-        let (seconds, nanos) = (u64::take(from)?, u32::take(from)?);
-        if nanos >= 1_000_000_000 {
-            return Err(format!("a second has no {nanos} nanoseconds"));
-        }
-        Ok(Self::new(seconds, nanos))
-    }
-
-    fn words(&self) -> String {
-        format!("{self:?}")
-    }
-}
-
 impl<T: Field> Field for Option<T> {
     fn put(&self, out: &mut Vec<u8>) {
         self.is_some().put(out);
@@ -264,7 +242,6 @@ mod tests {
         there_and_back(None::<usize>);
         there_and_back(Box::<[u8]>::from(*b"tenant"));
         there_and_back(true);
-        there_and_back(Some(Duration::MAX));
     }
 
     #[test]

@@ -14,7 +14,6 @@ mod handles;
 mod limits;
 mod recordings;
 mod rematch;
-mod retention;
 mod statistics;
 mod tables;
 mod tools;

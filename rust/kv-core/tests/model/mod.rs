@@ -8,7 +8,7 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{Config, Ledger, Prefill, Priority, Redirect};
+use kv_core::{Config, Ledger, Prefill, Redirect};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
@@ -88,9 +88,6 @@ pub(crate) struct Model {
     queue: Vec<u32>,
     /// By layer group.
     contents: HashMap<(Content, usize), u32>,
-    /// Priorities other than normal: until when, and in which order they were asked for.
-    retained: HashMap<Content, (Priority, Option<u64>, usize)>,
-    requests: usize,
     pub(crate) seqs: BTreeMap<u64, Seq>,
     pub(crate) leases: BTreeMap<usize, Vec<Row>>,
     /// Oldest first.
@@ -109,8 +106,6 @@ impl Model {
             queue: (0..num_blocks as u32).collect(),
             num_blocks,
             contents: HashMap::new(),
-            retained: HashMap::new(),
-            requests: 0,
             seqs: BTreeMap::new(),
             leases: BTreeMap::new(),
             plans: Vec::new(),
@@ -333,17 +328,10 @@ impl Model {
             .collect()
     }
 
-    fn priority(&self, block: u32) -> Priority {
-        let content = self.contents.iter().find(|(_, holder)| **holder == block);
-        let retained = content.and_then(|((content, _), _)| self.retained.get(content));
-        retained.map_or(Priority::Normal, |retained| retained.0)
-    }
-
-    /// In the order in which they are handed out: free ones first, then by priority, each in the order
-    /// of the queue.
+    /// In the order in which they are handed out: free ones first, each in the order of the queue.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let mut blocks = self.queue.clone();
-        blocks.sort_by_key(|&block| (self.has_content(block), self.priority(block)));
+        blocks.sort_by_key(|&block| self.has_content(block));
         blocks
     }
 
@@ -351,62 +339,7 @@ impl Model {
         let block = self.queued()[0];
         self.unqueue(block);
         self.contents.retain(|_, holder| *holder != block);
-        self.forget_priorities();
         block
-    }
-
-    /// A priority ends with its content: when no block holds it or one of its descendants.
-    fn forget_priorities(&mut self) {
-        let contents = &self.contents;
-        self.retained.retain(|(namespace, tokens), _| {
-            let mut known = contents.keys();
-            known.any(|((space, held), _)| space == namespace && held.starts_with(tokens))
-        });
-    }
-
-    pub(crate) fn retain(
-        &mut self,
-        namespace: u8,
-        tokens: &[u32],
-        priority: Priority,
-        ttl: Option<u64>,
-        now: u64,
-    ) -> usize {
-        let rows = self.matched(namespace, tokens, 0, |_| true).len();
-        for row in (0..rows).rev() {
-            let content = (namespace, tokens[..(row + 1) * self.block_size].to_vec());
-            self.requests += 1;
-            let until = ttl.map(|ttl| now + ttl);
-            self.retained
-                .insert(content.clone(), (priority, until, self.requests));
-            self.touch(&content);
-        }
-        rows * self.block_size
-    }
-
-    /// Its idle blocks go to the end of their queue.
-    fn touch(&mut self, content: &Content) {
-        for group in 0..self.groups.len() {
-            let block = self.contents.get(&(content.clone(), group)).copied();
-            if let Some(block) = block.filter(|block| self.queue.contains(block)) {
-                self.unqueue(block);
-                self.queue.push(block);
-            }
-        }
-    }
-
-    pub(crate) fn tick(&mut self, now: u64) {
-        let ended = self.retained.iter();
-        let ended = ended.filter_map(|(content, (_, until, request))| {
-            let until = until.filter(|&until| until <= now)?;
-            Some((until, *request, content.clone()))
-        });
-        let mut ended: Vec<_> = ended.collect();
-        ended.sort();
-        for (_, _, content) in ended {
-            self.retained.remove(&content);
-            self.touch(&content);
-        }
     }
 
     fn copy(&mut self, seq: u64, row: usize, group: usize, source: u32) -> u32 {
@@ -550,7 +483,6 @@ impl Model {
         let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
         let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
         let content = (namespace, tokens.clone());
-        let retained = self.retained.get(&content).copied();
         let mut entries = Vec::new();
         for group in 0..self.groups.len() {
             // Allocating for one group may evict what was there for the next.
@@ -580,8 +512,6 @@ impl Model {
             let content = (content.clone(), group);
             self.contents.insert(content, block.expect("just taken"));
         }
-        // It was about to be computed: what was evicted for it did not end its priority.
-        self.retained.extend(retained.map(|kept| (content, kept)));
         let s = self.seqs.get_mut(&seq).expect("live");
         s.registered += 1;
         if mine.is_none() {
@@ -718,7 +648,6 @@ impl Model {
     fn undo(&mut self, entry: Entry) {
         self.contents
             .retain(|_, holder| !entry.announced.contains(holder));
-        self.forget_priorities();
         let copies: Vec<u32> = entry.copied.iter().map(|copied| copied.3).collect();
         self.newest().copies.retain(|(_, to)| !copies.contains(to));
         let (table_len, ahead, registered) = entry.before;
@@ -911,14 +840,11 @@ impl Model {
             .copied()
             .filter(|&block| self.has_content(block))
             .collect();
-        let mut idle = idle;
-        idle.sort_by_key(|&block| self.priority(block));
         for &block in &idle {
             self.unqueue(block);
             self.contents.retain(|_, holder| *holder != block);
             self.settle([block]);
         }
-        self.forget_priorities();
         idle.len()
     }
 }

@@ -4,11 +4,10 @@ mod steps;
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::time::Duration;
 
 use kv_core::{
     BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle,
-    Priority, SeqHandle, Stats, TableRows,
+    SeqHandle, Stats, TableRows,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -30,8 +29,6 @@ pub(crate) struct World {
     /// The open steps, oldest first.
     steps: VecDeque<Step>,
     next_lease: usize,
-    /// Seconds since the beginning.
-    now: u64,
     /// What the last committed step sampled, by row.
     sampled: Vec<u32>,
     /// Tokens that were handed to the device before they were known.
@@ -102,7 +99,6 @@ impl World {
             leases: Vec::new(),
             steps: VecDeque::new(),
             next_lease: 0,
-            now: 0,
             sampled: Vec::new(),
             num_pending: 0,
             told: HashSet::new(),
@@ -270,27 +266,6 @@ impl World {
                 if let Some(i) = Self::pick(&self.leases, i) {
                     self.model.drop_lease(self.leases.swap_remove(i).0);
                 }
-            }
-            Op::Retain {
-                namespace,
-                pattern,
-                len,
-                priority,
-                ttl,
-            } => {
-                let tokens = tokens(pattern, len);
-                let (_, priority) = Priority::NAMES[usize::from(priority) % 3];
-                let time = ttl.map(Duration::from_secs);
-                let covered = self.manager.retain(&tokens, &[namespace], priority, time);
-                let expected = self
-                    .model
-                    .retain(namespace, &tokens, priority, ttl, self.now);
-                prop_assert!(!self.exact || covered == Ok(expected));
-            }
-            Op::Tick(seconds) => {
-                self.now += seconds;
-                self.manager.tick(Duration::from_secs(self.now));
-                self.model.tick(self.now);
             }
             Op::EvictIdle => {
                 let gone = self.manager.evict_idle();
