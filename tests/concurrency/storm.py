@@ -93,7 +93,6 @@ class Storm:
         return {
             "sequence": lambda: self.keep("sequence", manager.sequence(self.tokens(rng))),
             "match": lambda: self.keep("lease", manager.match_prefix(self.tokens(rng))),
-            "retain": lambda: manager.retain(self.tokens(rng), "high", ttl=0.001),
             "begin": lambda: self.keep("plan", manager.begin_step(count)),
             "ledger": manager.ledger,
             "events": manager.take_events,
