@@ -81,8 +81,6 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     walk(manager, "sequence", PROMPT)
     walk(manager, "sequence", [-1])
     walk(manager, "match_prefix", PROMPT)
-    walk(manager, "retain", PROMPT, "high", ttl=1e-9)
-    walk(manager, "retain", PROMPT, "none")
     for method in ("refs", "seq_refs", "state"):
         walk(manager, method, 0)
         walk(manager, method, BLOCKS)

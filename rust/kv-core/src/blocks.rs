@@ -1,12 +1,14 @@
 //! The only place where counters, queue and tree meet: every block that gets a holder, loses one,
 //! gets a content or loses it goes through here.
 
+use std::ops::Range;
+
 use crate::events::Event;
 use crate::eviction::{Ghost, Policy};
 use crate::ids::{BlockId, NodeIdx};
 use crate::manager::BlockManager;
 use crate::queue::{FreeQueue, List};
-use crate::retention::Priority;
+use crate::sequence::Sequence;
 use crate::shared::Letter;
 use crate::trace::Call;
 
@@ -26,8 +28,6 @@ pub(crate) struct Block {
     pub(crate) group: u8,
     /// The content was adopted, or has come back soon after it was evicted.
     pub(crate) used_again: bool,
-    /// Its content's.
-    pub(crate) priority: Priority,
     /// The list of the queue in which the block waits, if it does.
     pub(crate) list: List,
 }
@@ -43,7 +43,6 @@ impl Block {
         step: 0,
         group: 0,
         used_again: false,
-        priority: Priority::Normal,
         list: List::Free,
     };
 
@@ -54,7 +53,7 @@ impl Block {
             self.list = List::Free;
             queue.push_head(List::Free, id);
         } else {
-            self.list = policy.list(self.used_again, self.priority);
+            self.list = policy.list(self.used_again);
             queue.push_tail(self.list, id);
         }
     }
@@ -141,10 +140,9 @@ impl BlockManager {
     pub(crate) fn store(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         self.tree.set_block(node, group, block);
         self.note_content(node, group, block, step);
-        self.blocks[block.at()].priority = self.tree.priority(node);
     }
 
-    /// The part of `store` that is the block's; of normal priority, as it was when it was allocated.
+    /// The part of `store` that is the block's.
     #[inline(always)] // every new content comes here
     pub(crate) fn note_content(&mut self, node: NodeIdx, group: usize, block: BlockId, step: u32) {
         let place = &mut self.blocks[block.at()];
@@ -275,49 +273,59 @@ impl BlockManager {
     pub(crate) fn release_table(&mut self, slot: u32, rows: usize) {
         let seq = self.sequences.at_mut(slot);
         let len = rows * self.groups.len();
-        if seq.table.len() <= len {
+        let end = seq.table.len();
+        self.release_rows(slot, len.min(end)..end);
+    }
+
+    /// Takes these entries out of a table, the last one first.
+    pub(crate) fn release_rows(&mut self, slot: u32, entries: Range<usize>) {
+        if entries.is_empty() {
             return;
         }
+        let seq = self.sequences.at_mut(slot);
         seq.table_version += 1;
         let mut table = std::mem::take(&mut seq.table);
-        for block in table.drain(len..).rev().filter_map(BlockId::some) {
+        for block in table.drain(entries).rev().filter_map(BlockId::some) {
             self.let_go_for_sequence(block);
         }
         self.sequences.at_mut(slot).table = table;
     }
 
     /// Gives back what no later token of the sequence can see: the rows before the windows of its
-    /// last full row. Rows that are yet to be registered wait. Among the first `since` table entries the
-    /// gaps come first: a match has left others after them.
+    /// last full row. Rows that are yet to be registered wait. Returns how many blocks that are.
     #[inline]
-    pub(crate) fn slide(&mut self, slot: u32, since: usize) {
+    pub(crate) fn slide(&mut self, slot: u32) -> u64 {
         if self.groups.have_windows() {
-            self.slide_windows(slot, since);
+            self.slide_windows(slot)
+        } else {
+            0
         }
     }
 
-    fn slide_windows(&mut self, slot: u32, since: usize) {
-        let groups = self.groups.len();
-        let seq = self.sequences.at(slot);
+    /// The rows of which a sequence needs the windows: those computed, and registered if they ever are.
+    pub(crate) fn settled_rows(&self, seq: &Sequence) -> usize {
         let nameless = seq.chain.private || !self.config.prefix_caching;
         let full = seq.computed / self.config.block_size;
-        let rows = if nameless {
+        if nameless {
             full
         } else {
             full.min(seq.chain.blocks)
-        };
+        }
+    }
+
+    fn slide_windows(&mut self, slot: u32) -> u64 {
+        let groups = self.groups.len();
+        let rows = self.settled_rows(self.sequences.at(slot));
+        let mut given_back = 0;
         for group in 0..groups {
             for row in (0..self.groups.first_row(group, rows)).rev() {
                 let seq = self.sequences.at_mut(slot);
                 let entry = &mut seq.table[row * groups + group];
                 let Some(block) = std::mem::replace(entry, BlockId::NONE).some() else {
-                    if row * groups < since {
-                        break; // what comes before it went earlier
-                    }
-                    continue;
+                    break; // what comes before it went earlier
                 };
                 seq.table_version += 1;
-                self.stats.slid_blocks += 1;
+                given_back += 1;
                 if row < seq.chain.blocks && seq.chain.private {
                     // What follows has no name, so nobody can stand on what came before any more.
                     seq.chain.tip = seq.root;
@@ -326,5 +334,6 @@ impl BlockManager {
                 self.let_go_for_sequence(block);
             }
         }
+        given_back
     }
 }

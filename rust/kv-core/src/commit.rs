@@ -173,7 +173,7 @@ impl BlockManager {
                 }
             }
         }
-        self.slide(entry.slot, entry.before.table_len);
+        self.stats.slid_blocks += self.slide(entry.slot);
     }
 
     /// What only prefills and drafts do; `accepted` tokens.
@@ -185,6 +185,7 @@ impl BlockManager {
             stats.prompt_tokens += (more.adopted + entry.len) as u64;
             stats.cached_tokens += more.adopted as u64;
             stats.hit_blocks += more.matched_blocks as u64;
+            stats.slid_blocks += more.unseen.len() as u64;
         }
         if !more.drafts.is_empty() {
             stats.draft_tokens += more.drafts.len() as u64;
@@ -209,8 +210,12 @@ impl BlockManager {
             }
             self.stats.registered_blocks += 1;
             if self.config.events {
-                let block = self.sequences.at(slot).table[entries.start];
-                self.tell_stored(slot, self.blocks[block.at()].node);
+                let table = &self.sequences.at(slot).table[..];
+                // The plan after this one may have put it out of sight.
+                let newest = self.open.last();
+                let table = newest.map_or(table.into(), |plan| plan.table_before(slot, table));
+                let node = self.blocks[table[entries.start].at()].node;
+                self.tell_stored(slot, node);
             }
         }
     }
@@ -227,7 +232,12 @@ impl BlockManager {
         let seq = self.sequences.at(slot);
         let tip = seq.chain.tip;
         let tokens = &seq.tokens[row * block_size..][..block_size];
-        let node = match self.tree.step(tip, tokens, seq.hashes.get(row).copied()) {
+        let found = self.tree.step(tip, tokens, seq.hashes.get(row).copied());
+        let hash = found.hash(&self.tree);
+        let seq = self.sequences.at_mut(slot);
+        seq.note_hash(row, hash); // also where this is asked again
+        let tokens = &seq.tokens[row * block_size..][..block_size];
+        let node = match found {
             Step::Missing(hash) => self.tree.insert(tip, tokens, hash),
             Step::Found(node) => node,
             Step::Collision(_) => {
@@ -279,6 +289,7 @@ impl BlockManager {
         } else if self.queue.contains(first) {
             // An idle block (a dangling mapping): the new one takes the content over.
             let node = std::mem::replace(&mut self.blocks[first.at()].node, NodeIdx::NONE);
+            self.blocks[mine.at()].used_again |= self.blocks[first.at()].used_again;
             self.queue.unlink(self.blocks[first.at()].list, first);
             self.enter_queue(first);
             self.store(node, group, mine, step);

@@ -257,7 +257,11 @@ impl BlockManager {
             (more.matched, more.matched_blocks) = (matched.rows, blocks);
             more.in_flight = in_flight;
             let seq = self.sequences.at_mut(slot);
-            seq.table.extend_from_slice(&matched.blocks);
+            let at = seq.chain.blocks * self.groups.len();
+            if at < seq.table.len() {
+                seq.table_version += 1; // slots were reserved past the boundary: they move up
+            }
+            seq.table.splice(at..at, matched.blocks.iter().copied());
             seq.chain = Chain {
                 tip,
                 blocks: seq.chain.blocks + matched.rows,
@@ -267,7 +271,30 @@ impl BlockManager {
             let ahead = covered.min(seq.tokens.len() - 1);
             more.adopted = ahead - seq.ahead;
             seq.ahead = ahead;
+            self.take_unseen(slot, more);
         }
         self.matched = matched;
+    }
+
+    /// What no token after the adopted rows sees leaves the table, so that it has no gap. The plan keeps
+    /// it: it may be rolled back, and the step before may still read it.
+    fn take_unseen(&mut self, slot: u32, more: &mut More) {
+        let groups = self.groups.len();
+        let rows = self.sequences.at(slot).chain.blocks;
+        for group in 0..groups {
+            let first = self.groups.first_row(group, rows).min(rows - more.matched);
+            for row in (0..first).rev() {
+                let seq = self.sequences.at_mut(slot);
+                let at = row * groups + group;
+                let Some(block) = std::mem::replace(&mut seq.table[at], BlockId::NONE).some()
+                else {
+                    break;
+                };
+                seq.table_version += 1;
+                self.fence(block);
+                self.let_go_for_sequence(block);
+                more.unseen.push((at, block));
+            }
+        }
     }
 }

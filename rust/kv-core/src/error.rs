@@ -1,7 +1,6 @@
 //! Misuse. Running out of blocks or budget is an answer, not an error.
 
 use crate::eviction::Eviction;
-use crate::retention::Priority;
 
 /// Why a call was refused. The call that returns one has changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -21,9 +20,6 @@ pub enum Error {
     /// No eviction policy of this name.
     #[error("eviction={0:?} is not known; the policies are {known}", known = names(&Eviction::NAMES))]
     UnknownPolicy(Box<str>),
-    /// No retention priority of this name.
-    #[error("priority={0:?} is not known; the priorities are {known}", known = names(&Priority::NAMES))]
-    UnknownPriority(Box<str>),
     /// `hash_bits` outside `0..=128`.
     #[error("hash_bits must be 0 to 128, got {0}")]
     HashBits(u32),

@@ -4,6 +4,8 @@
 //! take-overs and forks say nothing: they move a content, they do not make or lose one. So a replayed
 //! log gives exactly the set of contents that the manager holds.
 
+use std::sync::Arc;
+
 /// A change of the set of contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
@@ -16,7 +18,7 @@ pub enum Event {
         /// The block's own tokens.
         tokens: Box<[u32]>,
         /// The namespace under which it can be matched.
-        namespace: Box<[u8]>,
+        namespace: Arc<[u8]>,
     },
     /// No block holds this content any more.
     Removed {

@@ -5,7 +5,6 @@ use std::str::FromStr;
 
 use crate::error::Error;
 use crate::queue::{FreeQueue, List};
-use crate::retention::Priority;
 
 /// How idle blocks are given up when there are no free ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -72,12 +71,10 @@ impl Policy {
 
     /// Where a block waits that has become idle.
     #[inline]
-    pub(crate) fn list(&self, used_again: bool, priority: Priority) -> List {
-        match (priority, self.kind) {
-            (Priority::Low, _) => List::Low,
-            (Priority::High, _) => List::High,
-            (Priority::Normal, Eviction::TwoQueue) if used_again => List::Protected,
-            (Priority::Normal, _) => List::Probation,
+    pub(crate) fn list(&self, used_again: bool) -> List {
+        match self.kind {
+            Eviction::TwoQueue if used_again => List::Protected,
+            _ => List::Probation,
         }
     }
 
@@ -85,12 +82,8 @@ impl Policy {
     /// There is an idle one.
     #[inline]
     pub(crate) fn victims(&self, queue: &FreeQueue) -> (List, usize) {
-        let [low, once, again, high] = List::IDLE.map(|list| queue.len_of(list));
-        if low > 0 {
-            (List::Low, low)
-        } else if once + again == 0 {
-            (List::High, high)
-        } else if once > again {
+        let [once, again] = List::IDLE.map(|list| queue.len_of(list));
+        if once > again {
             (List::Probation, once - again) // until it has half of them
         } else {
             (List::Protected, (again - once + 1).min(again))
@@ -168,9 +161,9 @@ mod tests {
     }
 
     /// A queue with so many blocks in each list of idle ones.
-    fn queue(low: usize, once: usize, again: usize, high: usize) -> FreeQueue {
+    fn queue(once: usize, again: usize) -> FreeQueue {
         let mut queue = FreeQueue::over(32).expect("small");
-        let lists = List::IDLE.into_iter().zip([low, once, again, high]);
+        let lists = List::IDLE.into_iter().zip([once, again]);
         let lists = lists.flat_map(|(list, count)| std::iter::repeat_n(list, count));
         for (block, list) in lists.enumerate() {
             queue.push_tail(list, crate::ids::BlockId::new(block));
@@ -180,27 +173,24 @@ mod tests {
 
     #[test]
     fn the_list_that_gives() {
-        use List::{High, Low, Probation, Protected};
+        use List::{Probation, Protected};
         let policy = Policy::new(Eviction::TwoQueue, 32);
         for (lens, list, count) in [
-            ((1, 2, 2, 2), Low, 1),
-            ((3, 0, 0, 0), Low, 3),
-            ((0, 0, 0, 2), High, 2),
-            ((0, 1, 0, 1), Probation, 1),
-            ((0, 9, 0, 0), Probation, 9),
-            ((0, 0, 1, 1), Protected, 1),
-            ((0, 0, 9, 1), Protected, 9),
-            ((0, 1, 1, 0), Protected, 1),
-            ((0, 1, 2, 0), Protected, 2),
-            ((0, 2, 1, 0), Probation, 1),
-            ((0, 3, 2, 0), Probation, 1),
-            ((0, 3, 3, 0), Protected, 1),
-            ((0, 5, 6, 0), Protected, 2),
-            ((0, 7, 6, 0), Probation, 1),
-            ((0, 7, 2, 0), Probation, 5),
+            ((1, 0), Probation, 1),
+            ((9, 0), Probation, 9),
+            ((0, 1), Protected, 1),
+            ((0, 9), Protected, 9),
+            ((1, 1), Protected, 1),
+            ((1, 2), Protected, 2),
+            ((2, 1), Probation, 1),
+            ((3, 2), Probation, 1),
+            ((3, 3), Protected, 1),
+            ((5, 6), Protected, 2),
+            ((7, 6), Probation, 1),
+            ((7, 2), Probation, 5),
         ] {
-            let (low, once, again, high) = lens;
-            let queue = queue(low, once, again, high);
+            let (once, again) = lens;
+            let queue = queue(once, again);
             assert_eq!(policy.victims(&queue), (list, count), "{lens:?}");
         }
     }
@@ -213,7 +203,7 @@ mod tests {
             if once + again == 0 {
                 continue;
             }
-            let (list, count) = policy.victims(&queue(0, once, again, 0));
+            let (list, count) = policy.victims(&queue(once, again));
             let (mut once, mut again) = (once, again);
             for _ in 0..count {
                 let half = once > 0 && 2 * once > once + again;
@@ -222,7 +212,7 @@ mod tests {
                 *(if from_first { &mut once } else { &mut again }) -= 1;
             }
             if once + again > 0 {
-                let next = policy.victims(&queue(0, once, again, 0)).0;
+                let next = policy.victims(&queue(once, again)).0;
                 assert_ne!(next, list, "{once} {again}");
             }
         }

@@ -3,6 +3,7 @@
 //! The arrays are cells, so that they may be views of memory that other code can also see (a NumPy
 //! array, a pinned tensor), without copies and without `unsafe`.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 
 use crate::error::Error;
@@ -73,6 +74,9 @@ pub struct TableRows {
     /// Manager, sequence, table version, entries written.
     rows: Vec<(u32, u64, u32, usize)>,
 }
+
+/// What no table has.
+const NOTHING_WRITTEN: (u32, u64, u32, usize) = (u32::MAX, 0, 0, 0);
 
 impl StepArrays<'_> {
     fn check(&self, plan: &Plan, groups: usize, width: usize) -> Result<(), Error> {
@@ -152,7 +156,7 @@ impl BlockManager {
         self.check_width(plan, arrays)?;
         let sequences = plan.entries.len();
         if written.rows.len() < sequences {
-            written.rows.resize(sequences, (u32::MAX, 0, 0, 0));
+            written.rows.resize(sequences, NOTHING_WRITTEN);
         }
         let (mut at, mut sample) = (0, 0);
         arrays.query_start_loc.write(0, std::iter::once(0));
@@ -169,15 +173,34 @@ impl BlockManager {
                 .logits_indices
                 .write(sample, bound - rows as i64..bound);
             sample += rows;
-            self.fill_table(entry, row, arrays, &mut written.rows[row]);
+            let table = self.table_of(plan, entry);
+            self.fill_slots(entry, &table, at - entry.len, arrays);
+            if let Cow::Owned(_) = table {
+                written.rows[row] = NOTHING_WRITTEN; // it is no version of its sequence's
+            }
+            self.fill_table(entry, &table, row, arrays, &mut written.rows[row]);
+            if let Cow::Owned(_) = table {
+                written.rows[row] = NOTHING_WRITTEN;
+            }
         }
         Ok(())
     }
 
-    /// What the tokens of an entry are, where they stand and where their KV goes.
+    /// A sequence's table as the plan has it: with what a match of the plan after it put out of sight.
+    #[inline]
+    pub(crate) fn table_of(&self, plan: &Plan, entry: &Entry) -> Cow<'_, [BlockId]> {
+        let table = &self.sequences.at(entry.slot).table[..];
+        match self.open.last() {
+            Some(newest) if newest.key != plan.key && self.groups.have_windows() => {
+                newest.table_before(entry.slot, table)
+            }
+            _ => Cow::Borrowed(table),
+        }
+    }
+
+    /// What the tokens of an entry are and where they stand.
     #[inline]
     fn fill_tokens(&self, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
-        let (block_size, groups) = (self.config.block_size, self.groups.len());
         let seq = self.sequences.at(entry.slot);
         let (start, end) = (entry.start, entry.start + entry.len);
         let tokens = self.entry_tokens(entry).map(i64::from);
@@ -187,13 +210,20 @@ impl BlockManager {
         let pending = pending.map(|row| -1 - row as i64);
         arrays.input_ids.write(at, tokens.chain(pending));
         arrays.positions.write(at, start as i64..end as i64);
+    }
+
+    /// Where the KV of an entry's tokens goes.
+    #[inline]
+    fn fill_slots(&self, entry: &Entry, table: &[BlockId], at: usize, arrays: &StepArrays<'_>) {
+        let (block_size, groups) = (self.config.block_size, self.groups.len());
+        let (start, end) = (entry.start, entry.start + entry.len);
         for group in 0..groups {
             let slots = (start..end).map(|position| {
                 let place = self.groups.row_of(position) * groups + group;
                 if position < entry.write_from || entry.more().is_present(place) {
                     return -1;
                 }
-                (seq.table[place].at() * block_size + position % block_size) as i64
+                (table[place].at() * block_size + position % block_size) as i64
             });
             arrays
                 .slot_mapping
@@ -206,13 +236,14 @@ impl BlockManager {
     fn fill_table(
         &self,
         entry: &Entry,
+        table: &[BlockId],
         row: usize,
         arrays: &StepArrays<'_>,
         written: &mut (u32, u64, u32, usize),
     ) {
         let groups = self.groups.len();
         let seq = self.sequences.at(entry.slot);
-        let len = seq.table.len();
+        let len = table.len();
         let now = (self.shared.manager, seq.id, seq.table_version, len);
         let then = std::mem::replace(written, now);
         let same = (then.0, then.1, then.2) == (now.0, now.1, now.2);
@@ -220,7 +251,7 @@ impl BlockManager {
         let trash = self.config.num_blocks as i64;
         let id = |block: &BlockId| block.some().map_or(trash, |block| i64::from(block.get()));
         for group in 0..groups {
-            let blocks = seq.table[from..].iter().skip(group).step_by(groups);
+            let blocks = table[from..].iter().skip(group).step_by(groups);
             let place = group * arrays.table_rows + row;
             let place = place * arrays.table_width + from / groups;
             arrays.block_tables.write(place, blocks.map(id));

@@ -115,7 +115,7 @@ impl Groups {
     /// computes at most `most` of them.
     pub(crate) fn blocks_for(&self, num_tokens: usize, most: usize) -> usize {
         let peaks = (0..self.len()).map(|group| self.peak(group, num_tokens, most));
-        peaks.sum()
+        peaks.fold(0, usize::saturating_add)
     }
 }
 
@@ -158,6 +158,7 @@ mod tests {
                 assert!(peak <= groups.blocks_for(num_tokens, most));
             }
             assert_eq!(groups.blocks_for(1, usize::MAX), 2);
+            assert!(groups.blocks_for(usize::MAX, 1) > usize::MAX / 5);
         }
     }
 

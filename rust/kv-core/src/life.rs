@@ -65,31 +65,40 @@ impl BlockManager {
         let rows = self.whole_rows(seq);
         let mut path = std::iter::successors(Some(seq.chain.tip), |&node| self.tree.parent(node));
         let end = path.nth(seq.chain.blocks - rows);
-        let table = seq.table[..rows * self.groups.len()].into();
+        let groups = self.groups.len();
+        let mut table: Box<[BlockId]> = seq.table[..rows * groups].into();
+        for (at, entry) in table.iter_mut().enumerate() {
+            if at / groups < self.groups.first_row(at % groups, rows) {
+                *entry = BlockId::NONE; // no token after the prefix sees it
+            }
+        }
         let lease = self.grant(table, end.expect("inside the chain"), rows);
         self.note(|_| Call::lease(key.id), lease.num_blocks());
         Ok(lease)
     }
 
-    /// The most registered rows that another sequence could go on from.
+    /// The most registered rows that another sequence could go on from: those that are there, if no
+    /// window of the last of them has slid. Of fewer rows a window would begin even earlier.
     fn whole_rows(&self, seq: &Sequence) -> usize {
-        let groups = self.groups.len();
-        // Rows behind each row, itself included, that each group has.
-        let (mut runs, mut whole) = (vec![0; groups], 0);
-        for row in 0..seq.chain.blocks {
-            for (group, run) in runs.iter_mut().enumerate() {
-                *run = match seq.table[row * groups + group].some() {
-                    Some(block) if !self.is_ready(block) => return whole,
-                    Some(_) => *run + 1,
-                    None => 0,
-                };
-            }
-            let mut runs = runs.iter().enumerate();
-            if runs.all(|(group, &run)| run >= self.groups.rows_needed(group, row + 1)) {
-                whole = row + 1;
-            }
+        let registered = &seq.table[..seq.chain.blocks * self.groups.len()];
+        let is_there = |&block: &BlockId| block == BlockId::NONE || self.is_ready(block);
+        let first = registered.iter().position(|block| !is_there(block));
+        let rows = first.unwrap_or(registered.len()) / self.groups.len();
+        if self.has_windows_of(seq, rows) {
+            rows
+        } else {
+            0
         }
-        whole
+    }
+
+    /// Whether a sequence has every row of the windows at the end of its first `rows` rows.
+    fn has_windows_of(&self, seq: &Sequence, rows: usize) -> bool {
+        let groups = self.groups.len();
+        // Nothing is missing after the first block of a group.
+        (0..groups).all(|group| {
+            let first = self.groups.first_row(group, rows);
+            seq.table.get(first * groups + group) != Some(&BlockId::NONE)
+        })
     }
 
     fn grant(&mut self, table: Box<[BlockId]>, end: NodeIdx, rows: usize) -> Lease {
@@ -190,7 +199,7 @@ impl BlockManager {
         }
         let (block_size, groups) = (self.config.block_size, self.groups.len());
         let computed = seq.computed.min(num_tokens);
-        let computed = if self.can_end(key.slot, computed) {
+        let computed = if self.can_end(seq, computed) {
             computed
         } else {
             0
@@ -221,19 +230,14 @@ impl BlockManager {
         (fork.table, fork.hashes, fork.chain) = (table, hashes, chain);
         fork.stand(computed);
         fork.cached = cached;
+        self.slide(key.slot);
         self.note(|_| Call::fork(sequence, num_tokens), key.id);
         Ok(SeqHandle::new(&self.shared, key))
     }
 
     /// Whether the sequence still has every block that a token after its first `computed` sees.
-    fn can_end(&self, slot: u32, computed: usize) -> bool {
-        let (block_size, groups) = (self.config.block_size, self.groups.len());
-        let table = &self.sequences.at(slot).table;
-        // Gaps are at the beginning: the first row seen tells.
-        (0..groups).all(|group| {
-            let first = self.groups.first_row(group, computed / block_size);
-            first * block_size >= computed || table[first * groups + group] != BlockId::NONE
-        })
+    fn can_end(&self, seq: &Sequence, computed: usize) -> bool {
+        computed == 0 || self.has_windows_of(seq, computed / self.config.block_size)
     }
 
     /// Adds known tokens to the end of a sequence: the next turn of a conversation, a fork's own token.

@@ -13,7 +13,6 @@ use crate::ids::{BlockId, NodeIdx, SeqKey};
 use crate::matching::Match;
 use crate::plan::{Entry, Plan};
 use crate::queue::{FreeQueue, List};
-use crate::retention::Retention;
 use crate::sequence::SequenceTable;
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
@@ -42,7 +41,6 @@ pub struct BlockManager {
     pub(crate) stats: Stats,
     pub(crate) events: Vec<Event>,
     pub(crate) groups: Groups,
-    pub(crate) retention: Retention,
     /// The match under way; kept to save the allocation.
     pub(crate) matched: Match,
     pub(crate) recorder: Option<Box<Recorder>>,
@@ -82,7 +80,6 @@ impl BlockManager {
             stats: Stats::default(),
             events: Vec::new(),
             groups,
-            retention: Retention::default(),
             matched: Match::NOTHING,
             recorder: None,
             config,
@@ -211,7 +208,7 @@ impl BlockManager {
     }
 
     /// Blocks that nobody holds: the free ones in the order in which they are handed out, then the idle
-    /// ones of low, normal and high priority, each in the order in which `lru` evicts them. O(blocks).
+    /// ones in the order in which `lru` evicts them. O(blocks).
     pub fn queued(&mut self) -> Vec<BlockId> {
         self.read_mail();
         let lists = [List::Free].into_iter().chain(List::IDLE);

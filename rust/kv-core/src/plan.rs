@@ -8,6 +8,8 @@
 //! Planning (`planning.rs`) moves blocks at once and remembers what was before; `rollback.rs` takes
 //! it back; `commit.rs` makes it last.
 
+use std::borrow::Cow;
+
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey};
 use crate::manager::BlockManager;
@@ -89,6 +91,8 @@ pub(crate) struct More {
     pub(crate) adopted: usize,
     pub(crate) matched: usize,
     pub(crate) matched_blocks: usize,
+    /// Table entries before the windows of these rows, and what they were: the plan keeps their blocks.
+    pub(crate) unseen: Vec<(usize, BlockId)>,
     /// Of the adopted blocks and of `present`, those that an open step computes.
     pub(crate) in_flight: usize,
     /// Rows whose contents this entry computes and that others may share already: how many rows of
@@ -107,6 +111,7 @@ impl More {
         adopted: 0,
         matched: 0,
         matched_blocks: 0,
+        unseen: Vec::new(),
         in_flight: 0,
         announced: 0,
         announce_from: 0,
@@ -166,6 +171,24 @@ impl Plan {
     /// mistaken for one of the open step is missed by a lease once, and nothing else.
     pub(crate) fn step(&self) -> u32 {
         self.key.serial as u32
+    }
+
+    /// A sequence's table as it was before a match of this plan put some of it out of sight.
+    #[cold]
+    pub(crate) fn table_before<'a>(&self, slot: u32, table: &'a [BlockId]) -> Cow<'a, [BlockId]> {
+        let mut entries = self.entries.iter();
+        let Some(unseen) = entries
+            .find(|entry| entry.slot == slot)
+            .map(|entry| &entry.more().unseen)
+            .filter(|unseen| !unseen.is_empty())
+        else {
+            return Cow::Borrowed(table);
+        };
+        let mut table = table.to_vec();
+        for &(at, block) in unseen {
+            table[at] = block;
+        }
+        Cow::Owned(table)
     }
 }
 

@@ -294,8 +294,14 @@ impl BlockManager {
             return self.new_blocks(slot, seq.tokens.len());
         }
         let all = seq.table.iter().chain(&self.matched.blocks);
+        let matched = self.matched.rows;
         let held = |group: usize| {
-            let entries = all.clone().skip(group).step_by(groups);
+            // What the match puts out of sight is the plan's.
+            let unseen = match matched {
+                0 => 0,
+                _ => self.groups.first_row(group, seq.chain.blocks + matched),
+            };
+            let entries = all.clone().skip(unseen * groups + group).step_by(groups);
             entries.filter(|&&block| block != BlockId::NONE).count()
         };
         let come = |group: usize| {
@@ -306,12 +312,11 @@ impl BlockManager {
     }
 
     /// Walks the tree from where the sequence stands, if that is a block boundary; leaves the hits
-    /// in `self.matched`.
+    /// in `self.matched`. Rows that it has reserved past the boundary come after them.
     fn find_match(&mut self, slot: u32) {
         let seq = self.sequences.at_mut(slot);
         let rows = seq.chain.blocks;
-        let on_boundary = rows * self.groups.len() == seq.table.len()
-            && seq.ahead == rows * self.config.block_size;
+        let on_boundary = seq.ahead == rows * self.config.block_size;
         let may_match = self.config.prefix_caching && seq.read_cache && !seq.chain.private;
         if !on_boundary || !may_match {
             self.matched.clear();

@@ -1,7 +1,7 @@
 //! The free queue: doubly linked lists by index in flat arrays.
 //!
 //! ```text
-//!   free                low, probation, protected, high
+//!   free                probation, protected
 //!   last freed first    least recently used first
 //! ```
 //!
@@ -11,28 +11,19 @@
 use crate::check::ensure;
 use crate::ids::BlockId;
 
-/// The lists of the queue. `Low` and `High` hold idle blocks of these priorities; a policy that knows one
-/// kind of the others uses `Probation` alone.
+/// The lists of the queue. A policy that knows one kind of idle blocks uses `Probation` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum List {
     Free,
-    Low,
     Probation,
     Protected,
-    High,
 }
 
-const LISTS: [List; 5] = [
-    List::Free,
-    List::Low,
-    List::Probation,
-    List::Protected,
-    List::High,
-];
+const LISTS: [List; 3] = [List::Free, List::Probation, List::Protected];
 
 impl List {
     /// The lists of idle blocks.
-    pub(crate) const IDLE: [Self; 4] = [Self::Low, Self::Probation, Self::Protected, Self::High];
+    pub(crate) const IDLE: [Self; 2] = [Self::Probation, Self::Protected];
 }
 
 #[derive(Clone, Copy)]
@@ -259,12 +250,12 @@ mod tests {
         ("Free: BlockId(1) and BlockId(none) disagree", |q| {
             q.links[1].next = BlockId::NONE;
         }),
-        ("Protected: BlockId(3) and BlockId(9) disagree", |q| {
-            q.links[9].prev = BlockId::new(2);
+        ("Protected: BlockId(3) and BlockId(8) disagree", |q| {
+            q.links[8].prev = BlockId::new(2);
         }),
         ("Free: 3 blocks linked, 4 counted", |q| q.lens[0] = 4),
         ("Free: 3 blocks linked, 2 counted", |q| q.lens[0] = 2),
-        ("High: 0 blocks linked, 1 counted", |q| q.lens[4] = 1),
+        ("Probation: 0 blocks linked, 1 counted", |q| q.lens[1] = 1),
         ("block 4 hangs between None and Some(BlockId(5))", |q| {
             q.links[4].next = BlockId::new(5);
         }),
@@ -278,10 +269,10 @@ mod tests {
         // Two lists in one ring, each as long as it says.
         ("free queue: 4 blocks marked, 10 counted", |q| {
             link(q, 6, 3, 0);
-            link(q, 2, 1, 9);
-            link(q, 9, 2, 3);
-            link(q, 3, 9, 6);
-            (q.lens[0], q.lens[3]) = (5, 5);
+            link(q, 2, 1, 8);
+            link(q, 8, 2, 3);
+            link(q, 3, 8, 6);
+            (q.lens[0], q.lens[2]) = (5, 5);
         }),
     ];
 

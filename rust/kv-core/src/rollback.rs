@@ -85,7 +85,16 @@ impl BlockManager {
             let block = self.sequences.at(slot).table[at];
             self.forget(block);
         }
-        self.release_table(slot, before.table_len / self.groups.len());
+        let groups = self.groups.len();
+        let stood = before.chain.blocks * groups;
+        self.release_table(slot, before.table_len / groups + more.matched);
+        self.release_rows(slot, stood..stood + more.matched * groups);
+        for &(at, block) in &more.unseen {
+            self.hold_for_sequence(block);
+            let seq = self.sequences.at_mut(slot);
+            seq.table[at] = block;
+            seq.table_version += 1;
+        }
         for &(at, source) in &more.copied {
             self.hold_for_sequence(source);
             let seq = self.sequences.at_mut(slot);
@@ -108,7 +117,11 @@ impl BlockManager {
         if let (true, Some(row)) = (seq.pending > 0, entry.pending_row) {
             seq.sample_row = row;
         }
-        if seq.dropped {
+        if !more.unseen.is_empty() {
+            // What the plan before has settled meanwhile goes at last.
+            self.stats.slid_blocks += self.slide(slot);
+        }
+        if self.sequences.at(slot).dropped {
             self.drop_sequence(slot);
         }
     }

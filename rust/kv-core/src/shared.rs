@@ -6,6 +6,8 @@
 //! next call, before it does anything else. The mailbox has a lock of its own, held for a few
 //! instructions and never while another lock is taken.
 
+use std::collections::HashSet;
+
 use crate::ids::{BlockId, NodeIdx, PlanKey, SeqKey};
 use crate::sync::{Arc, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering};
 
@@ -94,6 +96,16 @@ impl Shared {
         let mut mail = lock(&self.mail);
         self.has_mail.store(false, Ordering::Release);
         std::mem::take(&mut *mail)
+    }
+
+    /// The blocks that letters name, which stay where they are.
+    pub(crate) fn posted_blocks(&self) -> HashSet<BlockId> {
+        let mail = lock(&self.mail);
+        let blocks = mail.iter().filter_map(|letter| match letter {
+            Letter::Block(block) => Some(*block),
+            _ => None,
+        });
+        blocks.collect()
     }
 
     pub(crate) fn close_plan(&self, key: PlanKey) {

@@ -15,12 +15,12 @@ mod check;
 
 use std::collections::HashMap;
 use std::collections::TryReserveError;
+use std::sync::Arc;
 
 use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, ContentId, NodeIdx};
 use crate::index::HashIndex;
-use crate::retention::Priority;
 use crate::usual;
 
 #[derive(Clone)]
@@ -32,7 +32,6 @@ struct Node {
     latest_child: NodeIdx,
     /// The block of the first layer group.
     block: BlockId,
-    priority: Priority,
     /// Reasons to live: each block, each child, each sequence under a root. 0: the slot is free.
     holds: u32,
 }
@@ -43,7 +42,6 @@ const VACANT: Node = Node {
     parent: NodeIdx::NONE,
     latest_child: NodeIdx::NONE,
     block: BlockId::NONE,
-    priority: Priority::Normal,
     holds: 0,
 };
 
@@ -91,7 +89,9 @@ pub(crate) struct ContentTree {
     more_blocks: Vec<BlockId>,
     free_slots: Vec<NodeIdx>,
     index: HashIndex,
-    roots: HashMap<Box<[u8]>, NodeIdx>,
+    roots: HashMap<Arc<[u8]>, NodeIdx>,
+    /// The namespace of each root.
+    names: HashMap<NodeIdx, Arc<[u8]>>,
     next_id: u64,
     /// Blocks hashed so far.
     pub(crate) hashed: u64,
@@ -122,6 +122,7 @@ impl ContentTree {
             free_slots: Vec::new(),
             index: HashIndex::new(num_blocks)?,
             roots: HashMap::new(),
+            names: HashMap::new(),
             next_id: 0,
             hashed: 0,
         })
@@ -144,7 +145,9 @@ impl ContentTree {
                 let hash = self.hasher.root(namespace);
                 let root = self.next_slot();
                 self.take_slot(root, hash, NodeIdx::NONE);
-                self.roots.insert(namespace.into(), root);
+                let name: Arc<[u8]> = namespace.into();
+                self.names.insert(root, Arc::clone(&name));
+                self.roots.insert(name, root);
                 root
             }
         };
@@ -170,11 +173,16 @@ impl ContentTree {
             let (parent, hash) = (slot.parent, slot.hash);
             self.free_slots.push(node);
             if parent == NodeIdx::NONE {
-                self.roots.retain(|_, root| *root != node);
-                return;
+                return self.forget_root(node);
             }
             self.index.remove(hash, node);
             node = parent;
+        }
+    }
+
+    fn forget_root(&mut self, root: NodeIdx) {
+        if let Some(name) = self.names.remove(&root) {
+            self.roots.remove(&name);
         }
     }
 
@@ -313,25 +321,6 @@ impl ContentTree {
         node.at() * (self.groups - 1)
     }
 
-    #[inline]
-    pub(crate) fn priority(&self, node: NodeIdx) -> Priority {
-        self.nodes[node.at()].priority
-    }
-
-    pub(crate) fn set_priority(&mut self, node: NodeIdx, priority: Priority) {
-        self.nodes[node.at()].priority = priority;
-    }
-
-    pub(crate) fn id(&self, node: NodeIdx) -> ContentId {
-        self.nodes[node.at()].id
-    }
-
-    /// Whether this slot still holds this content.
-    pub(crate) fn is_alive(&self, node: NodeIdx, content: ContentId) -> bool {
-        let slot = &self.nodes[node.at()];
-        slot.holds > 0 && slot.id == content
-    }
-
     pub(crate) fn parent(&self, node: NodeIdx) -> Option<NodeIdx> {
         self.nodes[node.at()].parent.some()
     }
@@ -346,12 +335,6 @@ impl ContentTree {
         self.nodes[node.at()].hash
     }
 
-    /// The namespace of a root.
-    fn name(&self, root: NodeIdx) -> Box<[u8]> {
-        let found = self.roots.iter().find(|(_, at)| **at == root);
-        found.map_or_else(Box::default, |(name, _)| name.clone())
-    }
-
     /// A content as events tell of it, given the root it hangs from.
     pub(crate) fn stored(&self, node: NodeIdx, root: NodeIdx) -> Event {
         let parent = self.nodes[node.at()].parent;
@@ -359,7 +342,7 @@ impl ContentTree {
             hash: self.hash(node),
             parent: (parent != root).then(|| self.hash(parent)),
             tokens: self.tokens(node).into(),
-            namespace: self.name(root),
+            namespace: Arc::clone(&self.names[&root]),
         }
     }
 

@@ -21,7 +21,7 @@ use proptest::test_runner::{Config as Runs, TestCaseError, TestError, TestRunner
 const OPS_PER_CASE: usize = 200;
 
 fn op() -> impl Strategy<Value = Op> {
-    let len = 1..14_usize;
+    let len = prop_oneof![9 => 1..14_usize, 1 => 14..70_usize];
     let reserve = prop_oneof![2 => Just(None), 1 => (0..4_usize).prop_map(Some)];
     prop_oneof![
         8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.8))
@@ -49,9 +49,6 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<bool>().prop_map(Op::DropPlan),
         3 => Just(Op::Launch),
         1 => Just(Op::EvictIdle),
-        3 => (0..2_u8, 0..4_u8, 1..14_usize, 0..3_u8, prop::option::of(1..6_u64))
-            .prop_map(|(namespace, pattern, len, priority, ttl)| Op::Retain { namespace, pattern, len, priority, ttl }),
-        2 => (0..4_u64).prop_map(Op::Tick),
     ]
 }
 
@@ -80,7 +77,9 @@ fn run_in(
         1 => prop::collection::vec(window, 1..4),
     ];
     let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.5));
-    let pool = (2..24_usize, 1..5_usize, groups, switches);
+    let num_blocks = prop_oneof![200 => 1..24_usize, 4 => 24..200_usize, 1 => 200..4_097_usize];
+    let block_size = prop_oneof![8 => 1..5_usize, 1 => Just(16_usize)];
+    let pool = (num_blocks, block_size, groups, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());

@@ -7,11 +7,10 @@ mod recording;
 
 use std::io::{self, Write};
 use std::thread;
-use std::time::Duration;
 
 use kv_core::{
-    Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Priority, Report,
-    TraceError, replay, replay_within,
+    Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Report, TraceError,
+    replay, replay_within,
 };
 use recording::Recording;
 
@@ -54,10 +53,6 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     thread::spawn(|| drop((lease, matched)))
         .join()
         .expect("no panic");
-    m.tick(Duration::from_millis(1));
-    let ttl = Some(Duration::from_secs(2));
-    assert_eq!(m.retain(&prompt, b"", Priority::High, ttl), Ok(8));
-    m.tick(Duration::from_secs(3));
     m.free(also.key())?;
     let plan = m.begin_step(1)?;
     m.prefill(plan.key(), fork.key(), 1, Some(100))?;
@@ -633,35 +628,4 @@ fn the_largest_numbers_do_not_wrap() {
     let plan = manager.begin_step(usize::MAX).expect("none open");
     assert_eq!(manager.decode(plan.key(), &[key], usize::MAX), Ok(vec![0]));
     manager.check().expect("sound");
-}
-
-/// A manager may have been told the time before it is recorded: priorities end then as they do there.
-#[test]
-fn time_goes_on_from_where_the_recording_begins() {
-    fn compute(manager: &mut BlockManager, prompt: Vec<u32>) {
-        let seq = manager.sequence(prompt, b"", true).expect("tokens");
-        let plan = manager.begin_step(64).expect("none open");
-        let answer = manager.prefill(plan.key(), seq.key(), 64, None);
-        assert!(matches!(answer, Ok(Prefill::Planned { .. })));
-        manager.commit(plan.key(), &[1]).expect("one");
-    }
-    let recording = Recording::default();
-    let mut manager = BlockManager::new(small()).expect("valid");
-    manager.tick(Duration::from_secs(60));
-    manager.record(recording.clone()).expect("new");
-    compute(&mut manager, vec![5; 4]);
-    let ttl = Some(Duration::from_secs(1));
-    assert_eq!(manager.retain(&[5; 4], b"", Priority::High, ttl), Ok(4));
-    manager.tick(Duration::from_millis(60_500)); // counted from 0, its time would be over
-    compute(&mut manager, vec![6; 4]);
-    compute(&mut manager, vec![7; 32]); // evicts the one without priority
-    let kept = manager.match_prefix(&[5; 4], b"").expect("no namespace");
-    assert_eq!(kept.num_blocks(), 1);
-    manager.stop_recording().expect("memory takes everything");
-    let report = verdict(&recording.bytes()).expect("whole");
-    assert_eq!(report.divergence, None);
-    assert_eq!(
-        (report.ledger, report.stats),
-        (manager.ledger(), manager.stats())
-    );
 }

@@ -71,7 +71,6 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::Window(_)
         | Error::Namespace { .. }
         | Error::UnknownPolicy(_)
-        | Error::UnknownPriority(_)
         | Error::OutOfMemory { .. }
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),

@@ -1,5 +1,7 @@
 //! Changes of the set of contents, for routers and offloaders.
 
+use std::sync::Arc;
+
 use kv_core::Event;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -10,7 +12,7 @@ pub(crate) struct Stored {
     hash: u128,
     parent: Option<u128>,
     tokens: Box<[u32]>,
-    namespace: Box<[u8]>,
+    namespace: Arc<[u8]>,
 }
 
 #[pymethods]

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
 
 use kv_core::{BlockManager as Core, BlockState, Config, Error};
 use pyo3::prelude::*;
@@ -15,7 +14,7 @@ use crate::events::event;
 use crate::items::items;
 use crate::lease::Lease;
 use crate::locked::Locked;
-use crate::numbers::{number, seconds};
+use crate::numbers::number;
 use crate::plan::StepPlan;
 use crate::sequence::Sequence;
 use crate::tokens::token_ids;
@@ -38,8 +37,6 @@ pub(crate) struct BlockManager {
     core: Arc<Locked>,
     num_blocks: usize,
     block_size: usize,
-    /// Since when time is counted.
-    origin: Instant,
 }
 
 #[pymethods]
@@ -81,7 +78,6 @@ impl BlockManager {
             core,
             num_blocks,
             block_size,
-            origin: Instant::now(),
         })
     }
 
@@ -150,43 +146,13 @@ impl BlockManager {
             .map(Lease::new)
     }
 
-    /// Gives the longest cached prefix of `tokens` a priority. Returns the tokens covered: a multiple of
-    /// the block size.
-    ///
-    /// `priority`: "low" idle blocks go before all others, "high" ones when nothing else is left;
-    /// "normal" takes a priority back. `ttl`: seconds after which it is normal again. Blocks that are
-    /// retained are idle all the same: only a lease keeps them whatever comes. Raises `ConfigError`.
-    #[pyo3(signature = (tokens, priority, *, ttl = None, namespace = None))]
-    fn retain(
-        &self,
-        py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
-        priority: &str,
-        ttl: Option<f64>,
-        namespace: Option<&[u8]>,
-    ) -> PyResult<usize> {
-        let tokens = token_ids(tokens)?;
-        let priority = priority.parse().map_err(raise)?;
-        let ttl = ttl.map(seconds).transpose()?;
-        let namespace = namespace.unwrap_or_default();
-        self.core.with(py, |core| {
-            core.tick(self.origin.elapsed());
-            core.retain(&tokens, namespace, priority, ttl)
-        })
-    }
-
     /// Opens a step that may compute `token_budget` tokens.
     ///
     /// Two may be open: the second is planned while the first one runs. They are committed in order.
     /// Raises `PlanError` for a third.
     fn begin_step(&self, py: Python<'_>, token_budget: &Bound<'_, PyAny>) -> PyResult<StepPlan> {
         let token_budget = number("token_budget", token_budget)?;
-        let handle = self.core.with(py, |core| {
-            if core.wants_time() {
-                core.tick(self.origin.elapsed());
-            }
-            core.begin_step(token_budget)
-        })?;
+        let handle = self.core.with(py, |core| core.begin_step(token_budget))?;
         let core = Arc::clone(&self.core);
         Ok(StepPlan { core, handle })
     }
@@ -268,12 +234,11 @@ impl BlockManager {
     /// written to later on, the recording ends there and the manager goes on.
     /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        self.core.detached(py, |core| {
-            core.settle();
-            core.may_record().map_err(raise)?;
-            let file = File::create(&path).map_err(|error| os_error(&error, Some(&path)))?;
-            core.record(file).map_err(raise)
-        })
+        self.core.with(py, |core| core.may_record())?;
+        // Without the lock and without the GIL: a pipe waits here for its reader.
+        let file = py.detach(|| File::create(&path));
+        let file = file.map_err(|error| os_error(&error, Some(&path)))?;
+        self.core.with(py, |core| core.record(file))
     }
 
     /// Ends the recording and closes its file; without a recording it does nothing.

@@ -1,7 +1,5 @@
 //! Counts and ids in: integers of their range, or an error that names argument and value.
 
-use std::time::Duration;
-
 use pyo3::conversion::FromPyObjectOwned;
 use pyo3::exceptions::{PyException, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
@@ -57,14 +55,4 @@ pub(crate) fn in_words(value: &Bound<'_, PyAny>) -> PyResult<String> {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
     })
-}
-
-/// A time to live.
-pub(crate) fn seconds(ttl: f64) -> PyResult<Duration> {
-    match Duration::try_from_secs_f64(ttl) {
-        Ok(time) if !time.is_zero() => Ok(time),
-        _ => Err(ConfigError::new_err(format!(
-            "ttl={ttl} is not a number of seconds above 0"
-        ))),
-    }
 }

@@ -66,7 +66,6 @@ TOO_LONG = {
     "m.sequence(range(2**100))": (TokenError, "OverflowError", MOST),
     "m.sequence(Liar(2**62))": (TokenError, 2**62, MOST),
     "m.match_prefix(Liar(2**45))": (TokenError, 2**45, MOST),
-    "m.retain(range(2**45), 'high')": (TokenError, 2**45, MOST),
     "s.append(range(2**45))": (TokenError, 2**45, MOST),
     "p.commit(range(2**45))": (TokenError, 2**45, MOST),
     "p.speculate(s, range(2**45))": (TokenError, 2**45, MOST),
@@ -136,7 +135,6 @@ def takers(manager: BlockManager) -> dict[str, Callable[[Any], object]]:
     return {
         "sequence": manager.sequence,
         "match_prefix": manager.match_prefix,
-        "retain": lambda given: manager.retain(given, "high"),
         "append": sequence.append,
         "speculate": lambda given: plan.speculate(sequence, given),
         "commit": plan.commit,

@@ -1,6 +1,6 @@
 //! Blocks: their contents, their places in the queue, their holders, the ledger.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use super::ensure;
 use crate::blocks::Block;
@@ -43,13 +43,6 @@ impl BlockManager {
             ensure(named, || {
                 format!("{id:?} holds {node:?}, which names another block")
             })?;
-            let priority = self.tree.priority(node);
-            ensure(block.priority == priority, || {
-                format!(
-                    "{id:?} has {:?} priority, its content {priority:?}",
-                    block.priority
-                )
-            })?;
         }
         Ok(())
     }
@@ -61,7 +54,7 @@ impl BlockManager {
                 let block = &self.blocks[id.at()];
                 let right = match block.node.some() {
                     None => List::Free,
-                    Some(_) => self.policy.list(block.used_again, block.priority),
+                    Some(_) => self.policy.list(block.used_again),
                 };
                 ensure(block.list == list && list == right, || {
                     let says = block.list;
@@ -72,9 +65,14 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Holders and ledger. `held`: table entries per block; `before`: what leases held before the mail
-    /// was read.
-    pub(super) fn check_blocks(&self, held: &[u32], before: LeaseRefs) -> Result<(), String> {
+    /// Holders and ledger. `held`: table entries per block; `before`: what leases held when the mail
+    /// was looked at; `posted`: the blocks that it names, which the manager is yet to take back.
+    pub(super) fn check_blocks(
+        &self,
+        held: &[u32],
+        before: LeaseRefs,
+        posted: &HashSet<BlockId>,
+    ) -> Result<(), String> {
         let fences = self.fences()?;
         let (mut active, mut by_leases) = (0, 0);
         let mut lost = None;
@@ -91,7 +89,7 @@ impl BlockManager {
             ensure(refs > 0 || !named || self.is_ready(id), || {
                 format!("{id:?} is to be computed and nobody holds it")
             })?;
-            if refs == 0 && !queued {
+            if refs == 0 && !queued && !posted.contains(&id) {
                 lost = Some(id);
             }
             active += usize::from(held.0 > 0);

@@ -22,13 +22,14 @@ pub(crate) fn ensure(holds: bool, difference: impl FnOnce() -> String) -> Result
 impl BlockManager {
     /// Recounts references, states, the queue, the tree and the plans. O(blocks + tokens).
     ///
-    /// Leases may be dropped by other threads meanwhile; everything else must stand still.
+    /// It changes nothing: what dropped handles left to do is still to be done after it. Leases may be
+    /// dropped by other threads meanwhile; everything else must stand still.
     ///
     /// # Errors
     /// The first difference found, in words: a bug in this crate.
-    pub fn check(&mut self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         let leases = self.shared.lease_refs();
-        self.read_mail();
+        let posted = self.shared.posted_blocks();
         self.queue.check()?;
         let mut roots: BTreeMap<NodeIdx, u32> = BTreeMap::new();
         for seq in self.sequences.iter() {
@@ -38,7 +39,7 @@ impl BlockManager {
         let held = self.check_sequences()?;
         self.check_contents()?;
         self.check_queue()?;
-        self.check_blocks(&held, leases)?;
+        self.check_blocks(&held, leases, &posted)?;
         self.check_plans()?;
         ensure(self.spare_entries.is_empty(), || {
             format!("{} entries are in no plan", self.spare_entries.len())

@@ -44,7 +44,7 @@ impl BlockManager {
                 row += entry.rows();
                 self.check_extent(entry, seq)?;
                 self.check_adopted(entry, seq)?;
-                self.check_shared(entry, seq, &computing)?;
+                self.check_shared(plan, entry, seq, &computing)?;
                 self.check_announced(plan, entry, seq, &mut computing)?;
             }
             self.check_totals(plan)?;
@@ -210,13 +210,15 @@ impl BlockManager {
     /// What it shares is there, or computed by an entry before it.
     fn check_shared(
         &self,
+        plan: &Plan,
         entry: &Entry,
         seq: &Sequence,
         computing: &HashSet<BlockId>,
     ) -> Result<(), String> {
         let (id, mut counted) = (seq.id, 0);
+        let table = self.table_of(plan, entry);
         for at in entry.more().shared(self.groups.len()) {
-            let Some(block) = seq.table.get(at).and_then(|block| block.some()) else {
+            let Some(block) = table.get(at).and_then(|block| block.some()) else {
                 continue;
             };
             if self.is_ready(block) {
@@ -241,9 +243,10 @@ impl BlockManager {
         seq: &Sequence,
         computing: &mut HashSet<BlockId>,
     ) -> Result<(), String> {
+        let table = self.table_of(plan, entry);
         for at in entry.more().announced(self.groups.len()) {
             let id = seq.id;
-            let block = seq.table[at].some();
+            let block = table[at].some();
             let Some(block) = block.filter(|block| self.blocks[block.at()].node != NodeIdx::NONE)
             else {
                 return Err(format!(

@@ -95,18 +95,29 @@ impl BlockManager {
         })
     }
 
-    /// Gaps only before windows, every row that a token to come sees.
+    /// Every row that a token to come sees, none of those that slid out of a window, and no gap.
     fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
-        let groups = self.groups.len();
+        let (id, groups) = (seq.id, self.groups.len());
         let rows = (seq.computed / self.config.block_size).max(seq.chain.blocks);
+        let settled = self.settled_rows(seq);
         for (at, block) in seq.table.iter().enumerate() {
             let (row, group) = (at / groups, at % groups);
             let seen = row >= self.groups.first_row(group, rows);
             ensure(*block != BlockId::NONE || !seen, || {
+                let computed = seq.computed;
                 format!(
-                    "sequence {} of {} computed tokens has no block in row {row} of group {group}",
-                    seq.id, seq.computed
+                    "sequence {id} of {computed} computed tokens has no block in row {row} of group {group}"
                 )
+            })?;
+            let unseen = row < self.groups.first_row(group, settled);
+            ensure(*block == BlockId::NONE || !unseen, || {
+                format!(
+                    "sequence {id} holds {block:?} in row {row} of group {group}, which no token sees"
+                )
+            })?;
+            let gap = row > 0 && seq.table[at - groups] != BlockId::NONE;
+            ensure(*block != BlockId::NONE || !gap, || {
+                format!("sequence {id} has a gap in row {row} of group {group}")
             })?;
         }
         Ok(())

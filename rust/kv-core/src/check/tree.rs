@@ -1,6 +1,7 @@
 //! The validator's part that sees into the tree: slots, holds, index, namespaces, contents.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::{ContentTree, Node};
 use crate::check::ensure;
@@ -109,8 +110,12 @@ impl ContentTree {
         ensure(counted == named, || {
             format!("{counted} roots, {named} names")
         })?;
+        let known = self.names.len();
+        ensure(known == named, || {
+            format!("{named} names, {known} of roots")
+        })?;
         let names = self.roots.iter().map(|(name, root)| (*root, name));
-        let names: BTreeMap<NodeIdx, &Box<[u8]>> = names.collect();
+        let names: BTreeMap<NodeIdx, &Arc<[u8]>> = names.collect();
         for (at, node) in roots {
             let hash = names.get(&at).map(|name| self.hasher.root(name));
             ensure(hash == Some(node.hash), || {

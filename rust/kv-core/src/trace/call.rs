@@ -1,13 +1,11 @@
 //! Operations and answers, as they are written down.
 
 use std::fmt;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::words::Words;
 use crate::plan::{Prefill, Redirect};
-use crate::retention::Priority;
 use crate::stats::Ledger;
 
 macro_rules! calls {
@@ -97,10 +95,6 @@ calls! {
     drop_lease DropLease { lease: u64 }
     /// The manager learnt that the [`PlanHandle`](crate::PlanHandle) of an open plan is gone.
     drop_plan DropPlan { plan: u64 }
-    /// [`BlockManager::retain`](crate::BlockManager::retain)
-    retain Retain { tokens: Vec<u32>, namespace: Box<[u8]>, priority: Priority, ttl: Option<Duration> }
-    /// [`BlockManager::tick`](crate::BlockManager::tick)
-    tick Tick { now: Duration }
     /// The end of a recording, answered by the ledger.
     stop_recording Stop {}
 }
@@ -228,12 +222,11 @@ mod tests {
         let distances = [216, 4, 2, 203, 4, 15, 2];
         assert_eq!(decode, [&[10, 2, 5], &distances[..], &[128, 1]].concat());
         let tokens: Vec<u32> = vec![0, 127, 128, u32::MAX];
-        let ttl = Some(Duration::new(1, 5));
-        let retain = Call::retain(tokens, *b"ns", Priority::High, ttl);
-        let written = [
-            20, 4, 0, 127, 128, 1, 255, 255, 255, 255, 15, 2, 110, 115, 2, 1, 1, 5,
-        ];
-        assert_eq!(there_and_back(retain), written);
-        assert_eq!(there_and_back(Call::stop_recording()), [22]);
+        let written = [0, 4, 0, 127, 128, 1, 255, 255, 255, 255, 15, 2, 110, 115, 1];
+        assert_eq!(
+            there_and_back(Call::sequence(tokens, *b"ns", true)),
+            written
+        );
+        assert_eq!(there_and_back(Call::stop_recording()), [20]);
     }
 }

@@ -92,10 +92,6 @@ impl BlockManager {
             },
         };
         self.recorder = Some(Box::new(Recorder::new(writer, &header)));
-        let now = self.retention.now;
-        if !now.is_zero() {
-            self.note(|_| Call::tick(now), ());
-        }
         Ok(())
     }
 

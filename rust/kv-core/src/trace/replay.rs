@@ -193,19 +193,6 @@ impl Player {
                 let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?
             }
-            Call::Retain {
-                tokens,
-                namespace,
-                priority,
-                ttl,
-            } => self
-                .manager
-                .retain(tokens, namespace, *priority, *ttl)?
-                .into(),
-            Call::Tick { now } => {
-                self.manager.tick(*now);
-                Answer::Done
-            }
             Call::EvictIdle {} => self.manager.evict_idle().into(),
             Call::Stop {} => self.manager.ledger().into(),
             _ => return self.apply_to_leases(call),

@@ -1,9 +1,6 @@
 //! Arguments and answers in words, for whoever reads where a replay parted.
 
-use std::time::Duration;
-
 use crate::plan::Redirect;
-use crate::retention::Priority;
 
 /// Elements of a list that are shown.
 const SHOWN: usize = 8;
@@ -22,18 +19,6 @@ macro_rules! as_displayed {
     };
 }
 as_displayed!(u32, u64, usize, bool);
-
-impl Words for Duration {
-    fn words(&self) -> String {
-        format!("{self:?}")
-    }
-}
-
-impl Words for Priority {
-    fn words(&self) -> String {
-        Self::NAMES[*self as usize].0.into()
-    }
-}
 
 impl Words for Box<[u8]> {
     fn words(&self) -> String {

@@ -13,10 +13,6 @@ fn errors() -> Vec<(Error, &'static [&'static str])> {
         (Groups(65), &["layer groups", "1 to 64", "65"]),
         (Window(0), &["window", "at least 1", "got 0"]),
         (UnknownPolicy("mru".into()), &["\"mru\"", "lru, 2q"]),
-        (
-            UnknownPriority("urgent".into()),
-            &["\"urgent\"", "low, normal, high"],
-        ),
         (HashBits(129), &["hash_bits", "0 to 128", "129"]),
         (OutOfMemory { num_blocks: 77 }, &["77 blocks", "memory"]),
         (Namespace { bytes: 65_537 }, &["65536 bytes", "65537"]),

@@ -1,6 +1,8 @@
 //! Events: what is told, in which order, and what is not.
 
-use kv_core::{BlockManager, Config, Event};
+use std::sync::Arc;
+
+use kv_core::{BlockManager, Config, Event, Eviction};
 
 use super::tools::{
     PLENTY, begin, block_of, commit, computed, given_up, lose_the_head, manager, prefill, prompt,
@@ -23,7 +25,7 @@ fn stored(m: &BlockManager, tokens: &[u32]) -> Vec<Event> {
         hash: hashes[at],
         parent: at.checked_sub(1).map(|before| hashes[before]),
         tokens: tokens.into(),
-        namespace: Box::default(),
+        namespace: Arc::default(),
     };
     tokens.chunks_exact(4).enumerate().map(event).collect()
 }
@@ -171,7 +173,10 @@ fn a_content_that_comes_back_is_news_again() {
 
 #[test]
 fn only_what_was_missing_is_news() {
-    let mut m = manager(4);
+    let mut m = with(Config {
+        eviction: Eviction::TwoQueue,
+        ..settings(4)
+    });
     lose_the_head(&mut m);
     let head = hashes(&m, &prompt(4));
     assert_eq!(removed(&m.take_events()), head);

@@ -13,7 +13,7 @@ mod filling;
 mod handles;
 mod limits;
 mod recordings;
-mod retention;
+mod rematch;
 mod statistics;
 mod tables;
 mod tools;

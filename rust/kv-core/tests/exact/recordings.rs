@@ -5,10 +5,9 @@ mod recording;
 
 use std::error::Error as _;
 use std::io::{self, Read};
-use std::time::Duration;
 
 use kv_core::{
-    Answer, BlockId, Call, Config, Divergence, Error, Ledger, Limits, Prefill, Priority, Redirect,
+    Answer, BlockId, Call, Config, Divergence, Error, Ledger, Limits, Prefill, Redirect,
     TraceError, replay, replay_within,
 };
 use recording::Recording;
@@ -25,15 +24,6 @@ fn operations_in_words() {
                 read_cache: false,
             },
             r#"sequence(tokens=[1, 2], namespace="a\\xff", read_cache=false)"#,
-        ),
-        (
-            Call::Retain {
-                tokens: (0..8).collect(),
-                namespace: Box::default(),
-                priority: Priority::High,
-                ttl: Some(Duration::from_millis(1_500)),
-            },
-            r#"retain(tokens=[0, 1, 2, 3, 4, 5, 6, 7], namespace="", priority=high, ttl=1.5s)"#,
         ),
         (
             Call::Decode {

@@ -1,6 +1,6 @@
 //! The counters of scripted runs, value by value.
 
-use kv_core::{Config, Error, Prefill, Stats};
+use kv_core::{Config, Error, Eviction, Prefill, Stats};
 
 use super::tools::{
     PLENTY, begin, block_of, commit, computed, decoded, lose_the_head, manager, prefill, prompt,
@@ -84,7 +84,10 @@ fn a_prefix_in_flight() {
 
 #[test]
 fn a_prefix_whose_head_was_lost() {
-    let mut m = manager(4);
+    let mut m = with(Config {
+        eviction: Eviction::TwoQueue,
+        ..settings(4)
+    });
     lose_the_head(&mut m);
     let before = m.stats();
     assert_eq!((before.evicted_blocks, before.rolled_back_steps), (1, 1));

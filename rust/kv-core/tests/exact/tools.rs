@@ -1,8 +1,7 @@
 //! What the scripts are made of: blocks of four tokens, steps with room for everything.
 
 use kv_core::{
-    BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Priority, Redirect,
-    SeqHandle,
+    BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Redirect, SeqHandle,
 };
 
 /// A budget that nobody uses up.
@@ -119,13 +118,11 @@ pub(crate) fn table(m: &BlockManager, seq: &SeqHandle, group: usize) -> Vec<Opti
         .collect()
 }
 
-/// In a pool of four blocks: the second block of a prompt is cached, the first one is not.
+/// In a pool of four blocks that evicts by `2q`: the second block of a prompt is cached, the first one
+/// is not.
 pub(crate) fn lose_the_head(m: &mut BlockManager) {
     drop(computed(m, prompt(8)));
-    for (tokens, priority) in [(8, Priority::High), (4, Priority::Low)] {
-        let covered = m.retain(&prompt(tokens), b"", priority, None);
-        assert_eq!(covered, Ok(tokens as usize));
-    }
+    drop(computed(m, prompt(4))); // used again: half of what is idle, and its turn comes first
     m.take_events();
     let taker = sequence(m, vec![7_000; 12]);
     let plan = begin(m, PLENTY);

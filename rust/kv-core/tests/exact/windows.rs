@@ -86,7 +86,7 @@ fn windows_slide_over_blocks_without_a_name() {
     m.check().expect("sound");
 }
 
-/// What comes before the gaps that a match has left is given back too.
+/// What comes before the window of a match is the plan's: given back with its commit.
 #[test]
 fn blocks_before_the_gaps_of_a_match_are_given_back() {
     let mut m = with(windowed(32, 12));
@@ -105,10 +105,9 @@ fn blocks_before_the_gaps_of_a_match_are_given_back() {
     };
     let given = m.prefill(plan.key(), late.key(), PLENTY, None);
     assert_eq!(given, Ok(answer));
-    let gaps = [true, true, false, false, true, true, true, true];
-    assert_eq!(kept(&m, &late), gaps);
-    commit(&mut m, plan.key());
     let gone = [false, false, false, false, true, true, true, true];
+    assert_eq!(kept(&m, &late), gone);
+    commit(&mut m, plan.key());
     assert_eq!(kept(&m, &late), gone);
     assert_eq!(m.stats().slid_blocks, slid + 2);
     drop(first);
@@ -352,6 +351,78 @@ fn a_fork_that_ends_within_the_gaps_has_nothing() {
         let fork = m.fork(seq.key(), tokens).expect("it has so many");
         let view = m.view(fork.key()).expect("live");
         assert_eq!(view.num_computed_tokens, has, "{tokens} tokens");
+        m.check().expect("sound");
+    }
+}
+
+/// A lease that is taken while a match is planned covers no gap, and neither does what is made of it.
+#[test]
+fn a_lease_inside_a_plan_has_no_gap() {
+    for (groups, block_size, factor) in [(vec![Some(2)], 1, 1), (vec![None, Some(64)], 16, 32)] {
+        let mut m = BlockManager::new(Config {
+            groups: groups.clone(),
+            hash_seed: Some(1),
+            ..Config::new(256, block_size)
+        })
+        .expect("valid");
+        let tokens: Vec<u32> = (0..6 * factor).collect();
+        let early = [&tokens[..], &[9_999; 3]].concat();
+        let early = sequence(&mut m, early);
+        let plan = begin(&mut m, PLENTY);
+        let first = m.prefill(plan.key(), early.key(), 2 * factor as usize, None);
+        first.expect("room");
+        commit(&mut m, plan.key());
+        drop(computed(&mut m, tokens.clone()));
+        let plan = begin(&mut m, PLENTY);
+        prefill(&mut m, plan.key(), &early);
+        let lease = m.lease(early.key()).expect("live");
+        assert_eq!(lease.num_tokens(), 6 * factor as usize);
+        m.check().expect("no gap");
+        commit(&mut m, plan.key());
+        let other = sequence(&mut m, [&tokens[..], &[7_777]].concat());
+        m.attach(other.key(), &lease).expect("its prefix");
+        m.check().expect("no gap");
+        let held: usize = (0..groups.len())
+            .map(|group| table(&m, &other, group).iter().flatten().count())
+            .sum();
+        assert!(held <= m.blocks_for(6 * factor as usize, 1));
+        for tokens in 1..=6 * factor as usize {
+            let fork = m.fork(other.key(), tokens).expect("it has so many");
+            for group in 0..groups.len() {
+                let held = table(&m, &fork, group);
+                let first = held.iter().position(Option::is_some).unwrap_or(held.len());
+                assert!(
+                    held[first..].iter().all(Option::is_some),
+                    "{tokens}: {held:?}"
+                );
+            }
+            m.check().expect("no gap");
+        }
+    }
+}
+
+/// A match whose window leaves out what the sequence has: a rollback brings it back.
+#[test]
+fn what_a_match_puts_out_of_sight_comes_back() {
+    let mut m = with(windowed(32, 4));
+    let late = sequence(&mut m, prompt(29));
+    let plan = begin(&mut m, PLENTY);
+    m.prefill(plan.key(), late.key(), 8, None).expect("room");
+    commit(&mut m, plan.key());
+    drop(computed(&mut m, prompt(28)));
+    let before = [table(&m, &late, 0), table(&m, &late, 1)];
+    let ledger = m.ledger();
+    for cancel in [false, true] {
+        let plan = begin(&mut m, PLENTY);
+        prefill(&mut m, plan.key(), &late);
+        assert_ne!([table(&m, &late, 0), table(&m, &late, 1)], before);
+        m.check().expect("sound");
+        if cancel {
+            m.cancel(plan.key(), late.key()).expect("planned");
+        }
+        m.rollback(plan.key()).expect("open");
+        assert_eq!([table(&m, &late, 0), table(&m, &late, 1)], before);
+        assert_eq!(m.ledger(), ledger);
         m.check().expect("sound");
     }
 }

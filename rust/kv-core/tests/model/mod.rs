@@ -8,7 +8,7 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{Config, Ledger, Prefill, Priority, Redirect};
+use kv_core::{Config, Ledger, Prefill, Redirect};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
@@ -61,8 +61,11 @@ struct Entry {
     adopted: Vec<u32>,
     present: Vec<u32>,
     announced: Vec<u32>,
-    /// Rows matched and announced.
+    /// Rows matched and announced, and those matched alone.
     rows: usize,
+    matched: usize,
+    /// What no token after the rows matched sees: the plan keeps it. Row, group, block.
+    unseen: Vec<(usize, usize, u32)>,
 }
 
 #[derive(Clone, Debug)]
@@ -85,9 +88,6 @@ pub(crate) struct Model {
     queue: Vec<u32>,
     /// By layer group.
     contents: HashMap<(Content, usize), u32>,
-    /// Priorities other than normal: until when, and in which order they were asked for.
-    retained: HashMap<Content, (Priority, Option<u64>, usize)>,
-    requests: usize,
     pub(crate) seqs: BTreeMap<u64, Seq>,
     pub(crate) leases: BTreeMap<usize, Vec<Row>>,
     /// Oldest first.
@@ -106,8 +106,6 @@ impl Model {
             queue: (0..num_blocks as u32).collect(),
             num_blocks,
             contents: HashMap::new(),
-            retained: HashMap::new(),
-            requests: 0,
             seqs: BTreeMap::new(),
             leases: BTreeMap::new(),
             plans: Vec::new(),
@@ -227,8 +225,15 @@ impl Model {
             ready && needed.all(|(row, group)| seq.table[row][group].is_some())
         };
         let mut longest_first = (0..=seq.registered).rev();
-        let rows = longest_first.find(|&rows| is_whole(rows)).expect("none is");
-        let rows = seq.table[..rows].to_vec();
+        let whole = longest_first.find(|&rows| is_whole(rows)).expect("none is");
+        let mut rows = seq.table[..whole].to_vec();
+        for (at, row) in rows.iter_mut().enumerate() {
+            for (group, entry) in row.iter_mut().enumerate() {
+                if at < self.first_row(group, whole) {
+                    *entry = None;
+                }
+            }
+        }
         self.leases.insert(lease, rows);
     }
 
@@ -305,6 +310,7 @@ impl Model {
             ..s.clone()
         };
         self.seqs.insert(fork, child);
+        self.slide(fork);
         true
     }
 
@@ -322,17 +328,10 @@ impl Model {
             .collect()
     }
 
-    fn priority(&self, block: u32) -> Priority {
-        let content = self.contents.iter().find(|(_, holder)| **holder == block);
-        let retained = content.and_then(|((content, _), _)| self.retained.get(content));
-        retained.map_or(Priority::Normal, |retained| retained.0)
-    }
-
-    /// In the order in which they are handed out: free ones first, then by priority, each in the order
-    /// of the queue.
+    /// In the order in which they are handed out: free ones first, each in the order of the queue.
     pub(crate) fn queued(&self) -> Vec<u32> {
         let mut blocks = self.queue.clone();
-        blocks.sort_by_key(|&block| (self.has_content(block), self.priority(block)));
+        blocks.sort_by_key(|&block| self.has_content(block));
         blocks
     }
 
@@ -340,62 +339,7 @@ impl Model {
         let block = self.queued()[0];
         self.unqueue(block);
         self.contents.retain(|_, holder| *holder != block);
-        self.forget_priorities();
         block
-    }
-
-    /// A priority ends with its content: when no block holds it or one of its descendants.
-    fn forget_priorities(&mut self) {
-        let contents = &self.contents;
-        self.retained.retain(|(namespace, tokens), _| {
-            let mut known = contents.keys();
-            known.any(|((space, held), _)| space == namespace && held.starts_with(tokens))
-        });
-    }
-
-    pub(crate) fn retain(
-        &mut self,
-        namespace: u8,
-        tokens: &[u32],
-        priority: Priority,
-        ttl: Option<u64>,
-        now: u64,
-    ) -> usize {
-        let rows = self.matched(namespace, tokens, 0, |_| true).len();
-        for row in (0..rows).rev() {
-            let content = (namespace, tokens[..(row + 1) * self.block_size].to_vec());
-            self.requests += 1;
-            let until = ttl.map(|ttl| now + ttl);
-            self.retained
-                .insert(content.clone(), (priority, until, self.requests));
-            self.touch(&content);
-        }
-        rows * self.block_size
-    }
-
-    /// Its idle blocks go to the end of their queue.
-    fn touch(&mut self, content: &Content) {
-        for group in 0..self.groups.len() {
-            let block = self.contents.get(&(content.clone(), group)).copied();
-            if let Some(block) = block.filter(|block| self.queue.contains(block)) {
-                self.unqueue(block);
-                self.queue.push(block);
-            }
-        }
-    }
-
-    pub(crate) fn tick(&mut self, now: u64) {
-        let ended = self.retained.iter();
-        let ended = ended.filter_map(|(content, (_, until, request))| {
-            let until = until.filter(|&until| until <= now)?;
-            Some((until, *request, content.clone()))
-        });
-        let mut ended: Vec<_> = ended.collect();
-        ended.sort();
-        for (_, _, content) in ended {
-            self.retained.remove(&content);
-            self.touch(&content);
-        }
     }
 
     fn copy(&mut self, seq: u64, row: usize, group: usize, source: u32) -> u32 {
@@ -462,8 +406,15 @@ impl Model {
             .map(|(row, group, block)| (row, group, block, self.copy(seq, row, group, block)))
             .collect();
         let s = self.seqs.get_mut(&seq).expect("live");
-        s.table.extend(matched.iter().cloned());
+        // Slots that were reserved past the boundary move up.
+        let stood = s.registered;
+        s.table.splice(stood..stood, matched.iter().cloned());
         s.registered += matched.len();
+        let unseen = match matched.is_empty() {
+            true => Vec::new(),
+            false => self.take_unseen(seq),
+        };
+        let s = self.seqs.get_mut(&seq).expect("live");
         let samples = start + len == s.tokens.len() + s.pending + drafts.len();
         (s.ahead, s.speculating) = (start + len, !drafts.is_empty());
         s.pending += usize::from(samples);
@@ -494,7 +445,25 @@ impl Model {
             present,
             announced,
             rows,
+            matched: matched.len(),
+            unseen,
         });
+    }
+
+    /// Takes what no token after its registered rows sees out of a table, the last one first.
+    fn take_unseen(&mut self, seq: u64) -> Vec<(usize, usize, u32)> {
+        let mut unseen = Vec::new();
+        for group in 0..self.groups.len() {
+            let s = &self.seqs[&seq];
+            for row in (0..self.first_row(group, s.registered)).rev() {
+                let s = self.seqs.get_mut(&seq).expect("live");
+                if let Some(block) = s.table[row][group].take() {
+                    self.newest().fenced.push(block);
+                    unseen.push((row, group, block));
+                }
+            }
+        }
+        unseen
     }
 
     /// The next row is one that this step, from `start` on, computes for all. False if the commit must
@@ -514,7 +483,6 @@ impl Model {
         let tokens = s.tokens[..(row + 1) * self.block_size].to_vec();
         let (namespace, mine) = (s.namespace, s.table.get(row).cloned());
         let content = (namespace, tokens.clone());
-        let retained = self.retained.get(&content).copied();
         let mut entries = Vec::new();
         for group in 0..self.groups.len() {
             // Allocating for one group may evict what was there for the next.
@@ -544,8 +512,6 @@ impl Model {
             let content = (content.clone(), group);
             self.contents.insert(content, block.expect("just taken"));
         }
-        // It was about to be computed: what was evicted for it did not end its priority.
-        self.retained.extend(retained.map(|kept| (content, kept)));
         let s = self.seqs.get_mut(&seq).expect("live");
         s.registered += 1;
         if mine.is_none() {
@@ -613,12 +579,9 @@ impl Model {
         reserve: Option<usize>,
     ) -> Prefill {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
-        let may_match = self.caching
-            && s.read_cache
-            && s.registered == s.table.len()
-            && s.ahead == s.table.len() * size;
+        let may_match = self.caching && s.read_cache && s.ahead == s.registered * size;
         let matched = if may_match {
-            self.matched(s.namespace, &s.tokens, s.table.len(), |_| true)
+            self.matched(s.namespace, &s.tokens, s.registered, |_| true)
         } else {
             Vec::new()
         };
@@ -626,7 +589,7 @@ impl Model {
         let start = if matched.is_empty() {
             s.ahead
         } else {
-            (rows * size).min(s.tokens.len() - 1)
+            ((s.registered + matched.len()) * size).min(s.tokens.len() - 1)
         };
         let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
@@ -655,7 +618,12 @@ impl Model {
                 (Some(_), Some(window)) => {
                     // What slides out of the window is used again: at most so many rows at once.
                     let reach = window.div_ceil(size) + (max_tokens + 2 * size - 2) / size;
-                    let held = s.table.iter().chain(&matched);
+                    // What the match puts out of sight is the plan's.
+                    let unseen = match matched.is_empty() {
+                        true => 0,
+                        false => self.first_row(group, s.registered + matched.len()),
+                    };
+                    let held = s.table.iter().chain(&matched).skip(unseen);
                     let held = held.filter(|row| row[group].is_some()).count();
                     let peak = reach.min(s.tokens.len().div_ceil(size));
                     peak.saturating_sub(held).max(now)
@@ -680,14 +648,20 @@ impl Model {
     fn undo(&mut self, entry: Entry) {
         self.contents
             .retain(|_, holder| !entry.announced.contains(holder));
-        self.forget_priorities();
         let copies: Vec<u32> = entry.copied.iter().map(|copied| copied.3).collect();
         self.newest().copies.retain(|(_, to)| !copies.contains(to));
         let (table_len, ahead, registered) = entry.before;
         let mut s = self.seqs[&entry.seq].clone();
-        s.table.truncate(table_len);
+        let gone = s.table.split_off(table_len + entry.matched);
+        let matched: Vec<Row> = s
+            .table
+            .drain(registered..registered + entry.matched)
+            .collect();
         for &(row, group, source, _) in &entry.copied {
             s.table[row][group] = Some(source);
+        }
+        for &(row, group, block) in &entry.unseen {
+            s.table[row][group] = Some(block);
         }
         if entry.rows > 0 {
             s.registered = registered;
@@ -695,7 +669,13 @@ impl Model {
         (s.ahead, s.speculating) = (ahead, false);
         s.pending -= usize::from(entry.samples);
         s.planned -= 1;
-        self.shorten(entry.seq, &s);
+        self.seqs.insert(entry.seq, s.clone());
+        blocks(&s.table).for_each(|block| self.unqueue(block));
+        self.settle(blocks(&gone).rev());
+        self.settle(blocks(&matched).rev());
+        let copies = entry.copied.iter().map(|&(.., copy)| copy);
+        self.settle(copies);
+        self.slide(entry.seq);
         self.bury(entry.seq);
     }
 
@@ -860,14 +840,11 @@ impl Model {
             .copied()
             .filter(|&block| self.has_content(block))
             .collect();
-        let mut idle = idle;
-        idle.sort_by_key(|&block| self.priority(block));
         for &block in &idle {
             self.unqueue(block);
             self.contents.retain(|_, holder| *holder != block);
             self.settle([block]);
         }
-        self.forget_priorities();
         idle.len()
     }
 }

@@ -37,14 +37,6 @@ pub(crate) enum Op {
     DropPlan(bool),
     Launch,
     EvictIdle,
-    Retain {
-        namespace: u8,
-        pattern: u8,
-        len: usize,
-        priority: u8,
-        ttl: Option<u64>,
-    },
-    Tick(u64),
 }
 
 /// Few patterns with common prefixes, so that contents meet.

@@ -4,11 +4,10 @@ mod steps;
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::time::Duration;
 
 use kv_core::{
     BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle,
-    Priority, SeqHandle, Stats, TableRows,
+    SeqHandle, Stats, TableRows,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -30,8 +29,6 @@ pub(crate) struct World {
     /// The open steps, oldest first.
     steps: VecDeque<Step>,
     next_lease: usize,
-    /// Seconds since the beginning.
-    now: u64,
     /// What the last committed step sampled, by row.
     sampled: Vec<u32>,
     /// Tokens that were handed to the device before they were known.
@@ -81,7 +78,7 @@ const MOST_SEQUENCES: usize = 6;
 const MOST_LEASES: usize = 3;
 
 const TOKENS: usize = 4096;
-const WIDTH: usize = 80;
+const WIDTH: usize = 256;
 const ROWS: usize = 64;
 
 impl World {
@@ -102,7 +99,6 @@ impl World {
             leases: Vec::new(),
             steps: VecDeque::new(),
             next_lease: 0,
-            now: 0,
             sampled: Vec::new(),
             num_pending: 0,
             told: HashSet::new(),
@@ -271,27 +267,6 @@ impl World {
                     self.model.drop_lease(self.leases.swap_remove(i).0);
                 }
             }
-            Op::Retain {
-                namespace,
-                pattern,
-                len,
-                priority,
-                ttl,
-            } => {
-                let tokens = tokens(pattern, len);
-                let (_, priority) = Priority::NAMES[usize::from(priority) % 3];
-                let time = ttl.map(Duration::from_secs);
-                let covered = self.manager.retain(&tokens, &[namespace], priority, time);
-                let expected = self
-                    .model
-                    .retain(namespace, &tokens, priority, ttl, self.now);
-                prop_assert!(!self.exact || covered == Ok(expected));
-            }
-            Op::Tick(seconds) => {
-                self.now += seconds;
-                self.manager.tick(Duration::from_secs(self.now));
-                self.model.tick(self.now);
-            }
             Op::EvictIdle => {
                 let gone = self.manager.evict_idle();
                 let expected = self.model.evict_idle();
@@ -335,7 +310,10 @@ impl World {
         }
     }
 
+    /// A lease holds what a token after it sees, and no more.
     fn keep(&mut self, lease: Lease) {
+        let most = self.manager.blocks_for(lease.num_tokens(), 0);
+        assert!(lease.num_blocks() <= most, "{lease:?}");
         if self.leases.len() == MOST_LEASES {
             self.model.drop_lease(self.leases.remove(0).0);
         }
@@ -420,11 +398,28 @@ impl World {
         for handle in &self.handles {
             let view = self.manager.view(handle.key()).expect("live");
             let seq = &self.model.seqs[&handle.id()];
+            let mut held = 0;
             for group in 0..self.model.groups.len() {
                 let table = view.table(group).map(|block| block.map(BlockId::get));
                 let expected = seq.table.iter().map(|row| row[group]);
                 prop_assert!(table.eq(expected), "{:?}", view);
+                let given_back = view.table(group).take_while(Option::is_none).count();
+                let blocks = view.table(group).flatten().count();
+                prop_assert_eq!(given_back + blocks, seq.table.len(), "a hole: {:?}", view);
+                held += blocks;
             }
+            // Nothing is held beyond what it takes to go from what is settled to the end of its table.
+            let size = self.model.block_size;
+            let rows = seq.table.len();
+            let full = view.num_computed_tokens / size;
+            let settled = match self.model.caching {
+                true => full.min(view.num_registered_blocks),
+                false => full,
+            };
+            let most = self
+                .manager
+                .blocks_for(rows * size, (rows - settled) * size);
+            prop_assert!(held <= most, "{held} blocks, {most} needed: {view:?}");
             prop_assert_eq!(view.tokens, &seq.tokens[..]);
             prop_assert_eq!(
                 (view.num_computed_tokens, view.num_registered_blocks),

@@ -45,9 +45,6 @@ const CONTENTS: &[Case] = &[
             s.block(70).node = NodeIdx::new(1000);
         },
     ),
-    ("BlockId(0) has High priority, its content Normal", |s| {
-        s.block(0).priority = Priority::High;
-    }),
 ];
 
 const QUEUE: &[Case] = &[
@@ -63,14 +60,20 @@ const QUEUE: &[Case] = &[
             s.block(30).used_again = true;
         },
     ),
-    ("BlockId(26) waits in High, says Low, should in High", |s| {
-        s.block(26).list = List::Low;
-    }),
-    ("BlockId(70) waits in Free, says Low, should in Free", |s| {
-        s.block(70).list = List::Low;
-    }),
+    (
+        "BlockId(26) waits in Probation, says Protected, should in Probation",
+        |s| {
+            s.block(26).list = List::Protected;
+        },
+    ),
+    (
+        "BlockId(70) waits in Free, says Probation, should in Free",
+        |s| {
+            s.block(70).list = List::Probation;
+        },
+    ),
     ("Free: 69 blocks linked, 70 counted", |s| {
-        s.manager.queue.unlink(List::Low, BlockId::from(70));
+        s.manager.queue.unlink(List::Probation, BlockId::from(70));
     }),
 ];
 

@@ -10,7 +10,6 @@ use crate::eviction::Eviction;
 use crate::ids::{BlockId, PlanKey};
 use crate::manager::BlockManager;
 use crate::plan::{Entry, More, Prefill};
-use crate::retention::Priority;
 use crate::sequence::Sequence;
 use crate::shared::{Lease, PlanHandle, SeqHandle};
 
@@ -217,11 +216,6 @@ fn rest_of_the_pool(scene: &mut Scene) {
     drop(lease(700)); // used again
     let leased = lease(740);
     scene.leases.push(leased);
-    for (first, priority) in [(710, Priority::High), (720, Priority::Low)] {
-        let tokens: Vec<u32> = (first..first + 3).collect();
-        let covered = scene.manager.retain(&tokens, b"", priority, None);
-        assert_eq!(covered, Ok(3));
-    }
 }
 
 fn older_plan(scene: &mut Scene) {

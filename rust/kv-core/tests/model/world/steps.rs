@@ -26,7 +26,7 @@ impl World {
         let plans = matches!(op, Op::Prefill { .. } | Op::Decode(..) | Op::Speculate(..));
         let is_launched = |step: &Step| step.launched.is_some();
         if plans && self.steps.len() < 2 && self.steps.back().is_none_or(is_launched) {
-            self.begin(64)?; // or most operations would find nothing to do
+            self.begin(63)?; // or most operations would find nothing to do
         }
         let plan = match (op, self.steps.back()) {
             (Op::Begin(budget), _) => return self.begin(*budget),
@@ -96,7 +96,10 @@ impl World {
             .back()
             .is_some_and(|step| step.launched.is_none())
         {
-            self.launch(0)?;
+            // As a rule its inputs are taken now; they may be taken later too.
+            if !budget.is_multiple_of(4) {
+                self.launch(0)?;
+            }
         }
         let handle = self.manager.begin_step(budget).expect("less than two open");
         self.steps.push_back(Step {
