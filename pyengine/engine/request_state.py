@@ -52,6 +52,7 @@ class Completion:
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,
+                prompt_token_ids=request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
