@@ -1,6 +1,7 @@
 """Plain data that every other room speaks: requests' settings, results, errors."""
 
 from pyengine.core.errors import (
+    BrokenLogitsError,
     ConfigurationError,
     InvalidRequestError,
     ModelLoadError,
@@ -16,6 +17,7 @@ from pyengine.core.outputs import (
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
+    "BrokenLogitsError",
     "CompletionOutput",
     "ConfigurationError",
     "FinishReason",

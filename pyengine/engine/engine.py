@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import Batch, make_batch
 from pyengine.engine.pipeline import Flight, Pipeline
 from pyengine.engine.request_state import Completion, EndConditions, RequestState
-from pyengine.sampling import SamplingState, TokenLogprobs
+from pyengine.sampling import SamplingState, TokenLogprobs, tokens_of_words
 from pyengine.scheduler import ScheduledStep, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class Engine:
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
         """Raise `InvalidRequestError` for a request that cannot be served."""
-        ids, facts = prompt.token_ids, self._facts
+        facts = self._facts
+        ids = params.truncated(prompt.token_ids, facts.max_model_len - 1)
         if not ids:
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         if len(ids) >= facts.max_model_len:
@@ -133,6 +134,8 @@ class Engine:
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a request. Raises `InvalidRequestError` if it cannot be served."""
         self.check(prompt, params)
+        kept = params.truncated(prompt.token_ids, self._facts.max_model_len - 1)
+        prompt = replace(prompt, token_ids=list(kept))
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         completions = [
             self._completion(index, request_id, prompt, params, seed) for index in range(params.n)
@@ -155,6 +158,7 @@ class Engine:
             seed=(seed + index) % 2**64,
             vocab_size=self._facts.vocab_size,
             stop_ids=self._facts.eos_token_ids,
+            bad_words=tokens_of_words(params.bad_words, self._tokenizer),
         )
         ends = EndConditions(
             stop_ids=eos_ids | set(params.stop_token_ids),

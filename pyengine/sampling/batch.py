@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.sampling.adjust import Adjustments
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import seeds_of
 
@@ -18,9 +19,9 @@ class SamplingBatch:
     """
 
     __slots__ = (
+        "adjustments",
         "depends_on_output",
         "draws",
-        "may_change_logits",
         "random_rows",
         "states",
         "vocab_size",
@@ -31,12 +32,14 @@ class SamplingBatch:
         self.states = tuple(states)
         self.vocab_size = max([state.vocab_size for state in states], default=0)
         """The largest of them."""
-        self.may_change_logits = any([state.may_change_logits for state in states])
         self.depends_on_output = any([state.depends_on_output for state in states])
-        self.random_rows = [at for at, one in enumerate(states) if one.params.temperature > 0]
+        may_change_logits = any([state.may_change_logits for state in states])
+        self.adjustments = Adjustments(self.states) if may_change_logits else None
+        """``None``: tokens are chosen from the model's own logits."""
+        self.random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         """Rows that are drawn; the others are greedy."""
         self.draws = DrawBatch([states[row] for row in self.random_rows])
-        counts = [state.params.num_logprobs(state.vocab_size) for state in states]
+        counts = [state.num_logprobs for state in states]
         self.wanted = {row: count for row, count in enumerate(counts) if count is not None}
         """How many log-probabilities each row asks for, of those that do."""
 

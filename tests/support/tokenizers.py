@@ -99,7 +99,12 @@ class Fast:
 
     def __init__(self, decoder: Decoder) -> None:
         self.backend_tokenizer = decoder.tokenizer
-        self.encode = decoder.encode
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        ).ids
+        return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.backend_tokenizer.decode(

@@ -8,6 +8,7 @@ from pyengine.core import InvalidRequestError, SamplingParams
 from pyengine.engine import Prompt
 from tests.support.engines import EOS, GREEDY, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault, continued, logits_of
+from tests.support.tokenizers import Fast, byte_level
 
 
 def greedy(**settings: object) -> SamplingParams:
@@ -298,3 +299,26 @@ def test_any_batch_gives_the_models_tokens(
         length = min(8, room - len(prompt))
         assert output.outputs[0].token_ids == continued(prompt, length)
     bench.assert_all_free()
+
+
+def test_a_prompt_is_cut_if_asked() -> None:
+    bench = make_bench(max_model_len=20)
+    prompt = list(range(3, 40))
+    for asked, kept in ((5, prompt[-5:]), (-1, prompt[-19:])):
+        params = greedy(truncate_prompt_tokens=asked, max_tokens=1)
+        (output,) = bench.generate([prompt], params)
+        assert output.prompt_token_ids == kept
+        assert output.outputs[0].token_ids == continued(kept, 1)
+    with pytest.raises(InvalidRequestError, match="the prompt has 30 tokens"):
+        bench.generate([prompt], greedy(truncate_prompt_tokens=30))
+
+
+def test_bad_words_and_allowed_tokens_hold_in_the_whole_engine() -> None:
+    tokenizer = Fast(byte_level(VOCAB_SIZE))
+    bench = make_bench(tokenizer=tokenizer)
+    allowed = tokenizer.encode("ab")
+    params = greedy(allowed_token_ids=allowed, bad_words=["aa", "bb"], max_tokens=30)
+    (output,) = bench.generate([tokenizer.encode("x")], params)
+    assert output.outputs[0].text in ("ab" * 15, "ba" * 15)
+    with pytest.raises(InvalidRequestError, match=r"bad_words=.* needs a tokenizer"):
+        make_bench().generate([[3]], greedy(bad_words="a"))

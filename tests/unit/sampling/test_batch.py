@@ -51,8 +51,8 @@ def test_what_is_known_of_a_batch() -> None:
     batch = SamplingBatch(states(MIXED))
     assert (len(batch), batch.vocab_size, batch.random_rows) == (6, VOCAB, [2, 3, 4])
     assert batch.wanted == {3: 2}
-    assert batch.may_change_logits
-    assert not SamplingBatch(states([MIXED[0], MIXED[2]])).may_change_logits
+    assert batch.adjustments is not None
+    assert SamplingBatch(states([MIXED[0], MIXED[2]])).adjustments is None
 
 
 def test_settings_that_no_row_asks_for_are_left_out() -> None:

@@ -1,6 +1,7 @@
 """The vectorised sampler against one row at a time in plain Python."""
 
 import math
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyengine.core.errors import BrokenLogitsError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.sampling import Sampler, SamplingState
 from pyengine.sampling.uniform import uniforms
@@ -202,11 +204,51 @@ def test_a_barred_token_is_never_drawn() -> None:
     assert set(drawn.tolist()) == {0, 2}
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9, top_k=7)])
-def test_broken_logits_still_give_a_token_of_the_vocabulary(params: SamplingParams) -> None:
-    for value in (math.nan, math.inf, -math.inf):
-        token = int(Sampler()(torch.full((1, VOCAB), value), [state(params)]).token_ids)
-        assert 0 <= token < VOCAB
+EVERY_WAY = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(top_p=0.9, top_k=7),
+    SamplingParams(temperature=0, logit_bias={3: 1.0}),
+    SamplingParams(min_p=0.5, presence_penalty=1.0),
+]
+
+
+@pytest.mark.parametrize("params", EVERY_WAY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_choice_are_named(params: SamplingParams, dtype: torch.dtype) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1] = math.nan
+    logits[4] = -math.inf
+    logits[5, 100] = math.nan
+    with pytest.raises(BrokenLogitsError, match="in 3 of 6 rows, the first of which is row 1") as e:
+        Sampler()(logits, [state(params)] * 6)
+    assert e.value.rows == (1, 4, 5)
+    assert pickle.loads(pickle.dumps(e.value)).rows == (1, 4, 5)
+    logits[1] = logits[4] = logits[5] = 0.0
+    assert len(Sampler()(logits, [state(params)] * 6).token_ids) == 6
+
+
+def test_nothing_waits_to_see_whether_a_row_is_broken() -> None:
+    pending = Sampler().launch(torch.full((2, VOCAB), math.nan), [state(SamplingParams())] * 2)
+    assert pending.token_ids.shape == (2,)
+    with pytest.raises(BrokenLogitsError):
+        pending.result()
+
+
+@pytest.mark.parametrize("params", EVERY_WAY)
+def test_an_infinite_logit_is_chosen(params: SamplingParams) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 70] = math.inf
+    assert Sampler()(logits, [state(params)]).token_ids.tolist() == [70]
+
+
+def test_a_request_that_bad_words_leave_no_token_fails_alone() -> None:
+    params = SamplingParams(allowed_token_ids=[3])
+    stuck = SamplingState(params, (), seed=0, vocab_size=VOCAB, bad_words=[(3, 3)])
+    stuck.append(3)
+    with pytest.raises(BrokenLogitsError) as caught:
+        Sampler()(torch.zeros(2, VOCAB), [state(SamplingParams()), stuck])
+    assert caught.value.rows == (1,)
 
 
 def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
