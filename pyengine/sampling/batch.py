@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pyengine.sampling.adjust import Adjustments
+from pyengine.sampling.draw_cpu import Columns
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.uniform import seeds_of
 
 
 class SamplingBatch:
@@ -22,7 +23,6 @@ class SamplingBatch:
         "adjustments",
         "depends_on_output",
         "draws",
-        "random_rows",
         "states",
         "vocab_size",
         "wanted",
@@ -36,9 +36,9 @@ class SamplingBatch:
         may_change_logits = any([state.may_change_logits for state in states])
         self.adjustments = Adjustments(self.states) if may_change_logits else None
         """``None``: tokens are chosen from the model's own logits."""
-        self.random_rows = [row for row, state in enumerate(states) if state.is_drawn]
-        """Rows that are drawn; the others are greedy."""
-        self.draws = DrawBatch([states[row] for row in self.random_rows])
+        random_rows = [row for row, state in enumerate(states) if state.is_drawn]
+        self.draws = DrawBatch(states, random_rows) if random_rows else None
+        """Rows that are drawn; the others are greedy. ``None``: all are."""
         counts = [state.num_logprobs for state in states]
         self.wanted = {row: count for row, count in enumerate(counts) if count is not None}
         """How many log-probabilities each row asks for, of those that do."""
@@ -64,38 +64,50 @@ class DrawSettings:
 
 
 class DrawBatch:
-    """Requests that draw their tokens, one row each."""
+    """The requests of a batch that draw their tokens; ``rows`` are their places in it."""
 
-    __slots__ = ("_settings", "seeds", "states")
+    __slots__ = ("_settings", "columns", "rows", "seeds")
 
-    def __init__(self, states: Sequence[SamplingState]) -> None:
-        self.states = tuple(states)
-        self.seeds: npt.NDArray[np.uint64] = seeds_of([state.seed for state in states])
+    def __init__(self, states: Sequence[SamplingState], rows: Sequence[int]) -> None:
+        self.rows = np.array(rows, dtype=np.int64)
+        self.seeds: npt.NDArray[np.uint64] = np.array(
+            [states[row].seed for row in rows], dtype=np.uint64
+        )
+        self.columns = _columns([states[row] for row in rows])
         self._settings: dict[tuple[int, int, torch.device], DrawSettings] = {}
 
     def __len__(self) -> int:
-        return len(self.states)
+        return len(self.rows)
 
-    def rows(self, rows: slice, device: torch.device) -> DrawSettings:
-        """The settings of these rows, made when they are first asked for."""
+    def settings(self, rows: slice, device: torch.device) -> DrawSettings:
+        """The settings of these of its requests, made when they are first asked for."""
         key = (rows.start, rows.stop, device)
         if key not in self._settings:
-            self._settings[key] = _settings(self.states[rows], device)
+            self._settings[key] = _settings(self.columns, rows, device)
         return self._settings[key]
 
 
-def _settings(states: Sequence[SamplingState], device: torch.device) -> DrawSettings:
+def _columns(states: Sequence[SamplingState]) -> Columns:
     params = [state.params for state in states]
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
-
     top_k = [max(0, min(one.params.top_k, one.vocab_size)) for one in states]
+    return Columns(
+        temperature=np.array([p.temperature for p in params])[:, None],
+        min_p=np.array([p.min_p for p in params])[:, None],
+        top_k=np.array(top_k, dtype=np.int64)[:, None],
+        top_p=np.array([p.top_p for p in params])[:, None],
+    )
+
+
+def _settings(columns: Columns, rows: slice, device: torch.device) -> DrawSettings:
+    def moved(column: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(column).to(device)
+
+    min_p, top_k, top_p = columns.min_p[rows], columns.top_k[rows], columns.top_p[rows]
     return DrawSettings(
-        temperature=column([p.temperature for p in params]),
-        min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
-        top_k=torch.tensor(top_k, device=device).unsqueeze(1) if any(top_k) else None,
-        top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
-        largest_k=max(top_k, default=0) or 1,
-        has_bare_top_p=any(p.top_p < 1 and p.top_k <= 0 for p in params),
+        temperature=moved(columns.temperature[rows]),
+        min_p=moved(min_p) if (min_p > 0).any() else None,
+        top_k=moved(top_k) if (top_k > 0).any() else None,
+        top_p=moved(top_p) if (top_p < 1).any() else None,
+        largest_k=int(top_k.max(initial=0)) or 1,
+        has_bare_top_p=bool(((top_p < 1) & (top_k == 0)).any()),
     )

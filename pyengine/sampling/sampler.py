@@ -110,14 +110,13 @@ class Sampler:
 
 def _choose(candidates: torch.Tensor, batch: SamplingBatch, positions: Positions) -> torch.Tensor:
     """One token per row: int64 [B], on the device of `candidates` [B, V]."""
-    if not batch.random_rows:
+    if batch.draws is None:
         return _largest(candidates)
-    if len(batch.random_rows) == len(batch):
-        return draw(candidates.float(), batch.draws, positions)
+    drawn = draw(candidates, batch.draws, positions)
+    if len(drawn) == len(batch):
+        return drawn
     token_ids = _largest(candidates)
-    rows = torch.tensor(batch.random_rows, device=candidates.device)
-    drawn_at = [positions[row] for row in batch.random_rows]
-    token_ids[rows] = draw(candidates[rows].float(), batch.draws, drawn_at)
+    token_ids[torch.from_numpy(batch.draws.rows).to(drawn.device)] = drawn
     return token_ids
 
 

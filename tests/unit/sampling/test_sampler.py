@@ -106,7 +106,7 @@ def test_the_order_of_the_batch_and_the_chunks_make_no_difference(
     states = [state(choices[i % 5], seed=i) for i in range(40)]
     expected = Sampler()(logits, states).token_ids
     order = torch.randperm(40)
-    monkeypatch.setattr("pyengine.sampling.draw._CHUNK_ELEMENTS", 3 * VOCAB + 5)
+    monkeypatch.setattr("pyengine.sampling.draw_cpu._CHUNK_ELEMENTS", 3 * VOCAB + 5)
     shuffled = Sampler()(logits[order], [states[i] for i in order.tolist()]).token_ids
     assert torch.equal(shuffled, expected[order])
 

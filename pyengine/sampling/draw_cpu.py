@@ -1,0 +1,203 @@
+"""The draw of :mod:`pyengine.sampling.draw` on the CPU: the same tokens, for a tenth of the work.
+
+Top-k, top-p and min-p leave few tokens of a large vocabulary. So a lower bound of the k-th
+largest logit is found first, and everything else is done with the tokens above it, the
+*candidates* of each row, in order of id. A row whose filters may let more pass is drawn from
+all of its tokens. Which way it goes does not show in its token: what is left out weighs nothing.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_Floats: TypeAlias = npt.NDArray[np.float32]
+_Doubles: TypeAlias = npt.NDArray[np.float64]
+_Ints: TypeAlias = npt.NDArray[np.int64]
+
+_SHORT_ROW = 1024
+"""Rows of so many tokens are not worth a search for candidates."""
+_GROUP = 16
+"""The largest of so many logits stands for them when the bound is looked for."""
+_NUCLEUS_HEAD = 512
+"""Most nuclei end within so many tokens; only rows whose nucleus does not are drawn whole."""
+_CHUNK_ELEMENTS = 1 << 18
+"""Whole rows are worked on in chunks of so many logits, which stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The settings of some rows as columns `[R, 1]`; 0, or 1 for `top_p`, where one is off."""
+
+    temperature: _Doubles
+    min_p: _Doubles
+    top_k: _Ints
+    top_p: _Doubles
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def take(self, rows: _Ints) -> "Columns":
+        """Some of the rows."""
+        if len(rows) == len(self):
+            return self
+        return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
+
+
+def draw_on_cpu(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
+    """Return one token for each of ``rows`` of ``logits`` [B, V]: int64 [R].
+
+    ``columns`` and ``numbers`` [R], in [0, 1), belong to ``rows``.
+    """
+    vocab_size = logits.shape[1]
+    tokens = np.full(len(rows), -1, dtype=np.int64)
+    with np.errstate(all="ignore"):  # rows that are not numbers give a token that isn't either
+        if vocab_size > _SHORT_ROW:
+            filtered = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
+            some = np.flatnonzero(filtered & (columns.top_k <= vocab_size // _GROUP // 2))
+            if len(some):
+                found = _from_candidates(logits, rows[some], columns.take(some), numbers[some])
+                tokens[some] = found
+        rest = np.flatnonzero(tokens < 0)
+        step = max(1, _CHUNK_ELEMENTS // vocab_size)
+        for part in (rest[start : start + step] for start in range(0, len(rest), step)):
+            values = _rows_of(logits, rows[part])
+            tokens[part], _ = _pick(values, columns.take(part), numbers[part], None)
+    return tokens
+
+
+def _from_candidates(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
+    """Draw from the candidates of each row; -1 where they may not be all that counts."""
+    is_nucleus = ((columns.top_k == 0) & (columns.min_p == 0)).ravel()
+    wanted = int(columns.top_k.max())
+    if (columns.top_k == 0).any():
+        wanted = max(wanted, min(_NUCLEUS_HEAD, logits.shape[1] // _GROUP // 2))
+    found = _candidates(logits, rows, columns, wanted, is_nucleus)
+    places, is_beyond = _pick(found.values, columns, numbers, found.totals)
+    lowest = np.exp((found.bounds.astype(np.float64) - found.peaks) / columns.temperature[:, 0])
+    is_enough = found.is_few & (
+        (columns.top_k[:, 0] > 0) | (lowest < columns.min_p[:, 0]) | (is_nucleus & ~is_beyond)
+    )
+    return np.where(is_enough, found.ids[np.arange(len(rows)), places], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The tokens of each row whose logits reach its bound, in order of id.
+
+    `values` and `ids` are [R, W], filled up with -inf. `totals` [R, 1] are the weights of whole
+    rows, where they were asked for, else NaN. `is_few` says which rows are to be found here.
+    """
+
+    values: _Floats
+    ids: _Ints
+    bounds: _Floats
+    peaks: _Floats
+    totals: _Doubles
+    is_few: npt.NDArray[np.bool_]
+
+
+def _candidates(
+    logits: _Floats,
+    rows: _Ints,
+    columns: Columns,
+    wanted: int,
+    needs_total: npt.NDArray[np.bool_],
+) -> _Candidates:
+    """Find at least `wanted` candidates of each row, as a rule not many more."""
+    vocab_size = logits.shape[1]
+    groups = vocab_size // _GROUP
+    bounds, peaks = np.empty((2, len(rows)), dtype=np.float32)
+    totals = np.full((len(rows), 1), np.nan)
+    counts = np.zeros(len(rows), dtype=np.int64)
+    values, ids = [], []
+    step = max(1, _CHUNK_ELEMENTS // vocab_size)
+    for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+        block = _rows_of(logits, rows[part])
+        largest = block[:, : groups * _GROUP].reshape(len(block), _GROUP, groups).max(1)
+        # So many groups have their largest logit here or above, so at least so many tokens do.
+        bounds[part] = np.partition(largest, groups - wanted, axis=1)[:, groups - wanted]
+        flat = np.flatnonzero(block >= bounds[part, None])
+        row, token = np.divmod(flat, vocab_size)
+        count = np.bincount(row, minlength=len(block))
+        peaks[part] = block.max(1)
+        is_few = (count > 0) & (count <= 2 * wanted + _GROUP) & (peaks[part] >= bounds[part])
+        kept = is_few[row]
+        counts[part] = np.where(is_few, count, 0)
+        values.append(block.reshape(-1)[flat[kept]])
+        ids.append(token[kept])
+        summed = np.flatnonzero(is_few & needs_total[part])
+        if len(summed):
+            weights = _weights(
+                _rows_of(block, summed),
+                peaks[part][summed, None],
+                columns.temperature[part][summed],
+            )
+            totals[part][summed] = weights.sum(1, keepdims=True)
+    shape = len(rows), int(counts.max(initial=1)) or 1
+    row = np.repeat(np.arange(len(rows)), counts)
+    place = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
+    padded, padded_ids = np.full(shape, -np.inf, dtype=np.float32), np.zeros(shape, dtype=np.int64)
+    padded[row, place], padded_ids[row, place] = np.concatenate(values), np.concatenate(ids)
+    return _Candidates(padded, padded_ids, bounds, peaks, totals, counts > 0)
+
+
+def _pick(
+    values: _Floats, columns: Columns, numbers: _Doubles, totals: _Doubles | None
+) -> tuple[_Ints, npt.NDArray[np.bool_]]:
+    """Draw a place in each row of `values` [R, W]; say whose nucleus may go beyond the row.
+
+    `totals` are the weights that nuclei are shares of, where not NaN; else those of the row.
+    """
+    peaks = values.max(1, keepdims=True)
+    weights = _weights(values, peaks, columns.temperature)
+    is_beyond = np.zeros(len(values), dtype=np.bool_)
+    if (columns.min_p > 0).any():
+        weights[weights < columns.min_p] = 0
+    if (columns.top_k > 0).any() or (columns.top_p < 1).any():
+        ranked = -np.sort(-values, axis=1)
+        last = np.clip(columns.top_k - 1, 0, values.shape[1] - 1)
+        floor = np.where(columns.top_k > 0, np.take_along_axis(ranked, last, 1), -np.inf)
+        if (columns.top_p < 1).any():
+            in_order = _weights(ranked, peaks, columns.temperature)
+            in_order[(in_order < columns.min_p) | (ranked < floor)] = 0
+            reached = in_order.cumsum(1)
+            whole = reached[:, -1:]
+            if totals is not None:
+                whole = np.where(np.isnan(totals), whole, totals)
+            is_short = (reached < columns.top_p * whole) & (columns.top_p < 1)
+            is_beyond = is_short[:, -1]
+            end = np.minimum(is_short.sum(1, keepdims=True), values.shape[1] - 1)
+            lowest = np.take_along_axis(ranked, end, 1)
+            floor = np.where(columns.top_p < 1, np.maximum(floor, lowest), floor)
+        weights[values < floor] = 0
+    return _place_of(values, weights, numbers), is_beyond
+
+
+def _place_of(values: _Floats, weights: _Doubles, numbers: _Doubles) -> _Ints:
+    """Draw by inverse transform; where rounding led to a weight of 0, take the largest value."""
+    cumulated = torch.from_numpy(weights).cumsum(1)  # twice as fast as NumPy's
+    targets = torch.from_numpy(numbers).unsqueeze(1) * cumulated[:, -1:]
+    found = torch.searchsorted(cumulated, targets, right=True).numpy()
+    found = np.minimum(found, values.shape[1] - 1)
+    has_weight = np.take_along_axis(weights, found, 1) > 0
+    if not has_weight.all():
+        found = np.where(has_weight, found, values.argmax(1)[:, None])
+    places: _Ints = found[:, 0]
+    return places
+
+
+def _weights(values: _Floats, peaks: _Floats, temperature: _Doubles) -> _Doubles:
+    """Return exp((value - peak) / temperature), in float64."""
+    weights: _Doubles = np.subtract(values, peaks, dtype=np.float64)
+    weights /= temperature
+    return np.exp(weights, out=weights)
+
+
+def _rows_of(table: _Floats, rows: _Ints) -> _Floats:
+    """Return some rows of a table, a view if they follow one another."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+        return table[rows[0] : rows[-1] + 1]
+    return table[rows]
