@@ -39,8 +39,11 @@ class SamplingBatch:
         random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         self.draws = DrawBatch(states, random_rows) if random_rows else None
         """Rows that are drawn; the others are greedy. ``None``: all are."""
-        counts = [state.num_logprobs for state in states]
-        self.wanted = {row: count for row, count in enumerate(counts) if count is not None}
+        self.wanted = {
+            row: state.num_logprobs
+            for row, state in enumerate(states)
+            if state.num_logprobs is not None
+        }
         """How many log-probabilities each row asks for, of those that do."""
 
     def __len__(self) -> int:
@@ -88,14 +91,9 @@ class DrawBatch:
 
 
 def _columns(states: Sequence[SamplingState]) -> Columns:
-    params = [state.params for state in states]
-    top_k = [max(0, min(one.params.top_k, one.vocab_size)) for one in states]
-    return Columns(
-        temperature=np.array([p.temperature for p in params])[:, None],
-        min_p=np.array([p.min_p for p in params])[:, None],
-        top_k=np.array(top_k, dtype=np.int64)[:, None],
-        top_p=np.array([p.top_p for p in params])[:, None],
-    )
+    table = np.array([state.draw_settings for state in states], dtype=np.float64).T.copy()
+    temperature, min_p, top_k, top_p = table[:, :, None]
+    return Columns(temperature, min_p, top_k.astype(np.int64), top_p)
 
 
 def _settings(columns: Columns, rows: slice, device: torch.device) -> DrawSettings:

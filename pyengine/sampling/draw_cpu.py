@@ -71,9 +71,8 @@ def draw_on_cpu(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Double
 def _from_candidates(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
     """Draw from the candidates of each row; -1 where they may not be all that counts."""
     is_nucleus = ((columns.top_k == 0) & (columns.min_p == 0)).ravel()
-    wanted = int(columns.top_k.max())
-    if (columns.top_k == 0).any():
-        wanted = max(wanted, min(_NUCLEUS_HEAD, logits.shape[1] // _GROUP // 2))
+    head = min(_NUCLEUS_HEAD, logits.shape[1] // _GROUP // 2)
+    wanted = np.where(columns.top_k > 0, columns.top_k, head).ravel()
     found = _candidates(logits, rows, columns, wanted, is_nucleus)
     places, is_beyond = _pick(found.values, columns, numbers, found.totals)
     lowest = np.exp((found.bounds.astype(np.float64) - found.peaks) / columns.temperature[:, 0])
@@ -103,10 +102,13 @@ def _candidates(
     logits: _Floats,
     rows: _Ints,
     columns: Columns,
-    wanted: int,
+    wanted: _Ints,
     needs_total: npt.NDArray[np.bool_],
 ) -> _Candidates:
-    """Find at least `wanted` candidates of each row, as a rule not many more."""
+    """Find at least `wanted` [R] candidates of each row, as a rule not many more.
+
+    A row's depend on nothing but its logits and its own settings.
+    """
     vocab_size = logits.shape[1]
     groups = vocab_size // _GROUP
     bounds, peaks = np.empty((2, len(rows)), dtype=np.float32)
@@ -114,28 +116,28 @@ def _candidates(
     counts = np.zeros(len(rows), dtype=np.int64)
     values, ids = [], []
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
-    for part in (slice(start, start + step) for start in range(0, len(rows), step)):
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
         block = _rows_of(logits, rows[part])
         largest = block[:, : groups * _GROUP].reshape(len(block), _GROUP, groups).max(1)
         # So many groups have their largest logit here or above, so at least so many tokens do.
-        bounds[part] = np.partition(largest, groups - wanted, axis=1)[:, groups - wanted]
+        last = groups - wanted[part]
+        ranked = np.partition(largest, np.unique(last), axis=1)
+        bounds[part] = ranked[np.arange(len(block)), last]
         flat = np.flatnonzero(block >= bounds[part, None])
         row, token = np.divmod(flat, vocab_size)
         count = np.bincount(row, minlength=len(block))
-        peaks[part] = block.max(1)
-        is_few = (count > 0) & (count <= 2 * wanted + _GROUP) & (peaks[part] >= bounds[part])
+        peaks[part] = _peaks(block)[:, 0]
+        is_few = (count > 0) & (count <= 2 * wanted[part] + _GROUP) & (peaks[part] >= bounds[part])
         kept = is_few[row]
         counts[part] = np.where(is_few, count, 0)
         values.append(block.reshape(-1)[flat[kept]])
         ids.append(token[kept])
         summed = np.flatnonzero(is_few & needs_total[part])
         if len(summed):
-            weights = _weights(
-                _rows_of(block, summed),
-                peaks[part][summed, None],
-                columns.temperature[part][summed],
+            totals[part][summed] = _total(
+                _rows_of(block, summed), peaks[part][summed, None], columns.take(start + summed)
             )
-            totals[part][summed] = weights.sum(1, keepdims=True)
     shape = len(rows), int(counts.max(initial=1)) or 1
     row = np.repeat(np.arange(len(rows)), counts)
     place = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
@@ -151,34 +153,36 @@ def _pick(
 
     `totals` are the weights that nuclei are shares of, where not NaN; else those of the row.
     """
-    peaks = values.max(1, keepdims=True)
-    weights = _weights(values, peaks, columns.temperature)
+    peaks = _peaks(values)
     is_beyond = np.zeros(len(values), dtype=np.bool_)
-    if (columns.min_p > 0).any():
-        weights[weights < columns.min_p] = 0
-    if (columns.top_k > 0).any() or (columns.top_p < 1).any():
+    has_top_k, has_top_p = bool((columns.top_k > 0).any()), bool((columns.top_p < 1).any())
+    weights = _weights(values, peaks, columns)
+    if has_top_k or has_top_p:
         ranked = -np.sort(-values, axis=1)
-        last = np.clip(columns.top_k - 1, 0, values.shape[1] - 1)
-        floor = np.where(columns.top_k > 0, np.take_along_axis(ranked, last, 1), -np.inf)
-        if (columns.top_p < 1).any():
-            in_order = _weights(ranked, peaks, columns.temperature)
-            in_order[(in_order < columns.min_p) | (ranked < floor)] = 0
-            reached = in_order.cumsum(1)
+        floor = np.full_like(peaks, -np.inf)
+        if has_top_k:
+            last = np.clip(columns.top_k - 1, 0, values.shape[1] - 1)
+            np.copyto(floor, np.take_along_axis(ranked, last, 1), where=columns.top_k > 0)
+        if has_top_p:
+            in_order = _weights(ranked, peaks, columns)
+            if has_top_k:
+                in_order *= ranked >= floor
+            reached = torch.from_numpy(in_order).cumsum(1).numpy()
             whole = reached[:, -1:]
             if totals is not None:
                 whole = np.where(np.isnan(totals), whole, totals)
-            is_short = (reached < columns.top_p * whole) & (columns.top_p < 1)
-            is_beyond = is_short[:, -1]
-            end = np.minimum(is_short.sum(1, keepdims=True), values.shape[1] - 1)
-            lowest = np.take_along_axis(ranked, end, 1)
-            floor = np.where(columns.top_p < 1, np.maximum(floor, lowest), floor)
-        weights[values < floor] = 0
+            is_short = reached < columns.top_p * whole
+            end = np.minimum(np.count_nonzero(is_short, axis=1)[:, None], values.shape[1] - 1)
+            lowest = np.maximum(floor, np.take_along_axis(ranked, end, 1))
+            np.copyto(floor, lowest, where=columns.top_p < 1)
+            is_beyond = is_short[:, -1] & (columns.top_p[:, 0] < 1)
+        weights *= values >= floor  # faster than by choosing or filling
     return _place_of(values, weights, numbers), is_beyond
 
 
 def _place_of(values: _Floats, weights: _Doubles, numbers: _Doubles) -> _Ints:
     """Draw by inverse transform; where rounding led to a weight of 0, take the largest value."""
-    cumulated = torch.from_numpy(weights).cumsum(1)  # twice as fast as NumPy's
+    cumulated = torch.from_numpy(weights).cumsum(1)
     targets = torch.from_numpy(numbers).unsqueeze(1) * cumulated[:, -1:]
     found = torch.searchsorted(cumulated, targets, right=True).numpy()
     found = np.minimum(found, values.shape[1] - 1)
@@ -189,11 +193,29 @@ def _place_of(values: _Floats, weights: _Doubles, numbers: _Doubles) -> _Ints:
     return places
 
 
-def _weights(values: _Floats, peaks: _Floats, temperature: _Doubles) -> _Doubles:
-    """Return exp((value - peak) / temperature), in float64."""
-    weights: _Doubles = np.subtract(values, peaks, dtype=np.float64)
-    weights /= temperature
-    return np.exp(weights, out=weights)
+def _peaks(values: _Floats) -> _Floats:
+    """Return the largest value of each row: [R, 1]."""
+    peaks: _Floats = torch.from_numpy(values).amax(1, keepdim=True).numpy()
+    return peaks
+
+
+def _weights(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
+    """Return exp((value - peak) / temperature) in float64, or 0 where that is less than min-p."""
+    weights = torch.from_numpy(values).double()  # torch's, as it is faster at each of these
+    weights -= torch.from_numpy(peaks)
+    weights /= torch.from_numpy(columns.temperature)
+    found: _Doubles = weights.exp_().numpy()
+    if (columns.min_p > 0).any():
+        found *= found >= columns.min_p
+    return found
+
+
+def _total(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
+    """Return the sum of each row's weights: [R, 1], to seven digits, which a share of it needs."""
+    weights = torch.from_numpy(values) - torch.from_numpy(peaks)
+    weights /= torch.from_numpy(columns.temperature.astype(np.float32))
+    total: _Doubles = weights.exp_().numpy().sum(1, keepdims=True, dtype=np.float64)
+    return total
 
 
 def _rows_of(table: _Floats, rows: _Ints) -> _Floats:

@@ -78,6 +78,7 @@ class SamplingState:
         "bias_values",
         "counts",
         "depends_on_output",
+        "draw_settings",
         "is_drawn",
         "may_change_logits",
         "num_logprobs",
@@ -96,7 +97,7 @@ class SamplingState:
         seed: int,
         vocab_size: int,
         stop_ids: Iterable[int] = (),
-        bad_words: Iterable[Sequence[int]] = (),
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Resolve ``params`` for a vocabulary of ``vocab_size`` tokens.
 
@@ -113,38 +114,48 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.is_drawn = params.temperature > 0
         """Whether its tokens are drawn; otherwise the most probable is taken."""
+        top_k = max(0, min(params.top_k, vocab_size))
+        self.draw_settings = (params.temperature, params.min_p, top_k, params.top_p)
+        """Temperature, min-p, top-k (0: off) and top-p."""
         self.num_logprobs = params.num_logprobs(vocab_size)
         """How many log-probabilities each token reports; ``None``: not even its own."""
+        self.token_ids: list[int] = []
+        """The generated tokens."""
         self.counts: TokenCounts | None = None
         """Kept only if a penalty is asked for."""
+        self.stop_ids = self.allowed_ids = self.barred_ids = self.bias_ids = _EMPTY_IDS
+        self.bias_values = _EMPTY_VALUES
+        self.bad_words: list[tuple[int, ...]] = []
+        """Sequences of several tokens whose last may not come behind the others."""
+        self.depends_on_output = False
+        """Whether the next token cannot be chosen before the one before it is known."""
+        self.may_change_logits = False
+        """Whether any token, now or later, is chosen from other logits than the model's own."""
+        if bad_words or params.changes_logits:
+            self._resolve_changes(prompt_token_ids, stop_ids, bad_words)
+
+    def _resolve_changes(
+        self, prompt_token_ids: Tokens, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]
+    ) -> None:
+        params, vocab_size = self.params, self.vocab_size
         if params.has_penalties:
             repeats = params.repetition_penalty != 1
             self.counts = TokenCounts(prompt_token_ids if repeats else ())
-        self.stop_ids = _EMPTY_IDS
-        """Tokens that may not come yet: int64 [n]; empty unless ``min_tokens`` is set."""
-        if params.min_tokens > 0:
+        if params.min_tokens > 0:  # tokens that may not come yet
             self.stop_ids = _within({*stop_ids, *params.stop_token_ids}, vocab_size)
-        self.allowed_ids = _EMPTY_IDS
-        """The only tokens that may come: int64 [n]; empty: all may."""
-        if params.allowed_token_ids is not None:
+        if params.allowed_token_ids is not None:  # the only tokens that may come, where not empty
             self.allowed_ids = _within({*params.allowed_token_ids}, vocab_size)
         words = [tuple(word) for word in bad_words if all(0 <= one < vocab_size for one in word)]
-        self.barred_ids = _within({word[0] for word in words if len(word) == 1}, vocab_size)
-        """Tokens that may never come, bad words by themselves: int64 [n]."""
         self.bad_words = [word for word in words if len(word) > 1]
-        """Sequences of several tokens whose last may not come behind the others."""
-        self.bias_ids, self.bias_values = _EMPTY_IDS, _EMPTY_VALUES
+        # Words of one token: those that may never come.
+        self.barred_ids = _within({word[0] for word in words if len(word) == 1}, vocab_size)
         if params.logit_bias:
             self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
             self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self.depends_on_output = self.counts is not None or bool(self.bad_words)
-        """Whether the next token cannot be chosen before the one before it is known."""
         self.may_change_logits = self.depends_on_output or any(
             map(len, (self.stop_ids, self.allowed_ids, self.barred_ids, self.bias_ids))
         )
-        """Whether any token, now or later, is chosen from other logits than the model's own."""
-        self.token_ids: list[int] = []
-        """The generated tokens."""
         if self.may_change_logits:
             self._check_choice()
 
