@@ -35,11 +35,13 @@ def main(factory: "EngineFactory | None" = None) -> None:
 
         print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:  # commands handle their own
+    except KeyboardInterrupt:
         raise SystemExit(130) from None
     try:
         app(obj=factory)
-    except OSError as error:  # commands handle their own; this is help that can't be printed
+    except KeyboardInterrupt:  # commands handle their own; this is before them
+        raise SystemExit(130) from None
+    except OSError as error:  # help that can't be printed
         raise SystemExit(report(error)) from None
 
 

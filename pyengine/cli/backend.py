@@ -6,10 +6,13 @@ nothing here imports torch before a command really opens a model.
 
 import atexit
 import gc
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import typer
@@ -64,9 +67,36 @@ class Engine(Protocol):
 EngineFactory = Callable[[EngineSettings], Engine]
 
 
+@contextmanager
+def held_interrupt() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of the block; a second one does not.
+
+    C extensions that are interrupted while they import NumPy go on without it, silently.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        if len(held) > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        raise KeyboardInterrupt
+
+
 def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
-    from pyengine.engine import LLM
+    with held_interrupt():
+        from pyengine.engine import LLM
 
     llm: Any = LLM(**asdict(settings))
     gc.freeze()  # what was imported and loaded stays: later collections pass it over

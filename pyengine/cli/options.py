@@ -33,17 +33,24 @@ def guarded() -> Iterator[None]:
     """
     try:
         yield
-    except InvalidRequestError as error:
-        note(f"error: {error}")
-        raise typer.Exit(BAD_INPUT) from error
-    except PyEngineError as error:
-        note(f"error: {error}")
-        raise typer.Exit(FAILED) from error
-    except KeyboardInterrupt as error:
-        note("\ninterrupted")
-        raise typer.Exit(INTERRUPTED) from error
-    except OSError as error:
-        raise typer.Exit(report(error)) from error
+    except (Exception, KeyboardInterrupt) as error:
+        if _is_interrupted(error):
+            note("\ninterrupted")
+            raise typer.Exit(INTERRUPTED) from error
+        if isinstance(error, PyEngineError):
+            note(f"error: {error}")
+            refused = isinstance(error, InvalidRequestError)
+            raise typer.Exit(BAD_INPUT if refused else FAILED) from error
+        if isinstance(error, OSError):
+            raise typer.Exit(report(error)) from error
+        raise
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: libraries that are interrupted raise errors of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def report(error: OSError) -> int:

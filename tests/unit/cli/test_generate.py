@@ -148,6 +148,22 @@ def test_a_model_that_cannot_be_loaded_is_status_1() -> None:
     assert result.stderr == "error: no folder models/x\n"
 
 
+@pytest.mark.parametrize("other", [ImportError, ModelLoadError, OSError, RuntimeError])
+def test_ctrl_c_is_known_behind_the_error_that_it_was_turned_into(other: type[Exception]) -> None:
+    def interrupted(settings: object) -> FakeEngine:
+        try:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise AttributeError("half imported")
+        except AttributeError as error:
+            raise other("could not import module") from error
+
+    result = CliRunner().invoke(app, ["generate", "hi"], obj=interrupted)
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "interrupted"
+
+
 def test_ctrl_c_ends_a_stream_cleanly() -> None:
     engine = FakeEngine(interrupt_after=2)
     result = run(engine, "hi")
