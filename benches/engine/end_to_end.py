@@ -17,10 +17,10 @@ with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to al
 (`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
 `.venv-peers` (`benches/peers/env.py` makes it); where it is not there, a line says so.
 
-Tables in markdown go to standard output: tokens per second, ratios, goals; `--docs` puts them into
-docs/performance.md too, between its marks. The seconds are in `benches/results/end-to-end.json` as
-soon as they are known. `--append` keeps what that file holds and measures the asked rows, engines
-and dtypes again.
+Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
+`--docs` puts them into docs/performance.md and the README too, between their marks. The seconds are
+in `benches/results/end-to-end.json` as soon as they are known. `--append` keeps what that file holds
+and measures the asked rows, engines and dtypes again.
 """
 
 import argparse
@@ -335,6 +335,28 @@ def goals(record: Record) -> Iterator[str]:
             yield f"| {work.name}, {dtype} | {' | '.join(cells)} | {goal} |"
 
 
+def summary(record: Record) -> Iterator[str]:
+    """For the README: the better of ours against the better of vLLM's, and transformers."""
+    about = record.about["machine"]
+    yield (
+        f"| CPU ({about['cpu']}, {about['cores']} cores, {about['date']}), times as fast as | "
+        + ("vLLM 0.32, float32 | vLLM 0.32, bfloat16 | transformers, float32 |")
+    )
+    yield "|---|---:|---:|---:|"
+    for work in WORKS:
+        cells = []
+        for dtype, peers in (
+            ("float32", (VLLM, VLLM32)),
+            ("bfloat16", (VLLM, VLLM32)),
+            ("float32", (TRANSFORMERS,)),
+        ):
+            found = filter(None, [record.best_ratio(dtype, work.name, peer) for peer in peers])
+            least = min(found, default=None)
+            cells.append(f"{least:.2f}" if least else "")
+        if any(cells):
+            yield f"| {work.name} | {' | '.join(cells)} |"
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -382,6 +404,7 @@ def main() -> None:
         record.write()
         say(str(target.relative_to(ROOT)))
     publish("end-to-end", tables(record), write=options.docs)
+    publish("end-to-end", summary(record), write=options.docs, page=ROOT / "README.md")
 
 
 if __name__ == "__main__":
