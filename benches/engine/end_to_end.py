@@ -19,8 +19,8 @@ with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to al
 
 Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
 `--docs` puts them into docs/performance.md and the README too, between their marks. The seconds are
-in `benches/results/end-to-end.json` as soon as they are known. `--append` keeps what that file holds
-and measures the asked rows, engines and dtypes again.
+in `benches/results/end-to-end.json` as soon as they are known. `--append` keeps what that file
+holds and measures the asked rows, engines and dtypes again.
 """
 
 import argparse
@@ -31,22 +31,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from benches.engine.page import publish
 from benches.engine.serve import ENGINES, Asked
+from benches.engine.works import WORKS, Work
 from benches.peers.report import libraries, machine
 from pyengine.models.embedded import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
-VOCABULARY = 49_000
 NAMES = OURS, COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
 TITLES = {
     OURS: "pyengine",
@@ -59,64 +59,6 @@ DTYPES = ("float32", "bfloat16")
 START = "start to first token"
 
 
-@dataclass(frozen=True)
-class Work:
-    """`count` prompts of `shared` tokens that are the same and `own` that are not."""
-
-    count: int
-    shared: int
-    own: int
-    max_tokens: int
-    kind: Literal["", "text", "sampled"] = ""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether an engine that shares nothing takes most of a minute."""
-        return self.shared > 0
-
-    @property
-    def name(self) -> str:
-        """As the tables say it."""
-        parts = [f"{self.shared} shared" if self.own else f"{self.shared} identical"]
-        length = " + ".join(parts * bool(self.shared) + [f"{self.own} own"] * bool(self.own))
-        length = length if self.shared else str(self.own)
-        kind = f", {self.kind}" * bool(self.kind)
-        return f"{self.count} x ({length} in, {self.max_tokens} out){kind}"
-
-    @property
-    def tokens(self) -> int:
-        """What the rate counts: tokens out, or tokens in where only one comes out."""
-        per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
-        return self.count * per_prompt
-
-    def asked(self, random: Random) -> Asked:
-        """New prompts; texts have about four tokens for three words."""
-        if self.kind == "text":
-            words = passages()
-            starts = random.sample(range(len(words) - self.own), self.count)
-            texts = [" ".join(words[at : at + 3 * self.own // 4]) for at in starts]
-            return Asked(texts, self.max_tokens)
-        shared = random.choices(range(VOCABULARY), k=self.shared)
-        own = [random.choices(range(VOCABULARY), k=self.own) for _ in range(self.count)]
-        asked = Asked([shared + each for each in own], self.max_tokens)
-        return replace(asked, temperature=1.0, top_p=0.9) if self.kind == "sampled" else asked
-
-
-def passages() -> list[str]:
-    """The words of this repository's pages."""
-    pages = (ROOT / "docs" / name for name in ("architecture.md", "attention.md", "gpu.md"))
-    return " ".join(page.read_text(encoding="utf-8") for page in pages).split()
-
-
-WORKS = (
-    Work(1, 0, 32, 64),
-    Work(32, 0, 32, 64),
-    Work(32, 0, 32, 64, "text"),
-    Work(32, 0, 32, 16, "sampled"),
-    Work(8, 0, 512, 1),
-    Work(32, 512, 16, 32),
-    Work(32, 512, 0, 32),
-)
 GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against vLLM with blocks of 32
     WORKS[0].name: (1.05, 1.0),
     WORKS[1].name: (1.05, 1.0),
