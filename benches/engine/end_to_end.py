@@ -17,10 +17,10 @@ with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to al
 (`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
 `.venv-peers` (`benches/peers/env.py` makes it); where it is not there, a line says so.
 
-Tables in markdown go to standard output: tokens per second, ratios, goals; `--docs` puts them into
-docs/performance.md too, between its marks. The seconds are in `benches/results/end-to-end.json` as
-soon as they are known. `--append` keeps what that file holds and measures the asked rows, engines
-and dtypes again.
+Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
+`--docs` puts them into docs/performance.md and the README too, between their marks. The seconds are
+in `benches/results/end-to-end.json` as soon as they are known. `--append` keeps what that file
+holds and measures the asked rows, engines and dtypes again.
 """
 
 import argparse
@@ -31,22 +31,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from benches.engine.page import publish
 from benches.engine.serve import ENGINES, Asked
+from benches.engine.works import WORKS, Work
 from benches.peers.report import libraries, machine
 from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
-VOCABULARY = 49_000
 NAMES = OURS, COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
 TITLES = {
     OURS: "pyengine",
@@ -59,64 +59,6 @@ DTYPES = ("float32", "bfloat16")
 START = "start to first token"
 
 
-@dataclass(frozen=True)
-class Work:
-    """`count` prompts of `shared` tokens that are the same and `own` that are not."""
-
-    count: int
-    shared: int
-    own: int
-    max_tokens: int
-    kind: Literal["", "text", "sampled"] = ""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether an engine that shares nothing takes most of a minute."""
-        return self.shared > 0
-
-    @property
-    def name(self) -> str:
-        """As the tables say it."""
-        parts = [f"{self.shared} shared" if self.own else f"{self.shared} identical"]
-        length = " + ".join(parts * bool(self.shared) + [f"{self.own} own"] * bool(self.own))
-        length = length if self.shared else str(self.own)
-        kind = f", {self.kind}" * bool(self.kind)
-        return f"{self.count} x ({length} in, {self.max_tokens} out){kind}"
-
-    @property
-    def tokens(self) -> int:
-        """What the rate counts: tokens out, or tokens in where only one comes out."""
-        per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
-        return self.count * per_prompt
-
-    def asked(self, random: Random) -> Asked:
-        """New prompts; texts have about four tokens for three words."""
-        if self.kind == "text":
-            words = passages()
-            starts = random.sample(range(len(words) - self.own), self.count)
-            texts = [" ".join(words[at : at + 3 * self.own // 4]) for at in starts]
-            return Asked(texts, self.max_tokens)
-        shared = random.choices(range(VOCABULARY), k=self.shared)
-        own = [random.choices(range(VOCABULARY), k=self.own) for _ in range(self.count)]
-        asked = Asked([shared + each for each in own], self.max_tokens)
-        return replace(asked, temperature=1.0, top_p=0.9) if self.kind == "sampled" else asked
-
-
-def passages() -> list[str]:
-    """The words of this repository's pages."""
-    pages = (ROOT / "docs" / name for name in ("architecture.md", "attention.md", "gpu.md"))
-    return " ".join(page.read_text(encoding="utf-8") for page in pages).split()
-
-
-WORKS = (
-    Work(1, 0, 32, 64),
-    Work(32, 0, 32, 64),
-    Work(32, 0, 32, 64, "text"),
-    Work(32, 0, 32, 16, "sampled"),
-    Work(8, 0, 512, 1),
-    Work(32, 512, 16, 32),
-    Work(32, 512, 0, 32),
-)
 GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against vLLM with blocks of 32
     WORKS[0].name: (1.05, 1.0),
     WORKS[1].name: (1.05, 1.0),
@@ -335,6 +277,28 @@ def goals(record: Record) -> Iterator[str]:
             yield f"| {work.name}, {dtype} | {' | '.join(cells)} | {goal} |"
 
 
+def summary(record: Record) -> Iterator[str]:
+    """For the README: the better of ours against the better of vLLM's, and transformers."""
+    about = record.about["machine"]
+    yield (
+        f"| CPU ({about['cpu']}, {about['cores']} cores, {about['date']}), times as fast as | "
+        + ("vLLM 0.32, float32 | vLLM 0.32, bfloat16 | transformers, float32 |")
+    )
+    yield "|---|---:|---:|---:|"
+    for work in WORKS:
+        cells = []
+        for dtype, peers in (
+            ("float32", (VLLM, VLLM32)),
+            ("bfloat16", (VLLM, VLLM32)),
+            ("float32", (TRANSFORMERS,)),
+        ):
+            found = filter(None, [record.best_ratio(dtype, work.name, peer) for peer in peers])
+            least = min(found, default=None)
+            cells.append(f"{least:.2f}" if least else "")
+        if any(cells):
+            yield f"| {work.name} | {' | '.join(cells)} |"
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -382,6 +346,7 @@ def main() -> None:
         record.write()
         say(str(target.relative_to(ROOT)))
     publish("end-to-end", tables(record), write=options.docs)
+    publish("end-to-end", summary(record), write=options.docs, page=ROOT / "README.md")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,17 @@ from random import Random
 import pytest
 
 from benches.engine import end_to_end
-from benches.engine.end_to_end import COMPILED, OURS, VLLM32, WORKS, Record, Work, tables
+from benches.engine.end_to_end import (
+    COMPILED,
+    OURS,
+    ROOT,
+    VLLM32,
+    WORKS,
+    Record,
+    Work,
+    summary,
+    tables,
+)
 from benches.engine.page import PAGE, publish
 
 
@@ -54,6 +64,7 @@ def test_ratios_are_of_the_same_rounds_and_the_better_of_ours_counts(tmp_path: P
     page = "\n".join(tables(record))
     assert f"| {WORKS[1].name} | 683 | 1,024 | 1,024 |" in page
     assert f"| {WORKS[1].name}, float32 |  |  | 1.00 | 1.05, not met |" in page
+    assert list(summary(record))[2:] == [f"| {WORKS[1].name} | 1.00 |  |  |"]
 
 
 def test_what_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +83,10 @@ def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Pat
         publish("y", [], write=True, page=page)
 
 
-@pytest.mark.parametrize("name", ["end-to-end", "engine overhead"])
-def test_the_page_has_the_marks(name: str) -> None:
-    assert (
-        f"<!-- {name} -->\n" in PAGE.read_text() and f"<!-- end of {name} -->" in PAGE.read_text()
-    )
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [(PAGE, "end-to-end"), (PAGE, "engine overhead"), (ROOT / "README.md", "end-to-end")],
+)
+def test_the_pages_have_the_marks(page: Path, name: str) -> None:
+    text = page.read_text()
+    assert f"<!-- {name} -->\n" in text and f"<!-- end of {name} -->" in text

@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from benches.gpu_check.compare import Answer, Bounds, Comparison, compare
-from benches.gpu_check.models import LONGEST, VOCABULARY, save_small_model
-from benches.gpu_check.rows import Setup
 from pyengine import LLM, RequestOutput, SamplingParams
+from tests.gpu.compare import Answer, Bounds, Comparison, compare
+from tests.gpu.models import ORACLE, VOCABULARY, Place
 
-ORACLE = "gather"
 MAX_TOKENS = 24
 _TOP = 20
 """Tokens of each position whose log-probabilities are known: a near-tie is among them."""
@@ -29,8 +26,6 @@ WITH_PROMPT = SamplingParams(
     prompt_logprobs=0,
     detokenize=False,
 )
-_POOL = {True: 256 << 20, False: 96 << 20}
-"""Bytes, on CUDA and on the CPU."""
 
 
 def tokens(count: int, random: Random) -> list[int]:
@@ -43,23 +38,6 @@ def prompts() -> list[list[int]]:
     random = Random(5)
     some = [tokens(count, random) for count in (3, 60, 150, 300)]
     return [*some, some[3][:128] + tokens(40, random)]
-
-
-def small_llm(folder: Path, setup: Setup, dtype: str, backend: str, **settings: Any) -> LLM:
-    """An engine over a small model; what is not given is small too, and eager."""
-    return LLM(
-        folder,
-        device=setup.device,
-        dtype=dtype,
-        attention_backend=backend,
-        **{
-            "kv_cache_memory": None if "num_blocks" in settings else _POOL[setup.on_cuda],
-            "max_model_len": LONGEST,
-            "max_num_seqs": 8,
-            "enforce_eager": True,
-            **settings,
-        },
-    )
 
 
 def ask(llm: LLM, params: SamplingParams = GREEDY) -> list[Answer]:
@@ -97,40 +75,34 @@ class Oracle:
 
 
 @cache
-def oracle(folder: Path, device: str, dtype: str) -> Oracle:
+def oracle(place: Place, family: str, dtype: str) -> Oracle:
     """Ask the gather backend about `prompts`, whole prompts in one step, blocks of 16."""
-    setup = Setup(device=device, folder="")
 
     def asked(kind: str) -> list[Answer]:
-        llm = small_llm(folder, setup, kind, ORACLE, block_size=16, async_scheduling=False)
-        return ask(llm, WITH_PROMPT)
+        folder = place.model(family)
+        return ask(
+            place.llm(folder, kind, ORACLE, block_size=16, async_scheduling=False), WITH_PROMPT
+        )
 
     exact = asked("float32")
     same = exact if dtype == "float32" else asked(dtype)
     rounding = compare(same, exact, float("inf"))
-    bounds = Bounds.float32()
-    if dtype != "float32":
-        bounds = Bounds.by_rounding(rounding)
+    bounds = Bounds.float32() if dtype == "float32" else Bounds.by_rounding(rounding)
     return Oracle(same, exact, rounding, bounds)
 
 
-def family_folder(setup: Setup, family: str) -> Path:
-    """The small model of a family, made when it is first asked for."""
-    return save_small_model(setup.path("models") / family, family)
-
-
 @torch.no_grad()
-def plain_prompt_logprobs(folder: Path, device: str) -> list[list[float]]:
+def plain_prompt_logprobs(place: Place, family: str) -> list[list[float]]:
     """transformers' own forward pass in float32, without any of our code, over `prompts`."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        place.model(family), dtype=torch.float32, attn_implementation="eager"
     )
-    model.to(device).eval()
+    model.to(place.device).eval()
     found = []
     for prompt in prompts():
-        ids = torch.tensor([prompt], device=device)
+        ids = torch.tensor([prompt], device=place.device)
         logprobs = model(ids, use_cache=False).logits[0].float().log_softmax(-1)
         found.append(logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist())
     return found

@@ -1,11 +1,11 @@
-"""Near-ties and bounds of the GPU check, by numbers that can be checked by hand."""
+"""Near-ties and bounds of the comparisons, by numbers that can be checked by hand."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from benches.gpu_check.compare import Answer, Bounds, Comparison, compare, first_difference
+from tests.gpu.compare import Answer, Bounds, Comparison, compare, first_difference
 
 ORACLE = Answer(
     prompt=[-1.0, -2.0, -3.0],

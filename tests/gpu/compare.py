@@ -165,3 +165,8 @@ def _larger(largest: float, differences: Sequence[float]) -> float:
         if not difference <= largest:  # NaN is taken, and stays
             largest = difference
     return largest
+
+
+def rounded(number: float) -> float:
+    """Four digits."""
+    return float(f"{number:.4g}")

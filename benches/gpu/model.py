@@ -1,4 +1,4 @@
-"""The least that a step must read, and the least that it must compute. Plain arithmetic.
+"""Random models in the shapes of real ones, and what a step of theirs must at least read.
 
 A decode step reads every weight once (of an embedding that is not also the output layer, only the
 rows of its tokens) and the keys and values of every sequence. At a given bandwidth this takes a
@@ -7,7 +7,14 @@ dense models; of a mixture of experts not every weight is read.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from pyengine.models import LoadedModel
+from pyengine.models.quiet import quiet_transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +85,99 @@ def roofline_tokens_per_second(
 ) -> float:
     """Decoded tokens per second if memory of `bandwidth` bytes/s were all that took time."""
     return batch * bandwidth / size.decode_bytes(batch, context)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a real model, to be filled with random weights."""
+
+    name: str
+    family: str
+    settings: dict[str, Any]
+
+    @cached_property
+    def config(self) -> Any:
+        """Its transformers configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(self.family, **self.settings)
+
+    @property
+    def size(self) -> ModelSize:
+        """What it reads and computes."""
+        return ModelSize.of(self.config)
+
+    def model(self, device: str) -> Any:
+        """A transformers model in bfloat16, made on the device."""
+        from transformers import AutoModelForCausalLM
+
+        models: Any = AutoModelForCausalLM
+        torch.manual_seed(0)
+        with torch.device(device), quiet_transformers():
+            model = models.from_config(self.config, dtype=torch.bfloat16)
+        return model.eval()
+
+    def load(self, device: str) -> LoadedModel:
+        """The same, as the engine loads models."""
+        return LoadedModel(
+            model=self.model(device),
+            tokenizer=None,
+            path=Path(self.name),
+            name=f"random, in the shape of {self.name}",
+            eos_token_ids=frozenset(),
+            max_model_len=self.config.max_position_embeddings,
+            vocab_size=self.config.vocab_size,
+            device=torch.device(device),
+            dtype=torch.bfloat16,
+        )
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "Qwen3-0.6B",
+            "qwen3",
+            {
+                "vocab_size": 151_936,
+                "hidden_size": 1024,
+                "intermediate_size": 3072,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 40_960,
+                "tie_word_embeddings": True,
+            },
+        ),
+        Shape(
+            "Llama-3.1-8B",
+            "llama",
+            {
+                "vocab_size": 128_256,
+                "hidden_size": 4096,
+                "intermediate_size": 14_336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+                "tie_word_embeddings": False,
+            },
+        ),
+        Shape(
+            "tiny",  # to see on a CPU that the benchmark runs
+            "qwen3",
+            {
+                "vocab_size": 512,
+                "hidden_size": 128,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 64,
+                "max_position_embeddings": 1024,
+                "tie_word_embeddings": True,
+            },
+        ),
+    )
+}

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benches.gpu_check.models import SHAPES
-from benches.gpu_check.roofline import ModelSize, roofline_tokens_per_second
+from benches.gpu.model import SHAPES, ModelSize, roofline_tokens_per_second
 from pyengine.cache.kv_pool import bytes_per_block, kv_cache_specs
 
 SMALL = ModelSize(
