@@ -248,6 +248,7 @@ except ModelLoadError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json", "tokenizer.json"])
 def test_a_file_that_may_not_be_read_is_named(original, file):
     with tempfile.TemporaryDirectory() as name:
