@@ -1,5 +1,7 @@
 """What a model folder says about its model, before and beside the weights."""
 
+import copy
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -8,30 +10,85 @@ from typing import Any
 from pyengine.core.errors import InvalidRequestError, ModelLoadError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.models.boundary import code_asked_for, foreign_code, load_errors, read_json
+from pyengine.models.weights import WeightHeaders, check_weights
 
 _PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _STRETCHED_ROPE = {"dynamic", "longrope"}
+_SIZES = re.compile(
+    r"^(num|n)_|_(layers?|heads|size|dim|rank|experts|embeddings|positions|length|embd|ctx|inner)$"
+)
+"""Names of settings that say how much of something there is."""
+_LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|(num_)?(en|de)coder_layers)$")
+_POSITIONS = re.compile(r"(positions?|position_embeddings|length|ctx|context_size)$")
+_ALWAYS_POSSIBLE = 2**24
+"""Sizes up to here are not questioned: small models come with settings that they do not use."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Fields of generation_config.json that choose how tokens are drawn."""
 
 
-def read_config(folder: Path) -> Any:
+def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
     """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
 
-    Code that the folder brings along is never run.
+    Sizes that the weights cannot have are refused before anything is built by them; `headers` are
+    those of the folder, read here if they are not given. Code that the folder brings along is never
+    run, and an implementation of attention that it names is not looked for: pyengine has its own.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     path = folder / "config.json"
-    settings = read_json(path)
+    settings = read_json(path) if path.is_file() else {}
     asked = code_asked_for(settings, "AutoConfig")
     with load_errors(f"{path} cannot be used"):
+        _refuse_pipes(folder)
+        check_sizes(settings, headers or check_weights(folder), path)
         if asked and settings.get("model_type") not in CONFIG_MAPPING:
             raise foreign_code(path, asked)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config._attn_implementation = config._experts_implementation = None
         _refuse_unknown_quantisation(config, path)
-    _refuse_unpageable(config, folder)
+        _refuse_unpageable(config, folder)
     return config
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """Raise for a pipe, a device or a socket among the files: reading it might never end."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ModelLoadError(f"{path} is no regular file: model folders hold files only")
+
+
+def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
+    """Raise `ModelLoadError` for a size in `settings` that weights with these headers cannot have.
+
+    A model is built before its weights are read, and one of 10^12 layers, or with heads of 10^12
+    numbers, takes all memory. Every layer has a tensor, every neuron a bit, every position a number
+    of 32 bits.
+    """
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            if isinstance(value, int | float) and _SIZES.search(name):
+                _check_size(name, value, headers, path)
+            check_sizes(value, headers, path)
+    elif isinstance(settings, list):
+        for value in settings:
+            check_sizes(value, headers, path)
+
+
+def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> None:
+    most, why = max(_ALWAYS_POSSIBLE, headers.num_bits), f"take {headers.num_bytes} bytes"
+    if _LAYERS.search(name):
+        most, why = len(headers.tensors), f"are {len(headers.tensors)} tensors"
+    elif _POSITIONS.search(name):
+        most, why = 2**31 - 1, "are counted in 32 bits"
+    elif "experts" in name:
+        most = max(len(headers.tensors), headers.longest)
+        why = f"are {len(headers.tensors)} tensors, the longest of {headers.longest}"
+    if value > most:
+        what = "positions" if _POSITIONS.search(name) else "the weights"
+        raise ModelLoadError(
+            f"{path} says {name}={value}, which cannot be: {what} {why}; the file does not belong "
+            "to these weights, or is damaged"
+        )
 
 
 def _refuse_unknown_quantisation(config: Any, path: Path) -> None:
@@ -51,14 +108,31 @@ def _refuse_unknown_quantisation(config: Any, path: Path) -> None:
 
 
 def _refuse_unpageable(config: Any, folder: Path) -> None:
-    """Raise for layers whose attention is neither full nor a sliding window."""
-    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    """Raise for layers whose attention is neither full nor a sliding window, and for none."""
+    text = config.get_text_config()
+    if getattr(text, "num_hidden_layers", 1) < 1:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} says num_hidden_layers={text.num_hidden_layers}: a model "
+            "has at least one layer"
+        )
+    layer_types = set(getattr(text, "layer_types", None) or ())
     foreign = sorted(layer_types - _PAGEABLE_LAYERS)
     if foreign:
         raise ModelLoadError(
             f"the model in {folder} ({config.model_type}) has layers of type {', '.join(foreign)}; "
             f"supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
         )
+
+
+def empty_model(config: Any) -> Any:
+    """The model of `config` without memory for its weights: on torch's device "meta"."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        build: Any = AutoModelForCausalLM.from_config
+        return build(copy.deepcopy(config), trust_remote_code=False)
 
 
 def max_model_len(text: Any, folder: Path) -> int:
@@ -69,7 +143,7 @@ def max_model_len(text: Any, folder: Path) -> int:
     models run up to their original length.
     """
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
+    if type(positions) is not int or positions < 1:
         raise ModelLoadError(
             f"{folder / 'config.json'} does not say max_position_embeddings (found {positions!r}): "
             "the number of positions must be known to size the KV cache"

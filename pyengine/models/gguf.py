@@ -12,6 +12,7 @@ from pyengine.core.distribution import needs_engine_extra
 from pyengine.core.errors import ModelLoadError
 from pyengine.models.boundary import load_errors, quiet_transformers
 from pyengine.models.cache_folder import build_once, cache_root, discard, readable_size
+from pyengine.models.config import empty_model
 from pyengine.models.gguf_header import GGUFHeader, read_header
 from pyengine.models.weights import check_weights
 
@@ -97,6 +98,7 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
                 tokenizer = AutoTokenizer.from_pretrained(
                     alone, gguf_file=path.name, trust_remote_code=False
                 )
+                _refuse_other_size(Path(alone) / path.name, path, header)
                 model = _dequantised(Path(alone) / path.name, path, dtype)
             except ImportError as error:
                 missing = error.name or "gguf"
@@ -114,6 +116,23 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
                 _declare_bfloat16(folder / "config.json")
 
 
+def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
+    """Raise where the model that the header describes is much larger than the file.
+
+    Up to twice as many weights: whether the output shares its weights with the embedding is not in
+    this configuration.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name, trust_remote_code=False)
+    num_weights = sum(one.numel() for one in empty_model(config).parameters())
+    if num_weights > 2 * header.num_elements:
+        raise ModelLoadError(
+            f"{path} describes a model of {num_weights} weights and holds {header.num_elements}: "
+            "it is damaged or was cut, get it again"
+        )
+
+
 def _dequantised(link: Path, path: Path, dtype: str) -> Any:
     """The model in a GGUF file with weights of `dtype`; bfloat16 where float16 cannot hold them."""
     import torch
@@ -125,8 +144,14 @@ def _dequantised(link: Path, path: Path, dtype: str) -> Any:
         dtype=getattr(torch, dtype),
         trust_remote_code=False,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused here, by name
     )
     model, info = loading
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(
+            f"{path}: the weights {name} have the shape {list(found)}, and its header asks for "
+            f"{list(wanted)}: it is damaged, get it again"
+        )
     if missing := sorted(info["missing_keys"]):
         raise ModelLoadError(
             f"{path} lacks the weights of {missing[0]} ({len(missing)} tensors are missing), which "

@@ -1,7 +1,10 @@
 """A model and its tokenizer in memory, and the few facts that the engine needs of them."""
 
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +20,21 @@ from pyengine.models.boundary import (
     quiet_transformers,
     read_json,
 )
-from pyengine.models.config import default_sampling, eos_token_ids, max_model_len, read_config
+from pyengine.models.config import (
+    default_sampling,
+    empty_model,
+    eos_token_ids,
+    max_model_len,
+    read_config,
+)
 from pyengine.models.placement import kv_shards, resolve_device, resolve_dtype
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.models.weights import check_weights
+from pyengine.models.weights import WeightHeaders, check_number_formats, check_weights
 
+_log = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAYER = re.compile(r"\.(\d+)\.")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -86,10 +99,14 @@ def _load(
     source: ModelSource, device: torch.device, dtype: str | torch.dtype, shards: int
 ) -> LoadedModel:
     folder = source.folder
-    check_weights(folder)
-    config = read_config(folder)
+    headers = check_weights(folder)
+    config = read_config(folder, headers)
+    quantised = getattr(config, "quantization_config", None) is not None
+    check_number_formats(headers, folder, quantised=quantised)
     resolved_dtype = resolve_dtype(dtype, config, device)
-    model = _load_weights(folder, config, resolved_dtype, _placement(device, shards))
+    transposed = _refuse_other_sizes(config, headers, folder)
+    with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
+        model = _load_weights(folder, config, resolved_dtype, _placement(device, shards))
     tokenizer = _load_tokenizer(folder)
     text = config.get_text_config()
     return LoadedModel(
@@ -120,25 +137,62 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype, placement: dict
     """The model of `config` with the weights of the folder, ready to run."""
     from transformers import AutoModelForCausalLM
 
-    with load_errors(f"the model in {folder} could not be loaded"):
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=False,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            **placement,
-        )
+    loading: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        trust_remote_code=False,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        **placement,
+    )
     model, info = loading
-    _refuse_missing(info, folder)
     _refuse_unpageable(model, folder)
+    _refuse_other_tensors(model, info, folder)
+    _refuse_not_finite(model, folder)
     model.eval()
     return model
 
 
-def _refuse_missing(info: Any, folder: Path) -> None:
-    """Raise where the files lack tensors, which transformers would fill with random numbers."""
+def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> str:
+    """Raise where the model of `config` has more weights than the files, or other numbers of them.
+
+    transformers would fill what does not fit with random numbers before it says so. Returns what
+    is to be said if loading fails all the same: shapes that differ, of as many weights, may be
+    meant so.
+    """
+    with load_errors(f"{folder / 'config.json'} cannot be used"):
+        model = empty_model(config)
+        num_weights = sum(one.numel() for one in model.parameters())
+    if num_weights > headers.num_bits:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} describes a model of {num_weights} weights, and the files "
+            f"have {headers.num_bytes} bytes: the two are not of the same model"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        return ""  # packed: another shape by the same name
+    transposed = ""
+    for name, one in model.named_parameters():
+        found = headers.tensors.get(name)
+        if found is None or found.shape == tuple(one.shape):
+            continue
+        differ = (
+            f"the weights {name} in {folder} have the shape {list(found.shape)}, and "
+            f"config.json asks for {list(one.shape)}: the two are not of the same model"
+        )
+        if prod(found.shape) != one.numel():
+            raise ModelLoadError(differ)
+        transposed = transposed or f"; {differ}"
+    return transposed
+
+
+def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
+    """Raise where files and model do not agree in tensors; name those that are merely not used.
+
+    What the files lack, transformers fills with random numbers. Layers that config.json does not
+    count are left out, and half a model answers; layers for predicting further tokens are meant
+    to be left out.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -146,6 +200,39 @@ def _refuse_missing(info: Any, folder: Path) -> None:
             f"the weights in {folder} lack {missing[0]}{more}, which config.json asks for: "
             "the two are not of the same model, or a file is missing"
         )
+    unread = sorted(info["unexpected_keys"])
+    text = model.config.get_text_config()
+    stacks = {_LAYER.sub(".#.", name, count=1) for name in model.state_dict()}
+    last = text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    for name in unread:
+        layer = _LAYER.search(name)
+        if layer and int(layer[1]) >= last and _LAYER.sub(".#.", name, count=1) in stacks:
+            raise ModelLoadError(
+                f"the weights in {folder} have a layer {layer[1]} ({name}), and config.json says "
+                f"num_hidden_layers={text.num_hidden_layers}: the two are not of the same model"
+            )
+    if unread:
+        _log.warning(
+            "%s: %d tensors are not part of a %s and are left out: %s",
+            *(folder, len(unread), type(model).__name__),
+            ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else ""),
+        )
+
+
+@torch.no_grad()
+def _refuse_not_finite(model: Any, folder: Path) -> None:
+    """Raise for weights that are NaN or infinite: every answer would be token 0.
+
+    One sum per tensor: a tenth of a second for 135 million weights, which are read once more by it.
+    """
+    weights = [(name, one) for name, one in model.named_parameters() if one.dtype in _DTYPES]
+    sums = [one.sum(dtype=torch.float32) for _, one in weights]
+    for (name, one), total in zip(weights, sums, strict=True):
+        if not total.isfinite() and not one.isfinite().all():
+            raise ModelLoadError(
+                f"the weights {name} in {folder} hold NaN or infinity, in {one.dtype}: the file is "
+                "damaged, or dtype='bfloat16' or 'float32' is what the model needs"
+            )
 
 
 def _refuse_unpageable(model: Any, folder: Path) -> None:
@@ -187,4 +274,11 @@ def _load_tokenizer(folder: Path) -> Any:
         if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
             raise foreign_code(path, asked)
     with load_errors(f"the tokenizer in {folder} could not be loaded"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})
+        if wanted and not any((folder / name).is_file() for name in (*wanted, "tekken.json")):
+            raise ModelLoadError(
+                f"the tokenizer in {folder} has no vocabulary: none of {', '.join(wanted)} is "
+                "there; download the model again, or without tokenizer_config.json give token ids"
+            )
+        return tokenizer

@@ -26,6 +26,16 @@ class WeightHeaders:
     tensors: dict[str, TensorHeader]
     num_bytes: int
 
+    @property
+    def num_bits(self) -> int:
+        """Bits of all files: no model in them has more weights, or more of anything else."""
+        return 8 * self.num_bytes
+
+    @property
+    def longest(self) -> int:
+        """The largest dimension of any tensor."""
+        return max((size for one in self.tensors.values() for size in one.shape), default=0)
+
 
 def check_weights(folder: Path) -> WeightHeaders:
     """Raise `ModelLoadError` unless `folder` holds whole safetensors files; what they hold.
@@ -64,6 +74,30 @@ def check_weights(folder: Path) -> WeightHeaders:
         tensors.update(header)
         num_bytes += found
     return WeightHeaders(tensors, num_bytes)
+
+
+def check_number_formats(headers: WeightHeaders, folder: Path, *, quantised: bool) -> None:
+    """Raise `ModelLoadError` for weights that would lose their meaning as floating-point numbers.
+
+    Complex ones would lose their imaginary part. Integers are the codes of a quantised model, and
+    without the configuration that explains them they would be taken for values.
+    """
+    for name, tensor in headers.tensors.items():
+        if tensor.dtype.startswith("C"):
+            raise ModelLoadError(
+                f"the weights in {folder} are complex numbers ({name} is {tensor.dtype}): no model "
+                "of transformers computes with them"
+            )
+        if (
+            not quantised
+            and name.endswith(".weight")
+            and tensor.dtype[0] in "IUB"
+            and tensor.dtype != "BF16"
+        ):
+            raise ModelLoadError(
+                f"the weights in {folder} are integers ({name} is {tensor.dtype}), and config.json "
+                "has no quantization_config that says what they stand for"
+            )
 
 
 def _no_safetensors(folder: Path) -> ModelLoadError:

@@ -117,6 +117,7 @@ def resolve(
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_weights_are_fetched_once_and_no_code(hub, tmp_path):
     folder = Path(resolve(hub, tmp_path, "owner/model"))
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -126,6 +127,7 @@ def test_weights_are_fetched_once_and_no_code(hub, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_revision_is_asked_for_and_one_that_is_not_there_is_named(hub, tmp_path):
     assert COMMIT in resolve(hub, tmp_path, "owner/model", "v2")
     assert any("/revision/v2" in path for path in hub.asked)
@@ -133,6 +135,7 @@ def test_a_revision_is_asked_for_and_one_that_is_not_there_is_named(hub, tmp_pat
     assert said.startswith("ModelLoadError the model 'owner/model, revision nosuch'")
 
 
+@pytest.mark.slow
 def test_a_gated_model_says_where_to_ask_and_takes_a_token(hub, tmp_path):
     said = resolve(hub, tmp_path, "owner/gated")
     assert said.startswith("ModelLoadError") and ASK_THERE in said and "HF_TOKEN" in said
