@@ -157,12 +157,6 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: world.manager.match_prefix(tokens)
 
 
-@case("BlockManager.retain", "tokens", "1,024, all cached")
-def _(world: World) -> Iterator[Timed]:
-    _ = world.holder
-    yield lambda: world.manager.retain(world.prompt, "high")
-
-
 @case("BlockManager.begin_step", "1", "")
 def _(world: World) -> Iterator[Timed]:
     plans: list[StepPlan] = []

@@ -44,11 +44,11 @@ class Stopwatch:
 @contextmanager
 def watched(engine: Engine) -> Iterator[Stopwatch]:
     """Times of the parts of a step: of the launch, what is not filling in the inputs."""
-    watch, pipeline, scheduler = Stopwatch(), engine._pipeline, engine._scheduler
+    watch, executor, scheduler = Stopwatch(), engine._executor, engine._scheduler
     targets: tuple[tuple[str, Any, str], ...] = (
         ("schedule", scheduler, "schedule"),
-        ("fill", pipeline.runner, "prepare"),
-        ("launch", pipeline._queue, "submit"),
+        ("fill", executor.runner, "prepare"),
+        ("launch", executor._queue, "submit"),
         ("wait", Work, "result"),
         ("wait", PendingSample, "result"),
         ("commit", scheduler, "commit"),

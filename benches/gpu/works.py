@@ -21,7 +21,7 @@ import torch
 from benches.gpu.model import SHAPES, Shape, roofline_tokens_per_second
 from benches.gpu.watch import watched
 from pyengine import LLM, SamplingParams
-from pyengine.engine import Engine, Prompt
+from pyengine.engine import Engine, Prompt, RequestState
 
 Figures = dict[str, Any]
 WINDOWS, WARM_STEPS, MOST_SECONDS = 3, 4, 8.0
@@ -150,12 +150,13 @@ def tokens_needed(count: int, context: int, steps: int) -> int:
 def decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[Decoding]:
     """Prompts of one length that decode at once, for so many steps; none is left behind."""
     engine, count, context = llm._engine, len(prompts), len(prompts[0])
-    names = [f"timed {number}" for number in range(count)]
+    states: list[RequestState] = []
     params = out(tokens_needed(count, context, steps) - context)
     work, given = Decoding(engine, count, context), 0
     try:
-        for name, prompt in zip(names, prompts, strict=True):
-            engine.add_request(name, Prompt(token_ids=prompt), params)
+        for number, prompt in enumerate(prompts):
+            name = f"timed {number}"
+            states.append(engine.add_request(name, Prompt(token_ids=prompt), params))
         while (new := engine.step().num_new_tokens) < count:
             given += new
             if not engine.has_work:
@@ -164,7 +165,7 @@ def decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[Decodin
         work.steps(WARM_STEPS)
         yield work
     finally:
-        engine.abort(names)
+        engine.abort(states)
 
 
 def decode(bench: Bench) -> Iterator[Figures]:

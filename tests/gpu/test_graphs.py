@@ -61,7 +61,7 @@ def replay_is_launches(place: Place, family: str, backend: str) -> dict[str, Any
 
 def recorded(llm: LLM) -> list[torch.Tensor]:
     """The logits of every step that `llm` will run, in host memory; filled as it runs."""
-    runner: Any = llm._engine._pipeline.runner
+    runner: Any = llm._engine._executor.runner
     prepare, found = runner.prepare, []
 
     def recording(*args: Any, **kwargs: Any) -> Any:
