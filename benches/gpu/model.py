@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pyengine.models import LoadedModel
-from pyengine.models.loader import quiet_transformers
+from pyengine.models.boundary import quiet_transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

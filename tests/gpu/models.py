@@ -10,7 +10,7 @@ import torch
 from pyengine import LLM
 from pyengine.attention.choice import backend_names
 from pyengine.core.errors import ConfigurationError
-from pyengine.models.loader import quiet_transformers
+from pyengine.models.boundary import quiet_transformers
 
 ORACLE = "gather"
 WINDOW = 48
