@@ -30,8 +30,7 @@ def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.
     """
     numbers = uniforms(batch.seeds, np.asarray(positions)[batch.rows])
     if logits.device.type == "cpu":
-        table = logits.detach().float().numpy()
-        return torch.from_numpy(draw_on_cpu(table, batch.rows, batch.columns, numbers))
+        return torch.from_numpy(draw_on_cpu(logits.detach(), batch.rows, batch.columns, numbers))
     if len(batch) < len(logits):
         logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
     return draw_on_device(logits.float(), batch, numbers)

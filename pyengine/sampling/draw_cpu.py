@@ -46,8 +46,22 @@ class Columns:
         return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
 
 
-def draw_on_cpu(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
-    """Return one token for each of ``rows`` of ``logits`` [B, V]: int64 [R].
+def largest_on_cpu(logits: torch.Tensor) -> _Ints:
+    """Return the id of each row's largest logit, of equal ones the lowest: int64 [B].
+
+    NumPy's argmax uses vector instructions and torch's does not: 13 times as fast.
+    """
+    step = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    if logits.dtype == torch.float32:
+        step = len(logits)
+    starts = range(0, len(logits), step)
+    return np.concatenate(
+        [logits[start : start + step].float().numpy().argmax(1) for start in starts]
+    )
+
+
+def draw_on_cpu(logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
+    """Return one token for each of ``rows`` of ``logits`` [B, V], of any floating type: int64 [R].
 
     ``columns`` and ``numbers`` [R], in [0, 1), belong to ``rows``.
     """
@@ -68,7 +82,9 @@ def draw_on_cpu(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Double
     return tokens
 
 
-def _from_candidates(logits: _Floats, rows: _Ints, columns: Columns, numbers: _Doubles) -> _Ints:
+def _from_candidates(
+    logits: torch.Tensor, rows: _Ints, columns: Columns, numbers: _Doubles
+) -> _Ints:
     """Draw from the candidates of each row; -1 where they may not be all that counts."""
     is_nucleus = ((columns.top_k == 0) & (columns.min_p == 0)).ravel()
     head = min(_NUCLEUS_HEAD, logits.shape[1] // _GROUP // 2)
@@ -99,7 +115,7 @@ class _Candidates:
 
 
 def _candidates(
-    logits: _Floats,
+    logits: torch.Tensor,
     rows: _Ints,
     columns: Columns,
     wanted: _Ints,
@@ -136,7 +152,9 @@ def _candidates(
         summed = np.flatnonzero(is_few & needs_total[part])
         if len(summed):
             totals[part][summed] = _total(
-                _rows_of(block, summed), peaks[part][summed, None], columns.take(start + summed)
+                block if len(summed) == len(block) else block[summed],
+                peaks[part][summed, None],
+                columns.take(start + summed),
             )
     shape = len(rows), int(counts.max(initial=1)) or 1
     row = np.repeat(np.arange(len(rows)), counts)
@@ -218,8 +236,11 @@ def _total(values: _Floats, peaks: _Floats, columns: Columns) -> _Doubles:
     return total
 
 
-def _rows_of(table: _Floats, rows: _Ints) -> _Floats:
-    """Return some rows of a table, a view if they follow one another."""
+def _rows_of(logits: torch.Tensor, rows: _Ints) -> _Floats:
+    """Return some rows as float32: without a copy if they are, and follow one another."""
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
-        return table[rows[0] : rows[-1] + 1]
-    return table[rows]
+        some = logits[rows[0] : rows[-1] + 1]
+    else:
+        some = logits[torch.from_numpy(rows)]
+    values: _Floats = some.float().numpy()
+    return values

@@ -9,6 +9,7 @@ import torch
 from pyengine.core.errors import BrokenLogitsError
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.draw import draw
+from pyengine.sampling.draw_cpu import largest_on_cpu
 from pyengine.sampling.host import HostCopy
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import SamplingState
@@ -134,10 +135,7 @@ def _check_shapes(logits: torch.Tensor, batch: SamplingBatch) -> None:
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of each row's largest logit, of equal ones the lowest: int64 [B].
-
-    NumPy's argmax uses vector instructions and torch's on the CPU does not: 13 times as fast.
-    """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        return torch.from_numpy(logits.detach().numpy().argmax(1))
+    """Return the id of each row's largest logit, of equal ones the lowest: int64 [B]."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(largest_on_cpu(logits.detach()))
     return logits.argmax(1)

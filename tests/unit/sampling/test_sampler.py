@@ -174,6 +174,18 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_greedy_rows_of_every_precision_and_chunk(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.sampling.draw_cpu._CHUNK_ELEMENTS", 3 * VOCAB)
+    logits = (torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    got = Sampler()(logits, [state(SamplingParams(temperature=0))] * 11).token_ids.tolist()
+    assert got == [row.index(max(row)) for row in logits.tolist()]
+    wide = logits.T.contiguous().T  # another order of the same in memory
+    assert Sampler()(wide, [state(SamplingParams(temperature=0))] * 11).token_ids.tolist() == got
+
+
 def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_args: object) -> None:
         raise AssertionError("a greedy batch drew")
