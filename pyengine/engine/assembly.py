@@ -26,7 +26,7 @@ from pyengine.engine.capacity import CachePlan, model_facts, plan_cache
 from pyengine.engine.engine import Engine, ModelFacts
 from pyengine.engine.pipeline import Pipeline
 from pyengine.engine.profiling import CudaMeter, activation_bytes
-from pyengine.models import LoadedModel, load_model
+from pyengine.models import LoadedModel, load_model, resolve_source
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import ModelRunner, Runner, RunnerLimits, ThreadQueue
@@ -58,7 +58,8 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     team = None
     if settings.tensor_parallel_size != 1:
         size = settings.tensor_parallel_size
-        team = Team(settings.model, device=settings.device, dtype=settings.dtype, size=size)
+        source = resolve_source(settings.model, revision=settings.revision, token=settings.token)
+        team = Team(source, device=settings.device, dtype=settings.dtype, size=size)
     with team or nullcontext():  # if anything fails from here on, the workers end
         return _join(settings, team)
 
@@ -157,14 +158,18 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
 
 def _default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
     """For requests without sampling parameters: those of the model, or our own."""
-    of_model: Mapping[str, Any] = getattr(loaded, "default_sampling", {})
+    of_model: Mapping[str, Any] = loaded.default_sampling
     return SamplingParams(**of_model if settings.takes_model_sampling else {})
 
 
 def _load(settings: EngineSettings) -> LoadedModel:
-    hub = {"revision": settings.revision, "token": settings.token}
-    given: dict[str, Any] = {name: value for name, value in hub.items() if value is not None}
-    return load_model(settings.model, device=settings.device, dtype=settings.dtype, **given)
+    return load_model(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        revision=settings.revision,
+        token=settings.token,
+    )
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
