@@ -32,7 +32,7 @@ from pyengine.engine.capacity import (
 )
 from pyengine.engine.engine import Engine, ModelFacts
 from pyengine.engine.executor import Executor
-from pyengine.models import LoadedModel, load_model
+from pyengine.models import LoadedModel, load_model, resolve_source
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
@@ -64,7 +64,8 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     team = None
     if settings.tensor_parallel_size != 1:
         size = settings.tensor_parallel_size
-        team = Team(settings.model, device=settings.device, dtype=settings.dtype, size=size)
+        source = resolve_source(settings.model, revision=settings.revision, token=settings.token)
+        team = Team(source, device=settings.device, dtype=settings.dtype, size=size)
     with team or nullcontext():  # if anything fails from here on, the workers end
         return _join(settings, team)
 
@@ -135,7 +136,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
 
 def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
     """For requests without sampling parameters: those of the model, or our own."""
-    of_model: Mapping[str, Any] = getattr(loaded, "default_sampling", {})
+    of_model: Mapping[str, Any] = loaded.default_sampling
     return SamplingParams(**of_model if settings.takes_model_sampling else {})
 
 
@@ -184,9 +185,13 @@ def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
 
 
 def _load(settings: EngineSettings) -> LoadedModel:
-    hub = {"revision": settings.revision, "token": settings.token}
-    given: dict[str, Any] = {name: value for name, value in hub.items() if value is not None}
-    return load_model(settings.model, device=settings.device, dtype=settings.dtype, **given)
+    return load_model(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        revision=settings.revision,
+        token=settings.token,
+    )
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:

@@ -20,8 +20,8 @@ _SIZES = re.compile(
 """Names of settings that say how much of something there is."""
 _LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|(num_)?(en|de)coder_layers)$")
 _POSITIONS = re.compile(r"(positions?|position_embeddings|length|ctx|context_size)$")
-_ALWAYS_POSSIBLE = 2**24
-"""Sizes up to here are not questioned: small models come with settings that they do not use."""
+_UNQUESTIONED, _UNQUESTIONED_LAYERS, _UNQUESTIONED_EXPERTS = 2**24, 256, 2**16
+"""Sizes up to here are let pass: small models come with settings that they do not use."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Fields of generation_config.json that choose how tokens are drawn."""
 
@@ -75,14 +75,15 @@ def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
 
 
 def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> None:
-    most, why = max(_ALWAYS_POSSIBLE, headers.num_bits), f"take {headers.num_bytes} bytes"
+    num_tensors = len(headers.tensors)
+    most, why = max(_UNQUESTIONED, headers.num_bits), f"take {headers.num_bytes} bytes"
     if _LAYERS.search(name):
-        most, why = len(headers.tensors), f"are {len(headers.tensors)} tensors"
+        most, why = max(_UNQUESTIONED_LAYERS, num_tensors), f"are {num_tensors} tensors"
     elif _POSITIONS.search(name):
         most, why = 2**31 - 1, "are counted in 32 bits"
     elif "experts" in name:
-        most = max(len(headers.tensors), headers.longest)
-        why = f"are {len(headers.tensors)} tensors, the longest of {headers.longest}"
+        most = max(_UNQUESTIONED_EXPERTS, num_tensors, headers.longest)
+        why = f"are {num_tensors} tensors, the longest of {headers.longest}"
     if value > most:
         what = "positions" if _POSITIONS.search(name) else "the weights"
         raise ModelLoadError(

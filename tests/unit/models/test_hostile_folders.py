@@ -93,6 +93,11 @@ def test_huge_sizes_in_nested_settings_are_refused(folder):
     refused(folder, "hidden_size=1000000000000000")
 
 
+def test_settings_that_the_model_does_not_use_are_not_questioned(folder):
+    set_config(folder, n_routed_experts=256, vision_config={"num_hidden_layers": 200})
+    assert load_model(folder, device="cpu").vocab_size == 32
+
+
 def test_a_model_that_is_larger_than_its_files_is_refused(folder):
     set_config(folder, vocab_size=2**24, hidden_size=4096, num_attention_heads=2)
     refused(folder, r"describes a model of \d+ weights, and the files have \d+ bytes")
