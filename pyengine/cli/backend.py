@@ -8,12 +8,12 @@ import atexit
 import gc
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import typer
 
@@ -64,6 +64,17 @@ class Engine(Protocol):
         """Versions, device, dtype, attention backend and why, pool size."""
 
 
+@contextmanager
+def ended(outputs: Iterator[RequestOutput]) -> Iterator[Iterator[RequestOutput]]:
+    """Outputs to read; what is unfinished when the block is left is ended."""
+    try:
+        yield outputs
+    finally:
+        close = getattr(outputs, "close", None)  # a generator's
+        if close is not None:
+            close()
+
+
 EngineFactory = Callable[[EngineSettings], Engine]
 
 
@@ -98,23 +109,11 @@ def open_llm(settings: EngineSettings) -> Engine:
     with held_interrupt():
         from pyengine.engine import LLM
 
-    llm: Any = LLM(**asdict(settings))
+    llm = LLM(**asdict(settings))
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
     atexit.register(gc.unfreeze)  # at the end it goes as usual
     gc.enable()
-    return cast(Engine, llm)
-
-
-def finished_outputs(
-    engine: Engine, prompts: Sequence[object], params: Sequence[SamplingParams]
-) -> Generator[tuple[int, RequestOutput], None, None]:
-    """Run a batch; positions and results in the order in which they end."""
-    if hasattr(engine, "generate_iter"):
-        for output in engine.generate_iter(prompts, params):
-            yield output.index, output
-    else:
-        several: Any = engine
-        yield from enumerate(several.generate(prompts, params, use_tqdm=False))
+    return llm
 
 
 def factory_of(context: typer.Context) -> EngineFactory:

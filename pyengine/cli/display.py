@@ -13,7 +13,7 @@ from typing import Any, Self, TextIO
 
 import typer
 
-from pyengine.cli.backend import Engine
+from pyengine.cli.backend import Engine, ended
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 
@@ -123,18 +123,14 @@ def stream_answer(engine: Engine, prompt: Any, params: SamplingParams) -> Answer
     shown = ""
     last: RequestOutput | None = None
     interrupted = False
-    stream = engine.stream(prompt, params)
     try:
-        for last in stream:
-            text = last.outputs[0].text
-            write(text[len(shown) :])
-            shown = text
+        with ended(engine.stream(prompt, params)) as outputs:
+            for last in outputs:
+                text = last.outputs[0].text
+                write(text[len(shown) :])
+                shown = text
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        close = getattr(stream, "close", None)  # a generator's: the engine aborts the request
-        if close is not None:
-            close()
     write("\n")
     if last is not None:
         meter.add(last)

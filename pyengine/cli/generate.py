@@ -3,14 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pyengine.cli.backend import Engine, factory_of, finished_outputs
+from pyengine.cli.backend import Engine, ended, factory_of
 from pyengine.cli.display import Meter, note, stream_answer
 from pyengine.cli.options import FAILED, INTERRUPTED, command
 from pyengine.cli.prompts import (
@@ -145,14 +145,15 @@ def _answer_many(
     try:
         with (
             _progress(len(places)) as advance,
-            closing(finished_outputs(engine, list(ready.values()), params)) as outputs,
+            ended(engine.generate_iter(list(ready.values()), params)) as outputs,
         ):
-            for place, result in outputs:
-                results.put(places[place], result)
+            for result in outputs:
+                place = places[result.index]
+                results.put(place, result)
                 meter.add(result)
                 if result.error is not None:
                     failures += 1
-                    note(f"prompt {places[place] + 1} failed: {result.error}")
+                    note(f"prompt {place + 1} failed: {result.error}")
                 advance()
     except BaseException:
         _close(results, meter, failed=True)
