@@ -209,6 +209,7 @@ class RequestState(Request):
     """
 
     __slots__ = (
+        "_metrics",
         "_prompt_ids",
         "arrival_time",
         "deadline",
@@ -261,6 +262,7 @@ class RequestState(Request):
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
         self._prompt_ids: list[int] | None = None
+        self._metrics: RequestMetrics | None = None
 
     @property
     def streams(self) -> bool:
@@ -318,13 +320,25 @@ class RequestState(Request):
             outputs=outputs,
             finished=self.is_finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=RequestMetrics(
+            metrics=self._metrics_now(),
+            index=self.place,
+            error=self.error,
+        )
+
+    def _metrics_now(self) -> RequestMetrics:
+        """The same object as long as nothing has changed."""
+        last = self._metrics
+        if (
+            last is None
+            or self.finished_time is not None
+            or last.num_preemptions != self.num_preemptions
+            or last.first_token_time != self.first_token_time
+        ):
+            last = self._metrics = RequestMetrics(
                 arrival_time=self.arrival_time,
                 scheduled_time=self.scheduled_time,
                 first_token_time=self.first_token_time,
                 finished_time=self.finished_time,
                 num_preemptions=self.num_preemptions,
-            ),
-            index=self.place,
-            error=self.error,
-        )
+            )
+        return last

@@ -86,6 +86,8 @@ class Scheduler:
         self._running: list[Job] = []
         self._decodes = [_Decodes(), _Decodes()]
         self._newest: ScheduledStep | None = None
+        self._is_steady = False
+        """All who run were decoded by the newest step, and nobody has come or gone since."""
         self._arrivals = 0
         self._num_preemptions = 0
 
@@ -134,6 +136,7 @@ class Scheduler:
             job.num_tokens, job.num_computed = prompt + 1, parent.num_computed
             insort(self._running, job, key=_by_order)
             job.is_running = True
+        self._is_steady = False
 
     def schedule(
         self, *, ahead: bool = False, without: Collection[Job] = _NOBODY
@@ -167,6 +170,7 @@ class Scheduler:
                     raise _NoPlanAheadError
                 self._nothing_planned(step)
             self._newest = step
+            self._is_steady = not out and not step.chunks and step.decodes is self._decodes[0].jobs
         except _NoPlanAheadError:
             self.rollback(step)
             return None
@@ -196,12 +200,14 @@ class Scheduler:
         Two such objects are kept: with overlap, those who wait for their tokens decode in every
         other step.
         """
+        last, before = self._decodes
+        if self._is_steady and not ahead:
+            return last
         jobs = tuple([job for job in self._running if job.num_tokens - job.num_computed == 1])
         if out:
             jobs = tuple([job for job in jobs if job not in out])
         if ahead:  # else they would have ended
             jobs = tuple([job for job in jobs if not job.is_complete])
-        last, before = self._decodes
         if jobs == last.jobs:
             return last
         found = before if jobs == before.jobs else _Decodes(jobs, [job.sequence for job in jobs])
@@ -289,7 +295,7 @@ class Scheduler:
         self._put_back(job)
 
     def _put_back(self, job: Job) -> None:
-        job.is_running = False
+        job.is_running = self._is_steady = False
         self._waiting.add(job)
         self._running.remove(job)
 
@@ -335,6 +341,7 @@ class Scheduler:
 
     def rollback(self, step: ScheduledStep) -> None:
         """Undo a step that did not run: jobs it admitted wait again. The newest one goes first."""
+        self._is_steady = False
         step.rollback()
         for job in step.jobs:
             if job.num_computed == 0 and job.is_running:
@@ -347,6 +354,7 @@ class Scheduler:
         Jobs that are not here are passed over. An interrupt (Ctrl-C) may have come between any two
         lines of this file: a job is taken from wherever it stands.
         """
+        self._is_steady = False
         for job in jobs:
             sequence: CachedSequence | None = getattr(job, "sequence", None)
             if sequence is not None and sequence.is_live:

@@ -10,6 +10,7 @@ from pyengine.core import RequestOutput, SamplingParams
 from pyengine.engine import Engine, Executor, ModelFacts, Prompt, RequestState
 from pyengine.engine.capacity import longest_sequence
 from pyengine.runner import Work
+from pyengine.runner.queue import ThreadWork
 from pyengine.scheduler import Scheduler, SchedulerLimits
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
@@ -17,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
 EOS = 2
 
 
-class LazyWork(Work[Any]):
+class LazyWork(ThreadWork[Any]):
     """Work that is done when somebody asks for its result, and not before."""
 
     def __init__(self, queue: "LazyQueue", work: Callable[[], Any]) -> None:
