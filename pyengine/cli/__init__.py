@@ -39,9 +39,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
         raise SystemExit(130) from None
     try:
         app(obj=factory)
-    except KeyboardInterrupt:  # commands handle their own; this is before them
-        raise SystemExit(130) from None
-    except OSError as error:  # help that can't be printed
+    except (KeyboardInterrupt, OSError) as error:  # commands handle their own; this is around them
         raise SystemExit(report(error)) from None
 
 

@@ -34,16 +34,34 @@ def guarded() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if _is_interrupted(error):
-            note("\ninterrupted")
-            raise typer.Exit(INTERRUPTED) from error
-        if isinstance(error, PyEngineError):
-            note(f"error: {error}")
-            refused = isinstance(error, InvalidRequestError)
-            raise typer.Exit(BAD_INPUT if refused else FAILED) from error
-        if isinstance(error, OSError):
-            raise typer.Exit(report(error)) from error
-        raise
+        raise typer.Exit(report(error)) from error
+
+
+def report(error: BaseException) -> int:
+    """Say what went wrong; the exit status. A defect is raised again.
+
+    After an error of the system standard output is given up: its last flush would fail once more.
+    """
+    if _is_interrupted(error):
+        _say("\ninterrupted")
+        return INTERRUPTED
+    if isinstance(error, PyEngineError):
+        _say(f"error: {error}")
+        return BAD_INPUT if isinstance(error, InvalidRequestError) else FAILED
+    if not isinstance(error, OSError):
+        raise error
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return CLOSED_PIPE
+    where = f": {error.filename}" if error.filename else ""
+    _say(f"error: {error.strerror or error}{where}")
+    return FAILED
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        note(text)
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
@@ -51,18 +69,6 @@ def _is_interrupted(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def report(error: OSError) -> int:
-    """Say what the system refused; the exit status. Standard output is given up."""
-    with suppress(OSError, ValueError, AttributeError):  # else its last flush fails once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
-        return CLOSED_PIPE
-    with suppress(OSError):
-        where = f": {error.filename}" if error.filename else ""
-        note(f"error: {error.strerror or error}{where}")
-    return FAILED
 
 
 @dataclass(frozen=True, slots=True)

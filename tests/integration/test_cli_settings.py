@@ -69,7 +69,7 @@ def test_it_is_served(folder: Path, options: str, tokens: int) -> None:
         ("--num-blocks 0", "num_blocks=0"),
         ("--num-blocks -1", "num_blocks=-1"),
         ("--num-blocks 1000000000000", "at most num_blocks="),
-        (f"--num-blocks {'9' * 40}", "at most num_blocks="),
+        (f"--num-blocks {'9' * 40}", "num_blocks is an integer of 133 bits"),
         ("--num-blocks 1 --block-size 1", "the KV pool holds 1 blocks of 1 tokens"),
         ("--kv-cache-gib 1e-9", "hold no KV pool"),
         ("--kv-cache-gib 1e8", "at most num_blocks="),
@@ -80,12 +80,12 @@ def test_it_is_served(folder: Path, options: str, tokens: int) -> None:
         ("--max-model-len 65", "has 64 positions"),
         ("--block-size 0", "block_size=0"),
         ("--block-size 65537", "1 to 65536"),
-        (f"--block-size {'9' * 40}", "block_size=999"),
+        (f"--block-size {'9' * 40}", "block_size is an integer of 133 bits"),
         ("--max-num-seqs 0", "max_num_seqs=0"),
         ("--max-num-batched-tokens 255", "max_num_seqs=256"),
         ("--max-num-batched-tokens 1000000000", "at most max_num_batched_tokens="),
         ("--max-num-batched-tokens 1000000000000", "at most max_num_batched_tokens="),
-        (f"--max-num-batched-tokens {'9' * 40}", "at most max_num_batched_tokens="),
+        (f"--max-num-batched-tokens {'9' * 40}", "max_num_batched_tokens is an integer of 133"),
         ("--max-num-seqs 1000000000 --max-num-batched-tokens 1000000000", "fewer max_num_seqs"),
         ("--dtype float64", "dtype='float64'"),
         ("--dtype int8", "dtype='int8'"),
@@ -121,3 +121,14 @@ def test_it_is_refused_in_a_sentence(folder: Path, options: str, complaint: str)
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.stdout == ""
     assert re.match(r"error: ", result.stderr) and complaint in result.stderr
+
+
+def test_what_is_told_of_the_engine_holds_no_token(folder: Path) -> None:
+    result = CliRunner().invoke(
+        app,
+        ["info", "--model", str(folder), "--token", "hf_secret", "--generation-config", "none"],
+        obj=lambda settings: LLM(**asdict(settings)),
+    )
+    assert result.exit_code == 0, result.output
+    assert "hf_secret" not in result.output
+    assert re.search(r"generation config +none: the defaults of SamplingParams", result.stdout)

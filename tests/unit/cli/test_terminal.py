@@ -187,6 +187,11 @@ def test_full_standard_output_is_a_sentence(arguments: list[str]) -> None:
     assert b"No space left on device" in line
 
 
+def test_full_standard_error_does_not_change_the_status() -> None:
+    assert run("generate", shell="2> /dev/full").returncode == 2
+    assert run("generate", "--kv-cache-gib", "nan", "hi", shell="2> /dev/full").returncode == 1
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
 @pytest.mark.parametrize("arguments", [["generate", "hi"], ["info"], ["chat"]])
 def test_streams_that_are_closed(arguments: list[str], closed: str) -> None:
