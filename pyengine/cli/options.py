@@ -137,20 +137,18 @@ def _option(name: str, default: Any, kind: Any, option: Any) -> inspect.Paramete
 
 
 def _sampling_option(name: str, form: _Sampling) -> inspect.Parameter:
-    flag = [f"--{name.replace('_', '-')}"] if form.kind is bool else []
-    option = typer.Option(*flag, help=form.help, rich_help_panel="Sampling")
+    flag = f"--{name.replace('_', '-')}"
+    option = typer.Option(flag, help=form.help, rich_help_panel="Sampling")
     return _option(name, form.default, form.kind, option)
 
 
 def _setting_option(setting: Any) -> inspect.Parameter:
     form = option_of(setting)
     kind = setting.type if form.parse is None else form.parse
-    name = f"--{setting.name.replace('_', '-')}"
-    flag = form.flag or (name if setting.default is not None else None)
-    if kind == bool | None:
-        flag = f"{name}/--no-{name[2:]}"
+    name = setting.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if kind == bool | None else f"--{name}"
     option = typer.Option(
-        *([flag] if flag else []),
+        form.flag or flag,
         help=f"{form.help[0].upper()}{form.help[1:]}.",
         rich_help_panel=form.panel,
         hidden=form.hidden,

@@ -58,7 +58,8 @@ class Batch:
         """The prompt's own: draws do not depend on which other prompts are run with it."""
         if self.params.is_greedy or self.params.seed is not None:
             return self.params
-        return replace(self.params, seed=Random(f"{self.settings.seed}/{index}").getrandbits(63))
+        draws = Random(f"{self.settings.seed}/{self.key(index)}")
+        return replace(self.params, seed=draws.getrandbits(63))
 
 
 class Results(Protocol):

@@ -115,10 +115,11 @@ def test_prompts_with_ids_are_found_in_another_order(tmp_path: Path, target: Pat
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": text, "id": f"p{number}"} for number, text in enumerate(WORDS)]
     file.write_text("\n".join(map(json.dumps, lines)))
-    run(FakeEngine(interrupt_after=2), file, target)
+    first, engine = FakeEngine(interrupt_after=2), FakeEngine()
+    run(first, file, target, "--temperature", "1")
     file.write_text("\n".join(map(json.dumps, reversed(lines))))
-    engine = FakeEngine()
-    assert run(engine, file, target, "--resume").exit_code == 0
+    assert run(engine, file, target, "--temperature", "1", "--resume").exit_code == 0
+    assert engine.several == first.several[1::-1], "each draws as it would have"
     assert sorted(engine.seen) == sorted(WORDS[:2])
     assert sorted(record["id"] for record in records(target)) == ["p0", "p1", "p2", "p3"]
 
