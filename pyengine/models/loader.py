@@ -104,9 +104,11 @@ def _load(
     quantised = getattr(config, "quantization_config", None) is not None
     check_number_formats(headers, folder, quantised=quantised)
     resolved_dtype = resolve_dtype(dtype, config, device)
-    transposed = _refuse_other_sizes(config, headers, folder)
+    transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
     with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
         model = _load_weights(folder, config, resolved_dtype, _placement(device, shards))
+    if not source.is_converted or resolved_dtype == torch.float16:
+        _refuse_not_finite(model, folder)
     tokenizer = _load_tokenizer(folder)
     text = config.get_text_config()
     return LoadedModel(
@@ -149,7 +151,6 @@ def _load_weights(folder: Path, config: Any, dtype: torch.dtype, placement: dict
     model, info = loading
     _refuse_unpageable(model, folder)
     _refuse_other_tensors(model, info, folder)
-    _refuse_not_finite(model, folder)
     model.eval()
     return model
 
@@ -223,7 +224,9 @@ def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
 def _refuse_not_finite(model: Any, folder: Path) -> None:
     """Raise for weights that are NaN or infinite: every answer would be token 0.
 
-    One sum per tensor: a tenth of a second for 135 million weights, which are read once more by it.
+    One sum per tensor, for which the weights are read once more: a tenth of a second for 135
+    million of them that are in memory. The processes of a divided model add up together: all of
+    them come here, and all of them raise.
     """
     weights = [(name, one) for name, one in model.named_parameters() if one.dtype in _DTYPES]
     sums = [one.sum(dtype=torch.float32) for _, one in weights]

@@ -24,13 +24,19 @@ _HUB_COPIES = ["*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.s
 class ModelSource:
     """A model folder on this machine, and the name to call the model by.
 
-    `way_out` says what to do where the folder cannot be loaded; it is empty for folders that
-    pyengine did not make.
+    A folder that pyengine converted was checked then, weight by weight, and can be made again.
     """
 
     folder: Path
     name: str
-    way_out: str = ""
+    is_converted: bool = False
+
+    @property
+    def way_out(self) -> str:
+        """What to do where the folder cannot be loaded, for the end of a message."""
+        if not self.is_converted:
+            return ""
+        return f"; delete the folder {self.folder}, and it is made again"
 
 
 def resolve_source(
@@ -68,7 +74,7 @@ def resolve_source(
 def _local_source(model: str | Path | None) -> ModelSource | None:
     """The source for what is on this machine; None for a hub id."""
     if model is None:
-        return _converted(embedded_model(), EMBEDDED_NAME)
+        return ModelSource(embedded_model(), EMBEDDED_NAME, is_converted=True)
     with load_errors(f"there is no model at {str(model)[:300]!r}"):
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -80,7 +86,7 @@ def _local_source(model: str | Path | None) -> ModelSource | None:
             )
         return ModelSource(path.resolve(), path.resolve().name)
     if is_file:
-        return _converted(converted_gguf(path), path.stem)
+        return ModelSource(converted_gguf(path), path.stem, is_converted=True)
     if isinstance(model, Path) or not _is_hub_id(model):
         raise ModelLoadError(
             f"there is no model at {str(model)!r}: neither a folder nor a .gguf file "
@@ -88,10 +94,6 @@ def _local_source(model: str | Path | None) -> ModelSource | None:
             f"default, {EMBEDDED_NAME}"
         )
     return None
-
-
-def _converted(folder: Path, name: str) -> ModelSource:
-    return ModelSource(folder, name, f"; delete the folder {folder}, and it is made again")
 
 
 def _is_hub_id(name: str) -> bool:

@@ -82,8 +82,8 @@ class Team:
         module: str = WORKER,
     ) -> None:
         first = resolve_first_device(device, size)
-        folder = resolve_source(model).folder
-        check_tensor_parallel(read_config(folder), size)
+        source = resolve_source(model)
+        check_tensor_parallel(read_config(source.folder), size)
         if not dist.is_available():
             raise ConfigurationError(
                 f"tensor_parallel_size={size}: this build of torch {torch.__version__} has no "
@@ -105,7 +105,7 @@ class Team:
                     rank=rank,
                     size=size,
                     store=store / "ranks",
-                    model=folder,
+                    model=source,
                     device=str(first),
                     dtype=dtype,
                 )
@@ -114,7 +114,7 @@ class Team:
             on_death = _abort if first.type == "cuda" else _nothing
             self._workers = Workers(setups[1:], on_death=on_death, module=module)
             self._resources.callback(self._workers.close)
-            self._start(setups[0], model)
+            self._start(setups[0])
         except BaseException:
             self.close()
             raise
@@ -124,7 +124,7 @@ class Team:
             self._resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(threads)
 
-    def _start(self, setup: RankSetup, model: str | Path | ModelSource | None) -> None:
+    def _start(self, setup: RankSetup) -> None:
         """Meet the workers and load, all at the same time."""
         self._await()
         try:
@@ -132,7 +132,10 @@ class Team:
                 self._resources.callback(_leave)
                 join(setup)
                 self.loaded: LoadedModel = load_model(
-                    model, device=setup.device, dtype=setup.dtype, tensor_parallel_size=setup.size
+                    setup.model,
+                    device=setup.device,
+                    dtype=setup.dtype,
+                    tensor_parallel_size=setup.size,
                 )
         except RuntimeError as error:  # what gloo raises when another rank is gone
             self._workers.check()

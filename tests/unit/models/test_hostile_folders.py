@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from pyengine.core.errors import ModelLoadError, PyEngineError
 from pyengine.models import load_model
 from pyengine.models.config import read_config
+from pyengine.parallel import Team
+from tests.unit.models.test_gguf import write_tiny_gguf
 from tests.unit.models.test_unsupported import save, set_config
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
@@ -138,6 +140,25 @@ def test_weights_that_are_not_finite_are_named(folder, value):
 
     change_weights(folder, spoil)
     refused(folder, r"model\.layers\.1\.mlp\.up_proj\.weight .* NaN or infinity, in torch\.float32")
+
+
+@pytest.mark.slow
+def test_weights_that_one_process_has_are_refused_by_all(folder):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][23, 3] = float("nan")  # of the second process
+
+    change_weights(folder, spoil)
+    with pytest.raises(ModelLoadError, match="hold NaN or infinity"):
+        Team(folder, device="cpu", size=2)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_loaded_by_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    with Team(tmp_path / "tiny.gguf", device="cpu", size=2) as team:
+        assert team.loaded.name == "tiny"
+    team.close()
 
 
 def test_weights_beyond_float16_are_named_with_the_dtype_that_holds_them(folder):
