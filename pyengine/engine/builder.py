@@ -30,8 +30,9 @@ from pyengine.engine.capacity import (
     model_facts,
     plan_cache,
 )
-from pyengine.engine.engine import Engine, ModelFacts
+from pyengine.engine.engine import Engine
 from pyengine.engine.executor import Executor
+from pyengine.engine.intake import ModelFacts
 from pyengine.models import LoadedModel, load_model, resolve_source
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.parallel import RunnerSetup, Team

@@ -24,7 +24,7 @@ from pyengine.cache.kv_pool import (
 from pyengine.cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.engine import ModelFacts
+from pyengine.engine.intake import ModelFacts
 from pyengine.models import LoadedModel
 from pyengine.runner import HostArrays, RunnerLimits, StepLogits
 from pyengine.runner.model_runner import ModelRunner

@@ -95,7 +95,7 @@ class Frontend:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
         name = f"{next(self._ids)}" if request_id is None else request_id
-        return self._engine.make_request(name, prompt, params, priority=priority)
+        return self._engine.intake.request(name, prompt, params, priority=priority)
 
     def _end_processes(self) -> None:
         if self._team is not None:

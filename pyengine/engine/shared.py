@@ -33,7 +33,7 @@ class SharedEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, for what any thread may ask: `check` and `make_request`."""
+        """The engine itself; any thread may use its `intake`."""
         return self._engine
 
     def submit(self, states: Sequence[RequestState]) -> None:
