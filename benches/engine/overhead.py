@@ -11,8 +11,9 @@ each step.
 
 - `greedy`: the vocabulary has 128 tokens, so that what is timed is the engine and not the search
   for the largest of 49,152 logits, which is memory traffic that any engine has. Nobody wants text.
-- `text`: with a tokenizer of 128 of SmolLM2's tokens, whole words. `read`: each request's text is
-  looked at after each step, as by somebody who streams it.
+- `text`: with a tokenizer of 128 of SmolLM2's tokens, whole words. Answers of 256 tokens, whose
+  text is looked at when they are there: that is in the time, shared among the steps. `read`: each
+  request's news are looked at after each step, as by somebody who streams it.
 - `top-p`: temperature 1 and top-p 0.9; `top-k`: temperature 1 and top-k 50.
 - `arrivals`: text, read; four requests a step come and go on average, in Poisson's way, with 512
   tokens in and 64 out on average. Taking them in is timed too.
@@ -32,6 +33,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter_ns, process_time_ns
@@ -44,7 +46,7 @@ from benches.engine.page import publish
 from benches.engine.service import Ids, Service, Size, prepared_logits
 from benches.peers.report import libraries, machine
 from benches.peers.sampling import Effort, Spread, Stream, interleave
-from pyengine.core import SamplingParams
+from pyengine.core import RequestOutputKind, SamplingParams
 from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,7 @@ PARTS = ("schedule", "fill", "sample", "commit", "outputs")
 GREEDY: dict[str, Any] = {"temperature": 0}
 TOP_P: dict[str, Any] = {"temperature": 1, "top_p": 0.9}
 TOP_K: dict[str, Any] = {"temperature": 1, "top_k": 50}
+DELTAS: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
 GOALS = {
     f"greedy, {RUNNING} running": 120,
     f"greedy, text, {RUNNING} running": 250,
@@ -117,28 +120,37 @@ def started(
         service.step()
 
 
-def steps(
-    count: int,
-    vocab_size: int,
-    settings: dict[str, Any],
-    *,
-    waiting: int = 0,
-    per_operation: int = STEPS_PER_OPERATION,
-    reads: bool = False,
-) -> Stream:
-    """A step: the mean of some, which is a block for each request."""
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """`waiting` more than have a seat; steps of an operation; whether news are read.
+
+    With `is_whole` an operation is a whole answer, and what is done at its end is shared among its
+    steps.
+    """
+
+    waiting: int = 0
+    steps: int = STEPS_PER_OPERATION
+    reads: bool = False
+    is_whole: bool = False
+
+
+def steps(count: int, vocab_size: int, settings: dict[str, Any], how: How) -> Stream:
+    """A step: the mean of some, as a rule a block for each request."""
     text = tokenizer(vocab_size) if settings.get("detokenize") else None
     longest = PROMPT + BLOCK + 2 * STEPS_PER_START
     service = Service(Size(count=count, longest=longest, vocab_size=vocab_size, tokenizer=text))
     settings = {"detokenize": False, **settings}
+    number = STEPS_PER_START if how.is_whole else how.steps
     for seed in range(1_000_000):
-        asked = prompts(count + waiting, PROMPT, vocab_size, seed)
-        started(service, asked, count, settings, reads=reads)
-        for _ in range(STEPS_PER_START // STEPS_PER_OPERATION):
+        asked = prompts(count + how.waiting, PROMPT, vocab_size, seed)
+        started(service, asked, count, settings, reads=how.reads)
+        for _ in range(1 if how.is_whole else STEPS_PER_START // STEPS_PER_OPERATION):
             clocks = Clocks()
-            for _ in range(per_operation):
+            for _ in range(number):
                 service.step()
-            yield clocks.read(per_operation)
+            if how.is_whole:
+                service.look_at(map(str, range(count)))
+            yield clocks.read(number)
         service.abort(map(str, range(len(asked))))
 
 
@@ -181,7 +193,7 @@ def arrivals() -> Stream:
         come = rng.poisson(ARRIVALS, STEPS_PER_OPERATION).tolist()
         asked = prompts(sum(come), PROMPT, SMALL, seed=number)
         params = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=int(count))
+            SamplingParams(**GREEDY, **DELTAS, ignore_eos=True, max_tokens=int(count))
             for count in rng.integers(1, 2 * MEAN_OUTPUT, sum(come))
         ]
         pairs = zip(asked, params, strict=True)
@@ -239,19 +251,19 @@ def search(vocab_size: int) -> Stream:
 def rows(sizes: tuple[int, ...]) -> dict[str, Callable[[], Stream]]:
     """Everything that is timed, by its name; made when it is asked for."""
     text = {"detokenize": True}
-    small: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "greedy": (GREEDY, {}),
-        "greedy, others waiting": (GREEDY, {"waiting": 64}),
-        "greedy, text": (GREEDY | text, {}),
-        "greedy, text, read": (GREEDY | text, {"reads": True}),
-        "top-p": (TOP_P, {}),
-        "top-k": (TOP_K, {}),
+    small: dict[str, tuple[dict[str, Any], How]] = {
+        "greedy": (GREEDY, How()),
+        "greedy, others waiting": (GREEDY, How(waiting=64)),
+        "greedy, text": (GREEDY | text, How(is_whole=True)),
+        "greedy, text, read": (GREEDY | text | DELTAS, How(reads=True)),
+        "top-p": (TOP_P, How()),
+        "top-k": (TOP_K, How()),
     }
     found: dict[str, Callable[[], Stream]] = {}
     for count in sizes:
         for name, (settings, how) in small.items():
             row = f"{name}, {count} running"
-            found[row] = partial(steps, count, SMALL, settings, **how)
+            found[row] = partial(steps, count, SMALL, settings, how)
     found[f"arrivals, about {RUNNING} running"] = arrivals
     for vocab_size in (SMOLLM2, QWEN):
         large = {"greedy": GREEDY, "greedy, text": GREEDY | text, "top-p": TOP_P, "top-k": TOP_K}
@@ -259,7 +271,8 @@ def rows(sizes: tuple[int, ...]) -> dict[str, Callable[[], Stream]]:
             if settings.get("detokenize") and vocab_size != SMOLLM2:
                 continue
             row = f"{name}, {RUNNING} running, {vocab_size:,} tokens"
-            found[row] = partial(steps, RUNNING, vocab_size, settings, per_operation=1)
+            how = How(steps=1, is_whole=name.endswith("text"))
+            found[row] = partial(steps, RUNNING, vocab_size, settings, how)
         found[f"largest, {RUNNING} rows, {vocab_size:,} tokens"] = partial(search, vocab_size)
     found[f"take in {LONG:,} from an array"] = partial(taking_in, np.asarray)
     found[f"take in {LONG:,} from a list"] = partial(taking_in, np.ndarray.tolist)

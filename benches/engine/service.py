@@ -78,9 +78,14 @@ class Reader:
 
     streams = True
 
+    def __init__(self, states: dict[str, RequestState]) -> None:
+        self._states = states
+
     def put(self, output: RequestOutput) -> None:
-        """What is new."""
+        """What is new; a request that has ended is forgotten."""
         self.last = output.outputs[0].text
+        if output.finished:
+            self._states.pop(output.request_id, None)
 
     def fail(self, error: Exception) -> None:
         """Nothing here fails."""
@@ -119,12 +124,17 @@ class Service:
     ) -> None:
         """A request, from what a caller brings to the queue; with `streams` he reads each step."""
         parsed = parse_prompt(prompt, self._tokenizer)
-        sink = Reader() if streams else None
+        sink = Reader(self._states) if streams else None
         self._states[name] = self._engine.add_request(name, parsed, params, sink=sink)
 
     def step(self) -> None:
         """One step; outputs go to whoever reads them."""
         self._engine.step()
+
+    def look_at(self, names: Iterable[str]) -> None:
+        """What is asked for at the end of an answer: all of it."""
+        for name in names:
+            _ = self._engine.output(self._states[name]).outputs[0].text
 
     def abort(self, names: Iterable[str]) -> None:
         """Ends requests."""
