@@ -11,7 +11,13 @@ from typing import Any
 from pyengine.core.distribution import needs_engine_extra
 from pyengine.core.errors import ModelLoadError
 from pyengine.models.boundary import load_errors, quiet_transformers
-from pyengine.models.cache_folder import build_once, cache_root, discard, readable_size
+from pyengine.models.cache_folder import (
+    CACHE_VARIABLE,
+    build_once,
+    cache_root,
+    discard,
+    readable_size,
+)
 from pyengine.models.config import empty_model
 from pyengine.models.gguf_header import GGUFHeader, read_header
 from pyengine.models.weights import check_weights
@@ -80,40 +86,50 @@ def _is_damaged(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
-    """Dequantise to `dtype` and save model and tokenizer to `folder`.
-
-    The file is read by a link in a folder of its own: what lies beside it has no say.
-    """
-    from transformers import AutoTokenizer
-
-    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="pyengine-") as alone:
-        (Path(alone) / path.name).symlink_to(path.resolve())
-        what = f"the GGUF file {path} could not be converted"
-        way_out = (
-            "; it may be damaged (then download it again) or of an architecture that transformers "
-            "cannot read"
-        )
-        with load_errors(what, way_out=way_out):
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    alone, gguf_file=path.name, trust_remote_code=False
-                )
-                _refuse_other_size(Path(alone) / path.name, path, header)
-                model = _dequantised(Path(alone) / path.name, path, dtype)
-            except ImportError as error:
-                missing = error.name or "gguf"
-                raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
-            # The weights are plain now; save_pretrained refuses what still claims otherwise.
-            for attribute in ("quantization_config", "_pre_quantization_dtype"):
-                if hasattr(model.config, attribute):
-                    delattr(model.config, attribute)
-            model.hf_quantizer = None
-            model.is_quantized = False
-            model.config.architectures = [type(model).__name__]
+    """Dequantise to `dtype` and save model and tokenizer to `folder`."""
+    with quiet_transformers():
+        model, tokenizer = _read(path, header, dtype)
+        # The weights are plain now; save_pretrained refuses what still claims otherwise.
+        for attribute in ("quantization_config", "_pre_quantization_dtype"):
+            if hasattr(model.config, attribute):
+                delattr(model.config, attribute)
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.config.architectures = [type(model).__name__]
+        way_out = f"; set {CACHE_VARIABLE} to a folder that can be written and has room"
+        with load_errors(f"{path} cannot be stored in {folder.parent}", way_out=way_out):
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             if header.main_type not in _PLAIN and dtype != "float32":
                 _declare_bfloat16(folder / "config.json")
+
+
+def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
+    """The model and the tokenizer in a GGUF file.
+
+    It is read by a link in a folder of its own: what lies beside it has no say.
+    """
+    from transformers import AutoTokenizer
+
+    way_out = (
+        "; it may be damaged (then download it again) or of an architecture that transformers "
+        "cannot read"
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="pyengine-") as alone,
+        load_errors(f"the GGUF file {path} could not be converted", way_out=way_out),
+    ):
+        link = Path(alone) / path.name
+        link.symlink_to(path.resolve())
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                alone, gguf_file=path.name, trust_remote_code=False
+            )
+            _refuse_other_size(link, path, header)
+            return _dequantised(link, path, dtype), tokenizer
+        except ImportError as error:
+            missing = error.name or "gguf"
+            raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
 
 
 def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:

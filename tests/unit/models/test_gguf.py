@@ -248,6 +248,21 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path, ending):
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_a_disk_that_fills_meanwhile_is_named_and_nothing_is_left(tmp_path):
+    """By a limit of the size of files, at which writing fails as on a full disk."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom pyengine.models import gguf\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try:\n    gguf.converted_gguf(Path(sys.argv[1]))\n"
+        "except gguf.ModelLoadError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "tiny.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "tiny.gguf cannot be stored in" in done.stdout and "PYENGINE_CACHE" in done.stdout
+    assert list((cache_root() / "models").iterdir()) == []
+
+
 def test_a_conversion_that_runs_is_left_alone(tmp_path):
     target = tmp_path / "first"
 
