@@ -97,6 +97,6 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"| `gpu_memory_utilization` | differs | {settings.gpu_memory_utilization} of " in text
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
 def test_other_pages_link_here(page: str) -> None:
     assert "coming-from-vllm.md)" in (ROOT / page).read_text(encoding="utf-8")
