@@ -11,8 +11,9 @@ from pyengine.core.errors import ConfigurationError, InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
 from pyengine.engine.builder import build_engine
+from pyengine.engine.chat import ChatOptions, Message, render_chat
 from pyengine.engine.engine import EngineObserver, EngineStats
-from pyengine.engine.prompts import ChatOptions, Message, Prompt, render_chat
+from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.engine.shared import SharedEngine
 
