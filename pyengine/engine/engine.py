@@ -203,7 +203,8 @@ class Engine:
             tokens = now.batch.own_tokens(results.sampled.token_ids)
             self._scheduler.commit(now.step, tokens.numpy())
         except BaseException as error:
-            num_tokens = now.step.plan.num_tokens
+            # Ctrl-C may have come after the commit.
+            num_tokens = now.step.plan.num_tokens if now.step.plan.is_open else 0
             self._roll_back(following)
             self._roll_back(now)
             if isinstance(error, BrokenLogitsError):

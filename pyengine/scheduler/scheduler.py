@@ -363,3 +363,5 @@ class Scheduler:
             if job in self._running:
                 self._running.remove(job)
             job.is_running = False
+        if not self.has_work:
+            self._newest = None  # an open step that Ctrl-C has let fall ends with its plan
