@@ -1,6 +1,7 @@
 """One engine for many threads: requests come in from anywhere, one thread at a time runs steps."""
 
 import logging
+import os
 import signal
 import threading
 from collections import deque
@@ -26,6 +27,7 @@ class SharedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._owner = os.getpid()
         self._turn = threading.Lock()
         """Held by the thread that works on the engine."""
         self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
@@ -36,8 +38,26 @@ class SharedEngine:
         """The engine itself; any thread may use its `intake`."""
         return self._engine
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a fork of the process that made the engine.
+
+        Its threads are not here then, and its locks may be closed for ever.
+        """
+        return os.getpid() != self._owner
+
+    def refuse_fork(self) -> None:
+        """Raise `EngineDeadError` in a fork of the process that made the engine."""
+        if self.is_elsewhere:
+            raise EngineDeadError(
+                f"this engine belongs to process {self._owner}, which goes on, and this process "
+                f"({os.getpid()}) is a fork of it: make a new engine here, or start the process "
+                "by multiprocessing's `spawn`"
+            )
+
     def submit(self, states: Sequence[RequestState]) -> None:
         """Queue requests before the next step."""
+        self.refuse_fork()
         self._inbox.extend([(self._add, state) for state in states])
 
     def abort(self, states: Sequence[RequestState]) -> None:
@@ -46,11 +66,13 @@ class SharedEngine:
         If a second Ctrl-C comes meanwhile, the rest is done before whatever is next.
         """
         self._inbox.extend([(self._abort, state) for state in states])
-        if self._turn.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._pass_on()
+        self.settle()
+
+    def end(self, states: Sequence[RequestState]) -> None:
+        """End requests now, once no other thread drives."""
+        self._inbox.extend([(self._abort, state) for state in states])
+        with self._turn:
+            self._read_inbox()
 
     def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
         """Run steps, or wait for another thread that does, until `is_done`.
@@ -58,6 +80,7 @@ class SharedEngine:
         `wake` is set by the caller's sink when there is something new. Raises what a step raises;
         the requests of all threads have failed then.
         """
+        self.refuse_fork()
         self._waiting.append(wake)
         try:
             while not is_done():
@@ -73,7 +96,7 @@ class SharedEngine:
         finally:
             with suppress(ValueError):
                 self._waiting.remove(wake)
-            self._wake_another()
+            self.settle()
 
     def step(self) -> StepResult:
         """One step by the thread whose turn it is."""
@@ -103,12 +126,17 @@ class SharedEngine:
                     _log.error("a step failed for all requests: %r", error)
 
     def settle(self) -> None:
-        """Do what is in the inbox, if no thread drives."""
-        if self._turn.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._pass_on()
+        """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
+        if self.is_elsewhere:  # what is given up in a fork is given up there
+            return
+        try:
+            while self._inbox and self._turn.acquire(blocking=False):
+                try:
+                    self._read_inbox()
+                finally:
+                    self._turn.release()
+        finally:
+            self._wake_another()
 
     @property
     def num_waiting(self) -> int:
@@ -117,6 +145,7 @@ class SharedEngine:
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
+        self.refuse_fork()
         self.settle()
         return self._engine.stats()
 
@@ -139,8 +168,9 @@ class SharedEngine:
 
     def _fail_all(self, error: Exception) -> None:
         """Tell everybody that the step has failed for all; nothing stays behind."""
-        live = {*self._engine.unfinished, *(state for _, state in self._inbox)}
-        self._inbox.clear()
+        live = set(self._engine.unfinished)
+        while self._inbox:  # what comes from now on is for the next step
+            live.add(self._inbox.popleft()[1])
         sinks = [state.sink for state in live]
         for state in live:
             state.sink = None
@@ -148,10 +178,6 @@ class SharedEngine:
         for sink in sinks:
             if sink is not None:
                 sink.fail(error)
-
-    def _pass_on(self) -> None:
-        self._turn.release()
-        self._wake_another()
 
     def _wake_another(self) -> None:
         """Let somebody else drive, if somebody waits."""
