@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +15,9 @@ from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
 
 _log = logging.getLogger(__name__)
+
+_LOOKS_EVERY = 0.001
+"""Seconds between two looks whether the thread that drives has stopped."""
 
 
 class SharedEngine:
@@ -28,8 +32,8 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._owner = os.getpid()
-        self._turn = threading.Lock()
-        """Held by the thread that works on the engine."""
+        self._turn = _Turn()
+        """Of the thread that works on the engine."""
         self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
         self._waiting: deque[threading.Event] = deque()
 
@@ -71,8 +75,12 @@ class SharedEngine:
     def end(self, states: Sequence[RequestState]) -> None:
         """End requests now, once no other thread drives."""
         self._inbox.extend([(self._abort, state) for state in states])
-        with self._turn:
+        who = object()
+        try:
+            self._turn.wait_for(who)
             self._read_inbox()
+        finally:
+            self._turn.give_back(who)
 
     def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
         """Run steps, or wait for another thread that does, until `is_done`.
@@ -82,18 +90,16 @@ class SharedEngine:
         """
         self.refuse_fork()
         self._waiting.append(wake)
+        who = object()
         try:
             while not is_done():
-                if self._turn.acquire(blocking=False):
-                    try:
-                        while not is_done():
-                            self.step()
-                    finally:
-                        self._turn.release()
+                if self._turn.take(who):
+                    self.step()
                 else:
                     wake.wait()
                     wake.clear()
         finally:
+            self._turn.give_back(who)
             with suppress(ValueError):
                 self._waiting.remove(wake)
             self.settle()
@@ -112,7 +118,9 @@ class SharedEngine:
 
         A step that fails ends all requests with its error. Only a dead engine ends this.
         """
-        with self._turn:
+        who = object()
+        try:
+            self._turn.wait_for(who)
             while not is_over():
                 try:
                     self._read_inbox()
@@ -124,18 +132,22 @@ class SharedEngine:
                     return
                 except Exception as error:  # every request has been told
                     _log.error("a step failed for all requests: %r", error)
+        finally:
+            self._turn.give_back(who)
 
     def settle(self) -> None:
         """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
         if self.is_elsewhere:  # what is given up in a fork is given up there
             return
+        who = object()
         try:
-            while self._inbox and self._turn.acquire(blocking=False):
+            while self._inbox and self._turn.take(who):
                 try:
                     self._read_inbox()
                 finally:
-                    self._turn.release()
+                    self._turn.give_back(who)
         finally:
+            self._turn.give_back(who)
             self._wake_another()
 
     @property
@@ -183,6 +195,31 @@ class SharedEngine:
         """Let somebody else drive, if somebody waits."""
         with suppress(IndexError):
             self._waiting[0].set()
+
+
+class _Turn:
+    """Whose turn it is; a lock that Ctrl-C cannot leave closed.
+
+    Whoever wants it names himself before, and gives it back whether he has got it or not: so there
+    is no moment between having it and knowing that it is to be given back.
+    """
+
+    def __init__(self) -> None:
+        self._holder: dict[str, object] = {}
+
+    def take(self, who: object) -> bool:
+        """Whether it is `who`'s turn now, or was already."""
+        return self._holder.setdefault("who", who) is who  # one call of C: nobody comes between
+
+    def wait_for(self, who: object) -> None:
+        """Take it as soon as nobody has it."""
+        while not self.take(who):
+            time.sleep(_LOOKS_EVERY)
+
+    def give_back(self, who: object) -> None:
+        """Let others have it, if it was `who`'s turn."""
+        if self._holder.get("who") is who:
+            del self._holder["who"]
 
 
 @contextmanager
