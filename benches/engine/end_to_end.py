@@ -133,10 +133,11 @@ class Engine:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # it ended before
             self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._errors.close()
 
 

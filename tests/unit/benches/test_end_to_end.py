@@ -116,3 +116,16 @@ def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Pat
 def test_the_pages_have_the_marks(page: Path, name: str) -> None:
     text = page.read_text()
     assert f"<!-- {name} -->\n" in text and f"<!-- end of {name} -->" in text
+
+
+@pytest.mark.slow
+def test_this_engine_answers_ids_and_text(tmp_path: Path) -> None:
+    engine = end_to_end.Engine(OURS, "float32", tmp_path)
+    try:
+        ids = engine.generate(Asked([[5, 6, 7]], 3))
+        text = engine.generate(Asked(["The capital of France is"], 4, temperature=1.0, top_p=0.9))
+    finally:
+        engine.close()
+    assert engine.told["dtype"] == "float32"
+    assert (len(ids["tokens"][0]), ids["characters"]) == (3, 0)
+    assert len(text["tokens"][0]) == 4 and text["characters"] > 0 and text["seconds"] > 0
