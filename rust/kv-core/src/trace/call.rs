@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::code::{Bytes, Field};
 use crate::ids::BlockId;
-use crate::plan::{Prefill, Redirect};
+use crate::step::{Prefill, Redirect};
 use crate::stats::Ledger;
 
 macro_rules! calls {

@@ -174,7 +174,7 @@ macro_rules! list {
         })*
     };
 }
-list!(u32, usize, crate::plan::Redirect);
+list!(u32, usize, crate::step::Redirect);
 
 /// Ids, which mostly ascend: each as its distance from the one before.
 impl Field for Vec<u64> {

@@ -13,7 +13,8 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::ids::{PlanKey, SeqKey};
 use crate::manager::BlockManager;
-use crate::shared::{Lease, PlanHandle, SeqHandle};
+use crate::handle::{PlanHandle, SeqHandle};
+use crate::lease::Lease;
 use crate::stats::{Ledger, Stats};
 
 /// What a replay may take, whatever the file says.
