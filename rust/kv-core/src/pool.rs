@@ -231,6 +231,51 @@ impl Pool {
         }
     }
 
+    /// A table entry less of each of these, the first one first: one after the other into the queue.
+    #[inline]
+    pub(crate) fn release_all(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        let Self {
+            blocks: places,
+            queue,
+            policy,
+            shared,
+            active,
+            ..
+        } = self;
+        let mut blocks = blocks.peekable();
+        while let Some(&first) = blocks.peek() {
+            let place = &places[first.at()];
+            let list = policy.list(place.used_again);
+            // Those that become idle and wait in the same list go there together.
+            let idle = std::iter::from_fn(|| {
+                blocks.next_if(|block| {
+                    let place = &mut places[block.at()];
+                    let idles = place.seq_refs == 1
+                        && place.content.run != RunId::NONE
+                        && policy.list(place.used_again) == list
+                        && place.fences == 0
+                        && shared.lease_refs_of(*block) == 0;
+                    if idles {
+                        (place.seq_refs, place.list) = (0, list);
+                        *active -= 1;
+                    }
+                    idles
+                })
+            });
+            queue.push_tails(list, idle);
+            if let Some(block) = blocks.next() {
+                let place = &mut places[block.at()];
+                place.seq_refs -= 1;
+                if place.seq_refs == 0 {
+                    *active -= 1;
+                    if place.fences == 0 && shared.lease_refs_of(block) == 0 {
+                        wait(place, block, policy, queue);
+                    }
+                }
+            }
+        }
+    }
+
     /// Before a lease holds a block: it waits no more.
     pub(crate) fn take_for_lease(&mut self, block: BlockId) {
         self.blocks[block.at()].used_again = true;

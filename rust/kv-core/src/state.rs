@@ -78,8 +78,13 @@ impl State {
         let end = seq.table.rows();
         if rows < end {
             seq.table_version += 1;
-            let pool = &mut self.pool;
-            seq.table.take_rows(rows..end, |block| pool.release(block));
+            match seq.table.groups() {
+                1 => self.pool.release_all(seq.table.take_rows_of_one(rows..end)),
+                _ => {
+                    let pool = &mut self.pool;
+                    seq.table.take_rows(rows..end, |block| pool.release(block));
+                }
+            }
         }
     }
 

@@ -125,9 +125,12 @@ impl BlockTable {
 
     /// All blocks, row by row.
     pub(crate) fn blocks(&self) -> impl DoubleEndedIterator<Item = BlockId> + '_ {
-        let rows = (0..self.groups()).map(|group| self.start(group)).min();
-        let rows = rows.unwrap_or(0)..self.rows();
-        rows.flat_map(|row| self.row(row))
+        let one = self.others.is_empty();
+        let first = if one { &self.first.blocks[..] } else { &[] };
+        let starts = (0..self.groups()).map(|group| self.start(group));
+        let start = if one { self.rows() } else { starts.min().unwrap_or(0) };
+        let rows = start..self.rows();
+        first.iter().copied().chain(rows.flat_map(|row| self.row(row)))
     }
 
     /// The blocks of a row that are there.
@@ -158,6 +161,12 @@ impl BlockTable {
     pub(crate) fn tail_of_one(&mut self) -> &mut Vec<BlockId> {
         debug_assert!(self.others.is_empty());
         &mut self.first.blocks
+    }
+
+    /// As `take_rows`, of the one group that there is.
+    #[inline]
+    pub(crate) fn take_rows_of_one(&mut self, rows: Range<usize>) -> impl Iterator<Item = BlockId> {
+        self.first.take_rows(rows).rev()
     }
 
     /// Takes rows out; their blocks, the last one first.

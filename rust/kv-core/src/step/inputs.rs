@@ -10,6 +10,7 @@ use super::plan::{Entry, Plan};
 use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::PlanKey;
+use crate::sequence::Sequence;
 use crate::table::BlockTable;
 
 /// An array of the caller, 32 or 64 bits wide.
@@ -26,6 +27,15 @@ impl IntArray<'_> {
         match self {
             IntArray::I32(cells) => cells.len(),
             IntArray::I64(cells) => cells.len(),
+        }
+    }
+
+    /// Writes element `at`.
+    #[inline]
+    fn put(&self, at: usize, value: i64) {
+        match self {
+            IntArray::I32(cells) => cells[at].set(value as i32),
+            IntArray::I64(cells) => cells[at].set(value),
         }
     }
 
@@ -161,23 +171,25 @@ impl Steps {
             written.rows.resize(sequences, NOTHING_WRITTEN);
         }
         let (mut at, mut sample) = (0, 0);
-        arrays.query_start_loc.write(0, std::iter::once(0));
+        arrays.query_start_loc.put(0, 0);
         for (row, entry) in plan.entries.iter().enumerate() {
             let table = self.table_of(state, plan, entry);
-            fill_tokens(state, entry, at, arrays);
-            fill_slots(state, entry, &table, at, arrays);
-            at += entry.len as usize;
-            let end = entry.end() as i64;
-            let (bound, rows) = (at as i64, entry.rows());
-            arrays
-                .query_start_loc
-                .write(row + 1, std::iter::once(bound));
-            arrays.seq_lens.write(row, std::iter::once(end));
-            arrays
-                .logits_indices
-                .write(sample, bound - rows as i64..bound);
-            sample += rows;
             let seq = state.seqs.at(entry.slot);
+            let rows = if entry.extra.is_none() {
+                fill_decode(state, (entry, seq), &table, at, arrays);
+                usize::from(entry.samples)
+            } else {
+                fill_tokens(state, entry, at, arrays);
+                fill_slots(state, entry, &table, at, arrays);
+                entry.rows()
+            };
+            at += entry.len as usize;
+            arrays.query_start_loc.put(row + 1, at as i64);
+            arrays.seq_lens.put(row, entry.end() as i64);
+            for row in at - rows..at {
+                arrays.logits_indices.put(sample, row as i64);
+                sample += 1;
+            }
             let version = match &table {
                 Cow::Borrowed(_) => (self.manager, seq.id, seq.table_version),
                 Cow::Owned(_) => NOTHING_WRITTEN.0, // it is no version of its sequence's
@@ -194,6 +206,35 @@ fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = 
     let seq = state.seqs.at(entry.slot);
     let known = seq.tokens[entry.start..].iter().chain(entry.drafts());
     known.take(entry.len as usize).copied()
+}
+
+/// The one token of a decode: what it is, where it stands and where its KV goes.
+#[inline]
+fn fill_decode(
+    state: &State,
+    (entry, seq): (&Entry, &Sequence),
+    table: &BlockTable,
+    at: usize,
+    arrays: &StepArrays<'_>,
+) {
+    let position = entry.start;
+    // A pending token: -1 - (its row among the logits of the step before).
+    let token = match (seq.tokens.get(position), entry.pending_row) {
+        (Some(&token), _) => i64::from(token),
+        (None, row) => -1 - i64::from(row.expect("pending")),
+    };
+    arrays.input_ids.put(at, token);
+    arrays.positions.put(at, position as i64);
+    let row = state.groups.row_of(position);
+    let offset = position - row * state.groups.block_size();
+    for group in 0..table.groups() {
+        let slot = if position < entry.write_from {
+            -1
+        } else {
+            (table.at(group, row).at() * state.groups.block_size() + offset) as i64
+        };
+        arrays.slot_mapping.put(group * arrays.slots_width + at, slot);
+    }
 }
 
 /// What the tokens of an entry are and where they stand.
@@ -255,6 +296,9 @@ fn fill_table(
     let then = std::mem::replace(written, (version, rows));
     let same = then.0 == version && version != NOTHING_WRITTEN.0;
     let from = if same { then.1.min(rows) } else { 0 };
+    if from == rows {
+        return;
+    }
     for group in 0..table.groups() {
         let place = (group * arrays.table_rows + row) * arrays.table_width;
         let start = table.start(group);

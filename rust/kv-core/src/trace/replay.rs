@@ -155,12 +155,8 @@ impl From<Error> for Halt {
 
 impl Player {
     fn new(config: &Config) -> Result<Self, Error> {
-        let config = Config {
-            events: false, // nobody takes them, and they decide nothing
-            ..config.clone()
-        };
         Ok(Self {
-            manager: BlockManager::new(config)?,
+            manager: BlockManager::new(config.clone())?,
             sequences: HashMap::new(),
             plans: HashMap::new(),
             leases: HashMap::new(),
@@ -183,6 +179,7 @@ impl Player {
             if !body.is_empty() {
                 return Err(corrupt("it goes on after its answer".into()));
             }
+            self.manager.take_events(); // nobody else does
             let obtained = match self.apply(&call) {
                 Ok(answer) => Ok(answer),
                 Err(Halt::Refused(error)) => Err(error),
