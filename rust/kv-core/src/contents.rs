@@ -92,7 +92,9 @@ impl Run {
     }
 
     fn has_child(&self, rows: u32) -> bool {
-        self.children.binary_search_by_key(&rows, |child| child.0).is_ok()
+        self.children
+            .binary_search_by_key(&rows, |child| child.0)
+            .is_ok()
     }
 }
 
@@ -206,7 +208,8 @@ impl Contents {
 
     /// Where to look for the run that hangs behind `parent` with this first row.
     fn index_hash(&self, parent: Spot, tokens: &[u32]) -> u64 {
-        let seed = (u64::from(parent.run.get()) << 32 | u64::from(parent.rows)) ^ self.hasher.seed();
+        let seed =
+            (u64::from(parent.run.get()) << 32 | u64::from(parent.rows)) ^ self.hasher.seed();
         let hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
         self.hasher.index_bits(hash)
     }
@@ -383,12 +386,16 @@ impl Contents {
         }
     }
 
-    /// Forgets the last rows of a run that nothing needs any more, and what ends with them.
-    fn shorten(&mut self, run: RunId) {
+    /// Forgets the last rows of a run that nothing needs any more, and what ends with them. It may have
+    /// ended with another one.
+    pub(crate) fn shorten(&mut self, run: RunId) {
         let mut at = run;
         loop {
             let (size, groups) = (self.block_size, self.groups);
             let run = &mut self.runs[at.at()];
+            if !run.lives {
+                return;
+            }
             if run.namespace.is_some() {
                 if run.sequences == 0 && run.children.is_empty() {
                     self.end_namespace(at);
@@ -464,14 +471,19 @@ impl Contents {
     }
 
     /// The content loses a group's block. It lives on if it has others, or something follows it.
-    #[inline(always)] // every content that goes comes here
     pub(crate) fn clear_block(&mut self, spot: Spot, group: usize) {
-        let groups = self.groups;
-        let run = self.run_mut(spot.run);
-        run.blocks[spot.row() * groups + group] = BlockId::NONE;
-        if spot.rows as usize * groups == run.blocks.len() {
+        self.empty_block(spot, group);
+        let run = self.run(spot.run);
+        if spot.rows as usize * self.groups == run.blocks.len() {
             self.shorten(spot.run);
         }
+    }
+
+    /// The same; the caller shortens the run afterwards.
+    #[inline(always)] // every content that goes comes here
+    pub(crate) fn empty_block(&mut self, spot: Spot, group: usize) {
+        let at = spot.row() * self.groups + group;
+        self.run_mut(spot.run).blocks[at] = BlockId::NONE;
     }
 
     /// The content before this one; none before a root.
@@ -611,7 +623,9 @@ fn equal_rows(known: &[u32], tokens: &[u32], block_size: usize) -> usize {
     if known == tokens {
         return known.len() / block_size;
     }
-    let rows = known.chunks_exact(block_size).zip(tokens.chunks_exact(block_size));
+    let rows = known
+        .chunks_exact(block_size)
+        .zip(tokens.chunks_exact(block_size));
     rows.take_while(|(known, tokens)| known == tokens).count()
 }
 

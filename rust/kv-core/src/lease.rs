@@ -98,14 +98,12 @@ impl Drop for Lease {
             .blocks()
             .rev()
             .filter(|&block| shared.let_go(block))
-            .map(Dropped::Block)
             .collect();
         if !released.is_empty() {
-            shared.post(released);
+            shared.post([Dropped::Blocks(released)]);
         }
         shared
             .lease_refs_ceiling
             .fetch_sub(self.num_blocks, Ordering::AcqRel);
     }
 }
-

@@ -73,7 +73,7 @@ impl BlockManager {
     fn read_mail(&mut self) {
         for dropped in self.shared.collect() {
             match dropped {
-                Dropped::Block(block) => self.state.pool.settle(block),
+                Dropped::Blocks(blocks) => self.state.pool.settle_all(&blocks),
                 Dropped::Sequence(key) => {
                     if self.state.seqs.get(key).is_ok() {
                         self.note(|_| Call::drop_sequence(key.id), ());
@@ -254,9 +254,8 @@ impl BlockManager {
     }
 
     fn grant(&mut self, (table, end, rows): (BlockTable, Spot, usize)) -> Lease {
-        for block in table.blocks() {
-            self.state.pool.take_for_lease(block);
-        }
+        let pool = &mut self.state.pool;
+        table.blocks().for_each(|block| pool.take_for_lease(block));
         let num_tokens = rows * self.config.block_size;
         let serial = self.next_lease();
         Lease::over(&self.shared, serial, table, end, num_tokens)
@@ -496,7 +495,9 @@ impl BlockManager {
         let posted = self.shared.posted_blocks();
         let held = self.state.check()?;
         self.steps.check(&self.state)?;
-        self.state.pool.check(&held, &self.steps.fences(), leases, &posted)
+        self.state
+            .pool
+            .check(&held, &self.steps.fences(), leases, &posted)
     }
 }
 

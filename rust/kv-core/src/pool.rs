@@ -189,7 +189,12 @@ impl Pool {
     }
 
     /// As `Contents::follow`, over blocks whose contents are there.
-    pub(crate) fn follow_ready(&mut self, spot: Spot, tokens: &[u32], found: &mut Vec<BlockId>) -> Spot {
+    pub(crate) fn follow_ready(
+        &mut self,
+        spot: Spot,
+        tokens: &[u32],
+        found: &mut Vec<BlockId>,
+    ) -> Spot {
         let (blocks, open) = (&self.blocks, self.open);
         let usable = |block: BlockId| is_ready(&blocks[block.at()], open);
         self.contents.follow(spot, tokens, found, usable)
@@ -292,6 +297,24 @@ impl Pool {
         }
     }
 
+    /// As `settle`, one after the other.
+    pub(crate) fn settle_all(&mut self, blocks: &[BlockId]) {
+        let Self {
+            blocks: places,
+            queue,
+            policy,
+            shared,
+            ..
+        } = self;
+        for &block in blocks {
+            let place = &mut places[block.at()];
+            let held = place.seq_refs + place.fences > 0 || shared.lease_refs_of(block) > 0;
+            if !held && !queue.contains(block) {
+                wait(place, block, policy, queue);
+            }
+        }
+    }
+
     /// A plan reads a block, whatever becomes of its holders.
     pub(crate) fn fence(&mut self, block: BlockId) {
         self.blocks[block.at()].fences += 1;
@@ -314,23 +337,30 @@ impl Pool {
             let missing = start + count - taken.len();
             self.queue.pop_heads(list, most.min(missing), taken);
         }
-        let held = Block {
-            seq_refs: 1,
-            ..NEW
-        };
+        let held = Block { seq_refs: 1, ..NEW };
         for &block in &taken[start..idle] {
             self.blocks[block.at()] = held;
         }
+        let mut last = RunId::NONE;
         for &block in &taken[idle..] {
-            self.evict(block, held);
+            let run = self.evict(block, held);
+            // As a rule the end of a run goes first: it is shortened once.
+            if run != last && last != RunId::NONE {
+                self.contents.shorten(last);
+            }
+            last = run;
+        }
+        if last != RunId::NONE {
+            self.contents.shorten(last);
         }
         self.active += count;
         self.stats.allocated_blocks += count as u64;
     }
 
-    /// An idle block loses its content, and becomes what `then` says.
+    /// An idle block loses its content, and becomes what `then` says. The run in which that is, which may
+    /// have to be shortened.
     #[inline(always)] // every block of a cold prompt comes here
-    fn evict(&mut self, block: BlockId, then: Block) {
+    fn evict(&mut self, block: BlockId, then: Block) -> RunId {
         let Block { content, group, .. } = std::mem::replace(&mut self.blocks[block.at()], then);
         if self.policy.remembers()
             && let Some(hash) = self.contents.name(content)
@@ -343,8 +373,9 @@ impl Pool {
         {
             events.push(Event::Removed { hash });
         }
-        self.contents.clear_block(content, usize::from(group));
+        self.contents.empty_block(content, usize::from(group));
         self.stats.evicted_blocks += 1;
+        content.run
     }
 
     /// Forgets every content that nobody holds. How many blocks that are.
@@ -354,7 +385,8 @@ impl Pool {
         let told = self.events.as_ref().map_or(0, Vec::len);
         for &block in &idle {
             self.queue.unlink(self.blocks[block.at()].list, block);
-            self.evict(block, NEW);
+            let run = self.evict(block, NEW);
+            self.contents.shorten(run);
             self.settle(block);
         }
         let nothing_held = self.contents.held().next().is_none();
@@ -386,7 +418,13 @@ impl Pool {
 
     /// New contents that follow `spot`, of which nothing has the first row yet, in these blocks,
     /// row-major. The last of them.
-    pub(crate) fn append(&mut self, spot: Spot, tokens: &[u32], blocks: &[BlockId], step: u32) -> Spot {
+    pub(crate) fn append(
+        &mut self,
+        spot: Spot,
+        tokens: &[u32],
+        blocks: &[BlockId],
+        step: u32,
+    ) -> Spot {
         let end = self.contents.append(spot, tokens, blocks);
         let groups = self.contents.groups();
         let first = end.rows - (blocks.len() / groups) as u32;
@@ -443,9 +481,16 @@ impl Pool {
     /// The names of all contents that are there.
     pub(crate) fn names(&mut self) -> Vec<u128> {
         let held: Vec<Spot> = self.contents.held().collect();
-        let ready = |spot: &Spot| self.contents.blocks(*spot).any(|block| self.is_ready(block));
+        let ready = |spot: &Spot| {
+            self.contents
+                .blocks(*spot)
+                .any(|block| self.is_ready(block))
+        };
         let ready: Vec<Spot> = held.into_iter().filter(ready).collect();
-        ready.into_iter().filter_map(|spot| self.contents.name(spot)).collect()
+        ready
+            .into_iter()
+            .filter_map(|spot| self.contents.name(spot))
+            .collect()
     }
 }
 

@@ -14,8 +14,8 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Mutex, Ordering
 /// Something that was let go outside the manager.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Dropped {
-    /// This block's last reference went; it may have been taken up again since.
-    Block(BlockId),
+    /// The last references of these blocks went; they may have been taken up again since.
+    Blocks(Vec<BlockId>),
     /// This sequence's handle is gone.
     Sequence(SeqKey),
     /// This open plan's handle is gone.
@@ -102,10 +102,10 @@ impl Shared {
     pub(crate) fn posted_blocks(&self) -> HashSet<BlockId> {
         let mail = lock(&self.mail);
         let blocks = mail.iter().filter_map(|dropped| match dropped {
-            Dropped::Block(block) => Some(*block),
+            Dropped::Blocks(blocks) => Some(blocks.iter().copied()),
             _ => None,
         });
-        blocks.collect()
+        blocks.flatten().collect()
     }
 
     pub(crate) fn close_plan(&self, key: PlanKey) {
@@ -139,4 +139,3 @@ fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
-

@@ -129,12 +129,16 @@ impl State {
     pub(crate) fn lease_on(&self, key: SeqKey) -> Result<(BlockTable, Spot, usize), Error> {
         let seq = self.seqs.get(key)?;
         let is_there = |row: usize| seq.table.row(row).all(|block| self.pool.is_ready(block));
-        let first = (0..self.groups.len()).map(|group| seq.table.start(group)).min();
+        let first = (0..self.groups.len())
+            .map(|group| seq.table.start(group))
+            .min();
         let first = first.unwrap_or(0).min(seq.registered.rows);
         let missing = (first..seq.registered.rows).find(|&row| !is_there(row));
         let rows = missing.unwrap_or(seq.registered.rows);
         // Of fewer rows a window would begin even earlier.
-        let prefix = seq.table.prefix(rows, |group| self.groups.first_row(group, rows));
+        let prefix = seq
+            .table
+            .prefix(rows, |group| self.groups.first_row(group, rows));
         Ok(match prefix {
             Some(table) if rows > 0 => {
                 let Registered { tip, rows: all } = seq.registered;
@@ -146,8 +150,11 @@ impl State {
 
     /// The table of a lease on the longest cached prefix of `tokens`, as `lease_on`.
     pub(crate) fn match_prefix(&mut self, tokens: &[u32], root: Spot) -> (BlockTable, Spot, usize) {
-        self.matched.walk(&mut self.pool, &self.groups, tokens, (root, 0), true);
-        let Match { tip, rows, blocks, .. } = &self.matched;
+        self.matched
+            .walk(&mut self.pool, &self.groups, tokens, (root, 0), true);
+        let Match {
+            tip, rows, blocks, ..
+        } = &self.matched;
         match rows {
             0 => self.no_lease(),
             _ => (BlockTable::of_match(blocks, 0, &self.groups), *tip, *rows),
@@ -182,9 +189,7 @@ impl State {
         seq.registered = Registered { tip, rows };
         seq.set_computed(lease.num_tokens().min(seq.tokens.len() - 1));
         seq.cached = seq.computed;
-        for block in lease.blocks() {
-            self.pool.hold(block);
-        }
+        lease.blocks().for_each(|block| self.pool.hold(block));
         Ok(())
     }
 
@@ -218,9 +223,7 @@ impl State {
         });
         let tokens = seq.tokens[..num_tokens].to_vec();
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
-        for block in table.blocks() {
-            self.pool.hold(block);
-        }
+        table.blocks().for_each(|block| self.pool.hold(block));
         self.pool.contents.share_root(root);
         let shared_rows = self.groups.rows(computed);
         let parent = self.seqs.at_mut(key.slot);

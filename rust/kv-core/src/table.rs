@@ -53,7 +53,9 @@ impl BlockTable {
             let column = table.column_mut(group);
             column.start = start;
             let blocks = blocks[(start - from) * groups.len()..].iter();
-            column.blocks.extend(blocks.skip(group).step_by(groups.len()));
+            column
+                .blocks
+                .extend(blocks.skip(group).step_by(groups.len()));
         }
         table
     }
@@ -128,9 +130,16 @@ impl BlockTable {
         let one = self.others.is_empty();
         let first = if one { &self.first.blocks[..] } else { &[] };
         let starts = (0..self.groups()).map(|group| self.start(group));
-        let start = if one { self.rows() } else { starts.min().unwrap_or(0) };
+        let start = if one {
+            self.rows()
+        } else {
+            starts.min().unwrap_or(0)
+        };
         let rows = start..self.rows();
-        first.iter().copied().chain(rows.flat_map(|row| self.row(row)))
+        first
+            .iter()
+            .copied()
+            .chain(rows.flat_map(|row| self.row(row)))
     }
 
     /// The blocks of a row that are there.
@@ -140,7 +149,9 @@ impl BlockTable {
 
     /// How many blocks there are.
     pub(crate) fn len(&self) -> usize {
-        (0..self.groups()).map(|group| self.blocks_of(group).len()).sum()
+        (0..self.groups())
+            .map(|group| self.blocks_of(group).len())
+            .sum()
     }
 
     /// Rows more at the end, row-major.
@@ -204,7 +215,9 @@ impl BlockTable {
                 column.blocks.extend_from_slice(&new.blocks);
             } else {
                 let place = at - column.start;
-                column.blocks.splice(place..place, new.blocks.iter().copied());
+                column
+                    .blocks
+                    .splice(place..place, new.blocks.iter().copied());
             }
             if new.start > at {
                 debug_assert!(column.start == at);
@@ -215,7 +228,12 @@ impl BlockTable {
 
     /// Puts blocks back before a group's first ones: what `slide` took, in its order. `start` is where
     /// the group begins then.
-    pub(crate) fn restore(&mut self, group: usize, start: usize, taken: impl Iterator<Item = BlockId>) {
+    pub(crate) fn restore(
+        &mut self,
+        group: usize,
+        start: usize,
+        taken: impl Iterator<Item = BlockId>,
+    ) {
         let column = self.column_mut(group);
         let mut blocks: Vec<BlockId> = taken.collect();
         blocks.reverse();

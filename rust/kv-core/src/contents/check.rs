@@ -45,10 +45,17 @@ impl Contents {
             })?;
         }
         let (dead, vacant) = (self.runs.len() - self.living().count(), self.vacant.len());
-        ensure(dead == vacant, || format!("{dead} dead runs, {vacant} vacant"))?;
-        let rows: usize = self.living().map(|(_, run)| run.blocks.len() / self.groups).sum();
+        ensure(dead == vacant, || {
+            format!("{dead} dead runs, {vacant} vacant")
+        })?;
+        let rows: usize = self
+            .living()
+            .map(|(_, run)| run.blocks.len() / self.groups)
+            .sum();
         let counted = self.rows;
-        ensure(rows == counted, || format!("{rows} rows in all, {counted} counted"))
+        ensure(rows == counted, || {
+            format!("{rows} rows in all, {counted} counted")
+        })
     }
 
     /// As many tokens as blocks, and no more rows than something needs.
@@ -64,7 +71,9 @@ impl Contents {
             return ensure(rows == 0, || format!("{id:?} is a root of {rows} rows"));
         }
         let parent = run.parent;
-        ensure(self.lives(parent), || format!("{id:?} hangs behind {parent:?}, which is gone"))?;
+        ensure(self.lives(parent), || {
+            format!("{id:?} hangs behind {parent:?}, which is gone")
+        })?;
         let is_root = self.run(parent.run).namespace.is_some();
         ensure(is_root == (parent.rows == 0), || {
             format!("{id:?} hangs behind {parent:?}, no content and no root")
@@ -78,7 +87,9 @@ impl Contents {
 
     fn check_children(&self, counted: &BTreeMap<Spot, u32>) -> Result<(), String> {
         let says = self.living().flat_map(|(run, of)| {
-            of.children.iter().map(move |&(rows, count)| (Spot { run, rows }, count))
+            of.children
+                .iter()
+                .map(move |&(rows, count)| (Spot { run, rows }, count))
         });
         let says: BTreeMap<Spot, u32> = says.collect();
         for (spot, count) in counted {
@@ -88,7 +99,11 @@ impl Contents {
             })?;
         }
         ensure(says.len() == counted.len(), || {
-            format!("children behind {} spots, counted {}", says.len(), counted.len())
+            format!(
+                "children behind {} spots, counted {}",
+                says.len(),
+                counted.len()
+            )
         })?;
         let sorted = |run: &Run| run.children.is_sorted_by(|a, b| a.0 < b.0);
         ensure(self.living().all(|(_, run)| sorted(run)), || {
@@ -101,18 +116,25 @@ impl Contents {
         let runs = self.living().filter(|(_, run)| run.namespace.is_none());
         let runs: Vec<_> = runs.collect();
         let (indexed, counted) = (self.index.len(), runs.len());
-        ensure(indexed == counted, || format!("{counted} runs, {indexed} in the index"))?;
+        ensure(indexed == counted, || {
+            format!("{counted} runs, {indexed} in the index")
+        })?;
         for (id, run) in runs {
             let tokens = &run.tokens[..self.block_size];
             let hash = self.index_hash(run.parent, tokens);
-            let found = self.index.find(hash, |&run_id| self.begins(run_id, run.parent, tokens));
-            ensure(found == Some(&id), || format!("{id:?} is not found, but {found:?}"))?;
+            let found = self
+                .index
+                .find(hash, |&run_id| self.begins(run_id, run.parent, tokens));
+            ensure(found == Some(&id), || {
+                format!("{id:?} is not found, but {found:?}")
+            })?;
             // What goes on in the run above is no child of it.
             let above = self.run(run.parent.run);
             let at = run.parent.rows as usize * self.block_size;
-            ensure(above.tokens.get(at..at + self.block_size) != Some(tokens), || {
-                format!("{id:?} begins as its parent goes on")
-            })?;
+            ensure(
+                above.tokens.get(at..at + self.block_size) != Some(tokens),
+                || format!("{id:?} begins as its parent goes on"),
+            )?;
         }
         Ok(())
     }
@@ -122,8 +144,13 @@ impl Contents {
         let roots = self.living().filter(|(_, run)| run.namespace.is_some());
         let roots: Vec<_> = roots.collect();
         for &(run, root) in &roots {
-            let name = root.namespace.as_ref().and_then(|name| self.namespaces.get(name));
-            ensure(name == Some(&run), || format!("{run:?} is the root of {name:?}"))?;
+            let name = root
+                .namespace
+                .as_ref()
+                .and_then(|name| self.namespaces.get(name));
+            ensure(name == Some(&run), || {
+                format!("{run:?} is the root of {name:?}")
+            })?;
             let counted = sequences.get(&Spot { run, rows: 0 }).copied().unwrap_or(0);
             let says = root.sequences;
             ensure(says == counted, || {
@@ -134,10 +161,14 @@ impl Contents {
             })?;
         }
         let (counted, named) = (roots.len(), self.namespaces.len());
-        ensure(counted == named, || format!("{counted} roots, {named} namespaces"))?;
+        ensure(counted == named, || {
+            format!("{counted} roots, {named} namespaces")
+        })?;
         for (root, count) in sequences {
             let is_root = self.lives(*root) && self.run(root.run).namespace.is_some();
-            ensure(is_root, || format!("{count} sequences under {root:?}, which is no root"))?;
+            ensure(is_root, || {
+                format!("{count} sequences under {root:?}, which is no root")
+            })?;
         }
         Ok(())
     }
@@ -162,7 +193,9 @@ impl Contents {
                 ensure(counted == Some(name), || {
                     format!("{id:?} is named {name:x} in row {row}, counted {counted:x?}")
                 })?;
-                ensure(all.insert(name), || format!("two contents are named {name:x}"))?;
+                ensure(all.insert(name), || {
+                    format!("two contents are named {name:x}")
+                })?;
             }
         }
         ensure(all == self.named, || {

@@ -112,7 +112,8 @@ impl Pool {
 
     /// Contents that an open step computes: nobody else may.
     pub(crate) fn unready(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
-        let unready = |id: &BlockId, block: &Block| block.content != Spot::NONE && !self.is_ready(*id);
+        let unready =
+            |id: &BlockId, block: &Block| block.content != Spot::NONE && !self.is_ready(*id);
         self.each()
             .filter(move |(id, block)| unready(id, block))
             .map(|(id, block)| (id, block.step))

@@ -44,7 +44,9 @@ impl State {
     /// column of its content's group.
     fn check_table(&self, seq: &Sequence, held: &mut [Held]) -> Result<(), String> {
         let id = seq.id;
-        seq.table.check().map_err(|what| format!("sequence {id} has {what}"))?;
+        seq.table
+            .check()
+            .map_err(|what| format!("sequence {id} has {what}"))?;
         for group in 0..seq.table.groups() {
             let rows = seq.table.start(group)..;
             for (row, &block) in rows.zip(seq.table.blocks_of(group)) {
@@ -57,7 +59,10 @@ impl State {
                 })?;
                 place.times += 1;
                 place.at = at;
-                let of = self.pool.content_of(block).map_or(group, |content| content.1);
+                let of = self
+                    .pool
+                    .content_of(block)
+                    .map_or(group, |content| content.1);
                 ensure(of == group, || {
                     format!("sequence {id} holds {block:?} of group {of} in column {group}")
                 })?;
@@ -102,11 +107,15 @@ impl State {
             let start = seq.table.start(group);
             let seen = self.groups.first_row(group, rows);
             ensure(start <= seen, || {
-                format!("sequence {id} of {computed} computed tokens begins in row {start} of group {group}, {seen} is seen")
+                format!(
+                    "sequence {id} of {computed} computed tokens begins in row {start} of group {group}, {seen} is seen"
+                )
             })?;
             let unseen = self.groups.first_row(group, settled);
             ensure(start >= unseen.min(seq.table.rows()), || {
-                format!("sequence {id} begins in row {start} of group {group}, nothing before {unseen} is seen")
+                format!(
+                    "sequence {id} begins in row {start} of group {group}, nothing before {unseen} is seen"
+                )
             })?;
         }
         Ok(())

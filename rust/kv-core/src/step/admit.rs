@@ -260,7 +260,8 @@ impl State {
             return;
         }
         let from = (tip, rows);
-        self.matched.walk(&mut self.pool, &self.groups, &seq.tokens, from, false);
+        self.matched
+            .walk(&mut self.pool, &self.groups, &seq.tokens, from, false);
     }
 
     /// Blocks of the match under way that are in the queue now, as far as a token after it sees them.
@@ -272,6 +273,7 @@ impl State {
             let (row, group) = (from + place / groups, place % groups);
             row >= self.groups.first_row(group, from + self.matched.rows)
         });
-        seen.filter(|&(_, &block)| self.pool.is_queued(block)).count()
+        seen.filter(|&(_, &block)| self.pool.is_queued(block))
+            .count()
     }
 }

@@ -184,7 +184,10 @@ fn check_path(state: &State, extra: &Extra, seq: &Sequence) -> Result<(), String
         let row = stands.rows;
         format!("sequence {id} was led to row {led}, stands on {row}")
     })?;
-    let tip = state.pool.contents.back(stands.tip, stands.rows - stood.rows);
+    let tip = state
+        .pool
+        .contents
+        .back(stands.tip, stands.rows - stood.rows);
     ensure(tip == stood.tip, || {
         let before = stood.tip;
         format!("sequence {id} stood on {before:?}, its path leads through {tip:?}")

@@ -32,7 +32,9 @@ impl Steps {
             let extra = extra.get_or_insert_with(|| Extra::new(stood));
             for group in shared {
                 let source = self.copy_block(state, slot, (group, row));
-                extra.copied.push((row * state.groups.len() + group, source));
+                extra
+                    .copied
+                    .push((row * state.groups.len() + group, source));
             }
         }
         if let Some(extra) = extra.as_mut().filter(|extra| extra.prefill) {
@@ -88,7 +90,12 @@ impl Steps {
 
     /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
     /// until it is closed: whatever becomes of its other holders, it is still to be read.
-    fn copy_block(&mut self, state: &mut State, slot: u32, (group, row): (usize, usize)) -> BlockId {
+    fn copy_block(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        (group, row): (usize, usize),
+    ) -> BlockId {
         let copy = state.allocate_one();
         let seq = state.seqs.at_mut(slot);
         let source = seq.table.replace(group, row, copy);
@@ -116,10 +123,10 @@ impl Steps {
         let rows = from + matched.rows;
         let new = BlockTable::of_match(&matched.blocks, from, &state.groups);
         extra.matched = matched.rows;
-        for block in new.blocks() {
-            extra.matched_blocks += 1;
+        extra.matched_blocks = new.len();
+        new.blocks().for_each(|block| {
             extra.in_flight += usize::from(state.pool.adopt(block));
-        }
+        });
         for group in 0..state.groups.len() {
             let seen = state.groups.first_row(group, rows).min(from);
             let table = &mut state.seqs.at_mut(slot).table;
@@ -193,13 +200,7 @@ impl State {
     }
 
     /// A row more in the table: the blocks that hold `content`, and new ones where there is none.
-    fn take_present(
-        &mut self,
-        slot: u32,
-        row: usize,
-        content: Spot,
-        extra: &mut Extra,
-    ) {
+    fn take_present(&mut self, slot: u32, row: usize, content: Spot, extra: &mut Extra) {
         let groups = self.groups.len();
         let mut blocks = Vec::with_capacity(groups);
         for group in 0..groups {

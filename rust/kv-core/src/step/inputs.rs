@@ -89,7 +89,6 @@ pub struct TableRows {
 /// Manager, sequence, version of its table.
 type Version = (u32, u64, u32);
 
-
 /// What no table has.
 const NOTHING_WRITTEN: (Version, usize) = ((u32::MAX, 0, 0), 0);
 
@@ -195,7 +194,13 @@ impl Steps {
                 Cow::Owned(_) => NOTHING_WRITTEN.0, // it is no version of its sequence's
             };
             let trash = state.pool.num_blocks() as i64;
-            fill_table(&table, (version, trash), row, arrays, &mut written.rows[row]);
+            fill_table(
+                &table,
+                (version, trash),
+                row,
+                arrays,
+                &mut written.rows[row],
+            );
         }
         Ok(())
     }
@@ -233,7 +238,9 @@ fn fill_decode(
         } else {
             (table.at(group, row).at() * state.groups.block_size() + offset) as i64
         };
-        arrays.slot_mapping.put(group * arrays.slots_width + at, slot);
+        arrays
+            .slot_mapping
+            .put(group * arrays.slots_width + at, slot);
     }
 }
 
@@ -261,7 +268,10 @@ fn fill_slots(
     arrays: &StepArrays<'_>,
 ) {
     let (block_size, groups) = (state.groups.block_size(), state.groups.len());
-    let present = entry.extra.as_ref().filter(|extra| !extra.present.is_empty());
+    let present = entry
+        .extra
+        .as_ref()
+        .filter(|extra| !extra.present.is_empty());
     for group in 0..groups {
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
@@ -312,4 +322,3 @@ fn fill_table(
         arrays.block_tables.write(place + new, blocks);
     }
 }
-

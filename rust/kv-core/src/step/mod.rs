@@ -25,8 +25,8 @@ use crate::state::State;
 use crate::table::BlockTable;
 
 pub use inputs::{IntArray, StepArrays, TableRows};
-pub use plan::{PlanView, Prefill, Redirect};
 use plan::{Entry, Plan};
+pub use plan::{PlanView, Prefill, Redirect};
 
 /// The open steps.
 pub(crate) struct Steps {
@@ -54,7 +54,11 @@ impl Steps {
         self.made
     }
 
-    pub(crate) fn begin(&mut self, state: &mut State, token_budget: usize) -> Result<PlanKey, Error> {
+    pub(crate) fn begin(
+        &mut self,
+        state: &mut State,
+        token_budget: usize,
+    ) -> Result<PlanKey, Error> {
         if let (Some(oldest), 2..) = (self.open.first(), self.open.len()) {
             return Err(Error::PlanOpen {
                 plan: oldest.key.serial,

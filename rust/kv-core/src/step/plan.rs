@@ -58,7 +58,6 @@ pub struct PlanView {
     pub budget_left: usize,
 }
 
-
 /// A sequence's part of a step. Most of them decode one token: they are kept small.
 pub(super) struct Entry {
     pub(super) slot: u32,

@@ -130,7 +130,12 @@ impl Steps {
 
 /// The entry at `first` and all later ones that adopted, directly or not, what it computes.
 fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
-    let announces = |entry: &Entry| entry.extra.as_ref().is_some_and(|extra| extra.announced > 0);
+    let announces = |entry: &Entry| {
+        entry
+            .extra
+            .as_ref()
+            .is_some_and(|extra| extra.announced > 0)
+    };
     let in_flight = entries[first..].iter().any(|entry| entry.in_flight() > 0);
     if !announces(&entries[first]) || !in_flight {
         return vec![first];
@@ -148,7 +153,11 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
             out.push(at);
         }
         if depends || at == first {
-            gone.extend(extra.announced(groups).map(|place| state.at(entry.slot, place)));
+            gone.extend(
+                extra
+                    .announced(groups)
+                    .map(|place| state.at(entry.slot, place)),
+            );
         }
     }
     out

@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::code::{Bytes, Field};
 use crate::ids::BlockId;
-use crate::step::{Prefill, Redirect};
 use crate::stats::Ledger;
+use crate::step::{Prefill, Redirect};
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $tag:literal $word:ident $name:ident { $($field:ident: $type:ty),* })*) => {

@@ -11,10 +11,10 @@ use super::frame::Frames;
 use super::settings::read_header;
 use crate::config::Config;
 use crate::error::Error;
-use crate::ids::{PlanKey, SeqKey};
-use crate::manager::BlockManager;
 use crate::handle::{PlanHandle, SeqHandle};
+use crate::ids::{PlanKey, SeqKey};
 use crate::lease::Lease;
+use crate::manager::BlockManager;
 use crate::stats::{Ledger, Stats};
 
 /// What a replay may take, whatever the file says.

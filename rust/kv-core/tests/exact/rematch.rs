@@ -3,8 +3,8 @@
 use kv_core::{BlockManager, Config, Eviction, Prefill, SeqHandle};
 
 use super::tools::{
-    PLENTY, begin, block_of, commit, computed, given_up, manager, prefill, prompt,
-    settings, table, used, with,
+    PLENTY, begin, block_of, commit, computed, given_up, manager, prefill, prompt, settings, table,
+    used, with,
 };
 
 /// A conversation of three tokens that has decoded one with `lookahead` slots, and its next turn; the
