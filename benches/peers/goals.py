@@ -49,6 +49,7 @@ SPEED = (
     Goal("decode step, 256 sequences", "decode-256", OURS, VLLM, 150, "step"),
     Goal("decode step, 256 sequences", "decode-256", OURS, NANO, 25, "step"),
     Goal("inputs of that step", "fill-256", OURS, NANO, 50),
+    Goal("agents, requests of 90,000, 96 % cached", "agents-90000", OURS, VLLM, 100),
 )
 GROWTH = (
     ("scale-hot", "hot prefill 8,192, one prompt again", 2.0),

@@ -33,6 +33,7 @@ VOCABULARY = 151_643
 POOL_TOKENS = 65_536 * 16
 LONG, PROMPT = 8_192, 512
 STEPS_PER_OPERATION, STEPS_PER_START = 16, 128
+AGENTS, TURNS, SHARED, REQUEST = 9, 18, 0.96, 90_000
 
 
 class World:
@@ -220,6 +221,66 @@ def identical(world: World) -> Stream:
         yield (clock() - start,)
 
 
+class Agent:
+    """A conversation that is asked again and again, each time with all that was said and 4 % more.
+
+    `TURNS` requests of `REQUEST` tokens in the mean (62,000 to 125,000); then it starts anew.
+    """
+
+    def __init__(self, world: World, turn: int) -> None:
+        self.world, self.turn = world, turn
+        growth = [SHARED**-turn for turn in range(TURNS + 1)]
+        scale = REQUEST * TURNS / sum(growth[1:])
+        self.lengths = [round(factor * scale) for factor in growth]
+        self.begin()
+
+    def begin(self) -> None:
+        """A new conversation, its first request computed: that one is not timed."""
+        self.tokens = self.world.tokens(self.lengths[-1])
+        self.world.manager.cold(self.prompt())
+
+    def prompt(self) -> Any:
+        """What it asks now."""
+        return self.world.manager.prompt(self.tokens[: self.lengths[self.turn]])
+
+    def new(self) -> int:
+        """Tokens of that which its last request did not have."""
+        return self.lengths[self.turn] - self.lengths[self.turn - 1]
+
+    def next(self) -> Any:
+        """The prompt of its next request."""
+        if self.turn == TURNS:
+            self.turn = 0
+            self.begin()
+        self.turn += 1
+        return self.prompt()
+
+
+def agents(world: World) -> Stream:
+    """A request of each of nine agents, one after the other; the mean of a request.
+
+    They are at turns evenly apart, so that each operation has the same lengths. Their conversations
+    fit the pool; the rest of it is what others left.
+    """
+    manager = world.manager
+    running = [Agent(world, turn=index * TURNS // AGENTS) for index in range(AGENTS)]
+    while True:
+        took = 0
+        for agent in running:
+            prompt = agent.next()
+            budget = agent.lengths[agent.turn]
+            start = clock()
+            request = manager.submit(prompt)
+            manager.open_step(budget)
+            computed = manager.admit(request, budget)
+            manager.close_step([request])
+            manager.release([request])
+            took += clock() - start
+            if computed is None or computed > agent.new() + world.block_size:
+                raise AssertionError(f"{manager.name} computes {computed} of {agent.new()} tokens")
+        yield (took / AGENTS,)
+
+
 def abort(world: World) -> Stream:
     """The end of a running sequence of 8,192 tokens: its 512 blocks go back."""
     manager: Any = world.manager
@@ -280,6 +341,7 @@ def works() -> list[Work]:
     return [
         *listed,
         Work("identical-32x512", STEPS, took, identical),
+        Work(f"agents-{REQUEST}", STEPS, took, agents),
         Work(f"abort-{LONG}", ABORT, took, abort),
         Work(f"fork-{LONG}", FORK, took, fork),
         Work(f"lease-drop-{LONG}", LEASE, ("release", "next call"), lease),

@@ -8,7 +8,7 @@ import typer
 def print_rows(title: str, rows: Mapping[str, object]) -> None:
     """A title, and a line for each row; nested ones stay as they are, behind the name above."""
     flat = dict(_flatten(rows))
-    width = max(map(len, flat))
+    width = max(map(len, flat), default=0)
     typer.secho(title, bold=True)
     for key, value in flat.items():
         typer.echo(f"  {key:<{width}}  {value}")

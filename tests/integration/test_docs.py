@@ -96,13 +96,14 @@ def test_names_in_the_tables_exist() -> None:
 
 def test_recorded_operations_are_those_of_the_format() -> None:
     source = (ROOT / "rust/kv-core/src/trace/call.rs").read_text(encoding="utf-8")
+    calls = re.findall(r"^    (\w+) [A-Z]\w+ {(.*)}$", source, re.MULTILINE)
     real = [
-        (tag, name, re.findall(r"(\w+):", fields))
-        for tag, name, fields in re.findall(r"^    (\d+) (\w+) \w+ {(.*)}$", source, re.MULTILINE)
+        (str(variant), name, re.findall(r"(\w+):", fields))
+        for variant, (name, fields) in enumerate(calls)
     ]
     said = [
-        (tag, name, re.findall(r"\w+", re.sub(r"\(.*\)", "", arguments)))
-        for tag, name, arguments, _ in table(DOCUMENT, "tag", "operation")
+        (variant, name, re.findall(r"\w+", re.sub(r"\(.*\)", "", arguments)))
+        for variant, name, arguments, _ in table(DOCUMENT, "variant", "call")
     ]
     assert len(said) == 21
     assert said == real

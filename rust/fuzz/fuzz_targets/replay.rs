@@ -7,8 +7,14 @@
 use kv_core::{Limits, replay_within};
 use libfuzzer_sys::fuzz_target;
 
+const LIMITS: Limits = Limits {
+    num_blocks: 256,
+    tokens: 1 << 16,
+    operation: 1 << 16,
+};
+
 fuzz_target!(|recording: &[u8]| {
-    if let Ok(report) = replay_within(recording, Limits { num_blocks: 256 }) {
+    if let Ok(report) = replay_within(recording, LIMITS) {
         assert_eq!(report.check, Ok(()));
     }
 });

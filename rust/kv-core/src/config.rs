@@ -5,7 +5,7 @@ use crate::eviction::Eviction;
 use crate::groups::Groups;
 
 /// Settings of a pool, resolved once.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Config {
     /// Physical blocks, `1..=2^31`.
     pub num_blocks: usize,

@@ -299,28 +299,6 @@ impl Contents {
         spot
     }
 
-    /// Of the contents that follow `spot`, the one that agrees longest with `tokens`, less than a row of
-    /// them or more, and in how many. Looks at the run itself and its latest child.
-    pub(crate) fn longest_beginning(&self, spot: Spot, tokens: &[u32]) -> Option<(Spot, usize)> {
-        let run = self.run(spot.run);
-        let agree = |known: &[u32]| known.iter().zip(tokens).take_while(|(a, b)| a == b).count();
-        let at = spot.rows as usize * self.block_size;
-        let own = run.tokens.get(at..at + self.block_size).map(|row| {
-            let rows = spot.rows + 1;
-            (Spot { rows, ..spot }, agree(row))
-        });
-        let child = run.latest.some().filter(|&child| {
-            let child = self.run(child);
-            child.lives && child.parent == spot
-        });
-        let child = child.map(|run| {
-            let row = &self.run(run).tokens[..self.block_size];
-            (Spot { run, rows: 1 }, agree(row))
-        });
-        let longest = own.into_iter().chain(child).max_by_key(|found| found.1);
-        longest.filter(|found| found.1 > 0)
-    }
-
     /// New contents that follow `spot`, of which nothing has the first row yet, in these blocks,
     /// row-major. The last of them.
     pub(crate) fn append(&mut self, spot: Spot, tokens: &[u32], blocks: &[BlockId]) -> Spot {

@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::queue::{FreeQueue, List};
 
 /// How idle blocks are given up when there are no free ones.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Eviction {
     /// Least recently used first.
     #[default]

@@ -1,7 +1,7 @@
 //! Figures to watch.
 
 /// Where every block of the pool is. `free + idle + active + leased` is the pool, after every call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Ledger {
     /// Blocks without content that nobody holds.
     pub free: usize,

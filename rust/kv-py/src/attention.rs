@@ -7,7 +7,7 @@ use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
 use crate::cells::{is_swapped, shared_slice, unique_slice};
-use crate::errors::{BufferError, raise_attention};
+use crate::errors::{BufferError, no_buffer, raise_attention};
 use crate::numbers::number;
 
 /// A C-contiguous array of `T` with so many dimensions.
@@ -18,7 +18,7 @@ fn array<T: Element>(
 ) -> PyResult<PyBuffer<T>> {
     let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
     let buffer =
-        PyUntypedBuffer::get(object).map_err(|error| refuse(format!("has no buffer: {error}")))?;
+        PyUntypedBuffer::get(object).map_err(|error| no_buffer(object.py(), name, error))?;
     if !buffer.is_c_contiguous() {
         return Err(refuse("is not contiguous in C order".into()));
     }

@@ -8,7 +8,7 @@ use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
 use crate::cells::{cells, is_swapped};
-use crate::errors::BufferError;
+use crate::errors::{BufferError, no_buffer};
 
 enum IntBuffer {
     I32(PyBuffer<i32>),
@@ -22,8 +22,8 @@ impl IntBuffer {
         dimensions: RangeInclusive<usize>,
     ) -> PyResult<Self> {
         let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
-        let buffer = PyUntypedBuffer::get(object)
-            .map_err(|error| refuse(format!("has no buffer: {error}")))?;
+        let buffer =
+            PyUntypedBuffer::get(object).map_err(|error| no_buffer(object.py(), name, error))?;
         if buffer.readonly() {
             return Err(refuse("is read-only".into()));
         }

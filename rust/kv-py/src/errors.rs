@@ -94,6 +94,16 @@ pub(crate) fn raise(error: Error) -> PyErr {
     }
 }
 
+/// The error for an array that gives no buffer, caused by `error`; an interrupt as it is.
+pub(crate) fn no_buffer(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
+    if !error.is_instance_of::<PyException>(py) {
+        return error;
+    }
+    let refused = BufferError::new_err(format!("array {name} has no buffer: {error}"));
+    refused.set_cause(py, Some(error));
+    refused
+}
+
 /// Every error of attention as a Python exception: settings, or arrays that do not fit.
 pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
     use cpu_attention::Error as E;

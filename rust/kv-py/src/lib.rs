@@ -9,6 +9,7 @@ mod cells;
 mod errors;
 mod events;
 mod ints;
+mod items;
 mod lease;
 mod locked;
 mod manager;

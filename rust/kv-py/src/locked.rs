@@ -1,19 +1,52 @@
 //! The core behind its lock. Python objects are read before the lock is taken and made after it is let
-//! go: no Python code runs under it, and no thread waits for it while it holds the GIL.
+//! go: no Python code runs under it, not even a finalizer, and no thread waits for it while it holds the
+//! GIL.
 
 use std::sync::{Mutex, MutexGuard};
 
-use kv_core::BlockManager as Core;
+use kv_core::{BlockManager as Core, Error};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::errors::InvariantError;
+use crate::errors::{InvariantError, raise};
 
 /// The core behind its lock, shared by all handles.
-pub(crate) struct Locked(pub(crate) Mutex<Core>);
+pub(crate) struct Locked(Mutex<Core>);
 
 impl Locked {
-    /// Tries first; lets go of the GIL to wait.
+    pub(crate) fn new(core: Core) -> Self {
+        Self(Mutex::new(core))
+    }
+
+    /// Does `work` on the core. Tries for the lock first; lets go of the GIL to wait.
+    ///
+    /// What `work` takes and answers could go to another thread (`Send`). So it has nothing of the
+    /// interpreter at hand and makes no Python object, which could start the garbage collector and with
+    /// it a finalizer that calls this very manager.
+    #[inline]
+    pub(crate) fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Core) -> Result<R, Error> + Send,
+    ) -> PyResult<R> {
+        let answer = work(&mut *self.lock(py)?);
+        answer.map_err(raise)
+    }
+
+    /// The same without the GIL, for what takes long.
+    pub(crate) fn detached<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Core) -> PyResult<R> + Send,
+    ) -> PyResult<R> {
+        py.detach(|| {
+            let mut core = self.0.lock().map_err(|_| broken())?;
+            work(&mut core)
+        })
+    }
+
+    /// For `StepPlan.fill` alone, whose arrays stay in this thread. Whoever holds it makes no Python
+    /// object.
     #[inline]
     pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
         let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
@@ -22,7 +55,7 @@ impl Locked {
     }
 }
 
-pub(crate) fn broken() -> PyErr {
+fn broken() -> PyErr {
     InvariantError::new_err(
         "an earlier call panicked; this manager's state is unknown, make a new one",
     )

@@ -2,17 +2,18 @@
 
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use kv_core::{BlockManager as Core, BlockState, Config};
+use kv_core::{BlockManager as Core, BlockState, Config, Error};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::answers::{Ledger, Stats};
 use crate::errors::{InvariantError, raise};
 use crate::events::event;
+use crate::items::items;
 use crate::lease::Lease;
-use crate::locked::{Locked, broken};
+use crate::locked::Locked;
 use crate::numbers::number;
 use crate::plan::StepPlan;
 use crate::sequence::Sequence;
@@ -46,7 +47,7 @@ impl BlockManager {
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
-        groups: Option<Vec<Option<Bound<'_, PyAny>>>>,
+        groups: Option<&Bound<'_, PyAny>>,
         prefix_caching: bool,
         in_flight_sharing: bool,
         events: bool,
@@ -56,12 +57,7 @@ impl BlockManager {
     ) -> PyResult<Self> {
         let num_blocks = number("num_blocks", num_blocks)?;
         let block_size = number("block_size", block_size)?;
-        let window = |window: Option<Bound<'_, PyAny>>| match window {
-            Some(window) => number("groups", &window).map(Some),
-            None => Ok(None),
-        };
-        let groups = groups.unwrap_or_else(|| vec![None]);
-        let groups = groups.into_iter().map(window).collect::<PyResult<_>>()?;
+        let groups = groups.map_or(Ok(vec![None]), windows)?;
         let hash_bits = hash_bits.map_or(Ok(128), |bits| number("hash_bits", bits))?;
         let hash_seed = hash_seed
             .map(|seed| number("hash_seed", seed))
@@ -77,7 +73,7 @@ impl BlockManager {
             hash_seed,
             hash_bits,
         };
-        let core = Arc::new(Locked(Mutex::new(Core::new(config).map_err(raise)?)));
+        let core = Arc::new(Locked::new(Core::new(config).map_err(raise)?));
         Ok(Self {
             core,
             num_blocks,
@@ -100,7 +96,10 @@ impl BlockManager {
     /// The layer groups: the sliding window of each in tokens, or None.
     #[getter]
     fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.core.lock(py)?.config().groups.clone())
+        let groups = self
+            .core
+            .with(py, |core| Ok(core.config().groups.clone()))?;
+        PyTuple::new(py, groups)
     }
 
     /// The id of the one block more that the tensors have: padded rows write there.
@@ -124,15 +123,12 @@ impl BlockManager {
         read_cache: bool,
     ) -> PyResult<Sequence> {
         let tokens = token_ids(tokens)?;
+        let namespace = namespace.unwrap_or_default();
         let handle = self
             .core
-            .lock(py)?
-            .sequence(tokens, namespace.unwrap_or_default(), read_cache)
-            .map_err(raise)?;
-        Ok(Sequence {
-            core: Arc::clone(&self.core),
-            handle,
-        })
+            .with(py, |core| core.sequence(tokens, namespace, read_cache))?;
+        let core = Arc::clone(&self.core);
+        Ok(Sequence { core, handle })
     }
 
     /// A lease on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
@@ -144,9 +140,10 @@ impl BlockManager {
         namespace: Option<&[u8]>,
     ) -> PyResult<Lease> {
         let tokens = token_ids(tokens)?;
-        let mut core = self.core.lock(py)?;
-        let lease = core.match_prefix(&tokens, namespace.unwrap_or_default());
-        lease.map(Lease::new).map_err(raise)
+        let namespace = namespace.unwrap_or_default();
+        self.core
+            .with(py, |core| core.match_prefix(&tokens, namespace))
+            .map(Lease::new)
     }
 
     /// Opens a step that may compute `token_budget` tokens.
@@ -155,31 +152,24 @@ impl BlockManager {
     /// Raises `PlanError` for a third.
     fn begin_step(&self, py: Python<'_>, token_budget: &Bound<'_, PyAny>) -> PyResult<StepPlan> {
         let token_budget = number("token_budget", token_budget)?;
-        let mut core = self.core.lock(py)?;
-        let handle = core.begin_step(token_budget).map_err(raise)?;
-        drop(core);
-        Ok(StepPlan {
-            core: Arc::clone(&self.core),
-            handle,
-        })
+        let handle = self.core.with(py, |core| core.begin_step(token_budget))?;
+        let core = Arc::clone(&self.core);
+        Ok(StepPlan { core, handle })
     }
 
     /// Where every block is. O(1).
     fn ledger(&self, py: Python<'_>) -> PyResult<Ledger> {
-        Ok(Ledger(self.core.lock(py)?.ledger()))
+        self.core.with(py, |core| Ok(core.ledger())).map(Ledger)
     }
 
     /// The counters so far. O(1).
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
-        Ok(Stats(self.core.lock(py)?.stats()))
+        self.core.with(py, |core| Ok(core.stats())).map(Stats)
     }
 
     /// Blocks that freeing this sequence would really give back: those that no one else holds.
     fn preview(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<usize> {
-        self.core
-            .lock(py)?
-            .preview(sequence.handle.key())
-            .map_err(raise)
+        self.core.with(py, |core| core.preview(sequence.key()))
     }
 
     /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
@@ -192,25 +182,26 @@ impl BlockManager {
     ) -> PyResult<usize> {
         let num_tokens = number("num_tokens", num_tokens)?;
         let max_tokens = number("max_tokens", max_tokens)?;
-        Ok(self.core.lock(py)?.blocks_for(num_tokens, max_tokens))
+        self.core
+            .with(py, |core| Ok(core.blocks_for(num_tokens, max_tokens)))
     }
 
     /// All holders of a block: table entries and leases.
     fn refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
         let block = number("block", block)?;
-        self.core.lock(py)?.refs(block).map_err(raise)
+        self.core.with(py, |core| core.refs(block))
     }
 
     /// Live sequences whose table holds a block.
     fn seq_refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
         let block = number("block", block)?;
-        self.core.lock(py)?.seq_refs(block).map_err(raise)
+        self.core.with(py, |core| core.seq_refs(block))
     }
 
     /// "free", "idle", "active" or "leased".
     fn state(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<&'static str> {
         let block = number("block", block)?;
-        Ok(match self.core.lock(py)?.state(block).map_err(raise)? {
+        Ok(match self.core.with(py, |core| core.state(block))? {
             BlockState::Free => "free",
             BlockState::Idle => "idle",
             BlockState::Active => "active",
@@ -220,19 +211,19 @@ impl BlockManager {
 
     /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
     fn evict_idle(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.core.lock(py)?.evict_idle())
+        self.core.with(py, |core| Ok(core.evict_idle()))
     }
 
     /// What became of the set of contents since the last call, in order: `Stored`, `Removed`,
     /// `Cleared`. Empty unless the manager was made with `events=True`.
     fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
-        let events = self.core.lock(py)?.take_events();
+        let events = self.core.with(py, |core| Ok(core.take_events()))?;
         events.into_iter().map(|one| event(py, one)).collect()
     }
 
     /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents).
     fn contents<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let contents = self.core.lock(py)?.contents();
+        let contents = self.core.with(py, |core| Ok(core.contents()))?;
         let name = |hash: u128| PyBytes::new(py, &hash.to_le_bytes());
         Ok(contents.into_iter().map(name).collect())
     }
@@ -243,31 +234,40 @@ impl BlockManager {
     /// written to later on, the recording ends there and the manager goes on.
     /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
-        py.detach(|| {
-            let mut core = self.core.0.lock().map_err(|_| broken())?;
-            core.settle();
-            core.may_record().map_err(raise)?;
-            let file = File::create(&path).map_err(|error| os_error(&error, Some(&path)))?;
-            core.record(file).map_err(raise)
-        })
+        self.core.with(py, |core| core.may_record())?;
+        // Without the lock and without the GIL: a pipe waits here for its reader.
+        let file = py.detach(|| File::create(&path));
+        let file = file.map_err(|error| os_error(&error, Some(&path)))?;
+        self.core.with(py, |core| core.record(file))
     }
 
     /// Ends the recording and closes its file; without a recording it does nothing.
     ///
     /// Raises `OSError` if not everything could be written.
     fn stop_recording(&self, py: Python<'_>) -> PyResult<()> {
-        let mut core = self.core.lock(py)?;
-        core.stop_recording()
-            .map_err(|error| os_error(&error, None))
+        let stopped = self.core.with(py, |core| Ok(core.stop_recording()))?;
+        stopped.map_err(|error| os_error(&error, None))
     }
 
     /// Recounts everything from scratch and compares; runs without the GIL. O(blocks + tokens).
     ///
     /// Raises `InvariantError` with the first difference.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| match self.core.0.lock() {
-            Ok(core) => core.check().map_err(InvariantError::new_err),
-            Err(_) => Err(broken()),
-        })
+        self.core
+            .detached(py, |core| core.check().map_err(InvariantError::new_err))
     }
+}
+
+/// Windows that are read of a list that is too long: the core says how many are possible.
+const MOST_WINDOWS: usize = 1 << 10;
+
+/// The window of each layer group.
+fn windows(groups: &Bound<'_, PyAny>) -> PyResult<Vec<Option<usize>>> {
+    let too_many = |groups| raise(Error::Groups(groups));
+    items(groups, MOST_WINDOWS, too_many, |window, _| {
+        match window.is_none() {
+            true => Ok(None),
+            false => number("groups", window).map(Some),
+        }
+    })
 }

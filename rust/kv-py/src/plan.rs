@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use kv_core::{PlanHandle, SeqKey};
+use kv_core::{BlockId, PlanHandle, SeqKey};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::answers::{Redirect, prefill_answer};
 use crate::buffers::StepBuffers;
-use crate::errors::raise;
+use crate::errors::{PlanError, raise};
+use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::sequence::Sequence;
@@ -24,26 +25,33 @@ pub(crate) struct StepPlan {
 
 impl StepPlan {
     fn view(&self, py: Python<'_>) -> PyResult<kv_core::PlanView> {
-        self.core
-            .lock(py)?
-            .plan_view(self.handle.key())
-            .map_err(raise)
+        self.core.with(py, |core| core.plan_view(self.handle.key()))
     }
 }
 
-/// The sequences of a decode batch: a list of them, or any other sequence.
+/// The sequences of a decode batch: a list of them, or anything else that iterates.
 struct Batch(Vec<SeqKey>);
+
+impl Batch {
+    /// The most sequences of anything but a list, whose length can be believed.
+    const MOST: usize = 1 << 24;
+
+    fn too_many(count: usize) -> PyErr {
+        let most = Self::MOST;
+        PlanError::new_err(format!(
+            "{count} sequences are more than the {most} that are read one by one; give a list"
+        ))
+    }
+}
 
 impl<'py> FromPyObject<'_, 'py> for Batch {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let key = |sequence: &Bound<'_, Sequence>| sequence.get().handle.key();
-        let keys: PyResult<_> = match object.cast_exact::<PyList>() {
-            Ok(list) => list.iter().map(|item| Ok(key(item.cast()?))).collect(),
-            Err(_) => object
-                .extract::<Vec<Bound<'_, Sequence>>>()
-                .map(|sequences| sequences.iter().map(key).collect()),
+        let key = |item: &Bound<'py, PyAny>| Ok(item.cast::<Sequence>()?.get().key());
+        let keys = match object.cast_exact::<PyList>() {
+            Ok(list) => list.iter().map(|item| key(&item)).collect(),
+            Err(_) => items(&object, Self::MOST, Self::too_many, |item, _| key(item)),
         };
         keys.map(Self)
     }
@@ -78,7 +86,8 @@ impl StepPlan {
     /// Neither committed nor rolled back.
     #[getter]
     fn is_open(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.core.lock(py)?.plan_view(self.handle.key()).is_ok())
+        let key = self.handle.key();
+        self.core.with(py, |core| Ok(core.plan_view(key).is_ok()))
     }
 
     /// Plans one token for each sequence, in their order, as far as blocks and budget reach.
@@ -94,10 +103,9 @@ impl StepPlan {
         lookahead: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<usize>> {
         let lookahead = lookahead.map_or(Ok(0), |slots| number("lookahead", slots))?;
+        let plan = self.handle.key();
         self.core
-            .lock(py)?
-            .decode(self.handle.key(), &sequences.0, lookahead)
-            .map_err(raise)
+            .with(py, |core| core.decode(plan, &sequences.0, lookahead))
     }
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens: match, adopt, allocate, charge.
@@ -116,12 +124,10 @@ impl StepPlan {
         let reserve = reserve
             .map(|reserve| number("reserve", reserve))
             .transpose()?;
-        let (plan, key) = (self.handle.key(), sequence.handle.key());
+        let (plan, key) = (self.handle.key(), sequence.key());
         let answer = self
             .core
-            .lock(py)?
-            .prefill(plan, key, max_tokens, reserve)
-            .map_err(raise)?;
+            .with(py, |core| core.prefill(plan, key, max_tokens, reserve))?;
         prefill_answer(py, answer)
     }
 
@@ -129,18 +135,17 @@ impl StepPlan {
     ///
     /// Sequences that share what it was to compute go with it; returns their ids, in plan order.
     fn cancel(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<Vec<u64>> {
-        let (plan, key) = (self.handle.key(), sequence.handle.key());
-        self.core.lock(py)?.cancel(plan, key).map_err(raise)
+        let (plan, key) = (self.handle.key(), sequence.key());
+        self.core.with(py, |core| core.cancel(plan, key))
     }
 
     /// Blocks to copy before the step runs, as (source, destination), in order.
     fn copies(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32)>> {
-        let core = self.core.lock(py)?;
-        let copies = core.copies(self.handle.key()).map_err(raise)?;
-        Ok(copies
-            .iter()
-            .map(|(from, to)| (from.get(), to.get()))
-            .collect())
+        let ids = |(from, to): &(BlockId, BlockId)| (from.get(), to.get());
+        self.core.with(py, |core| {
+            let copies = core.copies(self.handle.key())?;
+            Ok(copies.iter().map(ids).collect())
+        })
     }
 
     /// Writes the step's inputs into the arrays, sequences in plan order; on an error, nothing.
@@ -162,9 +167,11 @@ impl StepPlan {
         drafts: &Bound<'_, PyAny>,
     ) -> PyResult<Py<PyAny>> {
         let drafts = token_ids(drafts)?;
-        let (plan, key) = (self.handle.key(), sequence.handle.key());
-        let answer = self.core.lock(py)?.speculate(plan, key, &drafts);
-        prefill_answer(py, answer.map_err(raise)?)
+        let (plan, key) = (self.handle.key(), sequence.key());
+        let answer = self
+            .core
+            .with(py, |core| core.speculate(plan, key, &drafts))?;
+        prefill_answer(py, answer)
     }
 
     /// Takes the step as computed. `sampled`: one token id per sampling sequence, in plan order; or
@@ -178,33 +185,35 @@ impl StepPlan {
         &self,
         py: Python<'_>,
         sampled: &Bound<'_, PyAny>,
-        counts: Option<Vec<Bound<'_, PyAny>>>,
+        counts: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Redirect>> {
-        let count = |count: Bound<'_, PyAny>| number("counts", &count);
-        let counts: Option<Vec<usize>> = counts
-            .map(|counts| counts.into_iter().map(count).collect())
-            .transpose()?;
         let sampled = token_ids(sampled)?;
+        let counts = counts.map(|counts| accepted(counts, sampled.len()));
+        let counts = counts.transpose()?;
         let plan = self.handle.key();
-        let mut core = self.core.lock(py)?;
-        let redirects = match counts {
+        let redirects = self.core.with(py, |core| match counts {
             None => core.commit(plan, &sampled),
             Some(counts) => core.commit_accepted(plan, &sampled, &counts),
-        };
-        drop(core);
-        let redirects = redirects.map_err(raise)?;
+        })?;
         Ok(redirects.into_iter().map(Redirect::from).collect())
     }
 
     /// Undoes the plan: its sequences are what they were before it.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
-        self.core
-            .lock(py)?
-            .rollback(self.handle.key())
-            .map_err(raise)
+        self.core.with(py, |core| core.rollback(self.handle.key()))
     }
 
     fn __repr__(&self) -> String {
         format!("<StepPlan {}>", self.handle.key().serial())
     }
+}
+
+/// How many tokens each sequence accepted: one or more each, so there are no more counts than tokens.
+fn accepted(counts: &Bound<'_, PyAny>, tokens: usize) -> PyResult<Vec<usize>> {
+    let too_many = |counts| {
+        PlanError::new_err(format!(
+            "{counts} counts for {tokens} sampled tokens; a sequence accepts one token or more"
+        ))
+    };
+    items(counts, tokens, too_many, |count, _| number("counts", count))
 }

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use kv_core::{BlockId, Error, SeqHandle};
+use kv_core::{BlockId, Error, SeqHandle, SeqKey, SequenceView};
 use pyo3::prelude::*;
 
-use crate::errors::raise;
 use crate::lease::Lease;
 use crate::locked::Locked;
 use crate::numbers::number;
@@ -19,12 +18,28 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    fn table(&self, py: Python<'_>, group: usize) -> PyResult<Vec<u32>> {
-        let core = self.core.lock(py)?;
-        let trash = core.config().num_blocks as u32;
-        let view = core.view(self.handle.key()).map_err(raise)?;
-        let id = |block: Option<BlockId>| block.map_or(trash, BlockId::get);
-        Ok(view.table(group).map(id).collect())
+    pub(crate) fn key(&self) -> SeqKey {
+        self.handle.key()
+    }
+
+    /// What `look` sees of it.
+    fn view<R: Send>(
+        &self,
+        py: Python<'_>,
+        look: impl FnOnce(SequenceView<'_>) -> R + Send,
+    ) -> PyResult<R> {
+        self.core.with(py, |core| core.view(self.key()).map(look))
+    }
+
+    /// Its table in each of the first `groups` layer groups, or in all.
+    fn tables(&self, py: Python<'_>, groups: Option<usize>) -> PyResult<Vec<Vec<u32>>> {
+        self.core.with(py, |core| {
+            let (trash, all) = (core.config().num_blocks as u32, core.config().groups.len());
+            let view = core.view(self.key())?;
+            let id = |block: Option<BlockId>| block.map_or(trash, BlockId::get);
+            let table = |group| view.table(group).map(id).collect();
+            Ok((0..groups.unwrap_or(all)).map(table).collect())
+        })
     }
 }
 
@@ -39,88 +54,62 @@ impl Sequence {
     /// False once it was freed.
     #[getter]
     fn is_live(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.core.lock(py)?.view(self.handle.key()).is_ok())
+        self.core.with(py, |core| Ok(core.view(self.key()).is_ok()))
     }
 
     /// Tokens known: prompt and output.
     #[getter]
     fn num_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self
-            .core
-            .lock(py)?
-            .view(self.handle.key())
-            .map_err(raise)?
-            .tokens
-            .len())
+        self.view(py, |view| view.tokens.len())
     }
 
     /// Tokens whose KV is computed and committed.
     #[getter]
     fn num_computed_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self
-            .core
-            .lock(py)?
-            .view(self.handle.key())
-            .map_err(raise)?
-            .num_computed_tokens)
+        self.view(py, |view| view.num_computed_tokens)
     }
 
     /// Tokens adopted from the cache since the sequence was last without blocks.
     #[getter]
     fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self
-            .core
-            .lock(py)?
-            .view(self.handle.key())
-            .map_err(raise)?
-            .num_cached_tokens)
+        self.view(py, |view| view.num_cached_tokens)
     }
 
     /// Ids of its blocks, first to last; those of the first layer group where there are several.
     #[getter]
     fn block_table(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        self.table(py, 0)
+        Ok(self.tables(py, Some(1))?.swap_remove(0))
     }
 
     /// Ids of its blocks, one list per layer group. A block that was given back, because no later
     /// token sees it, reads as the trash block.
     #[getter]
     fn block_tables(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
-        let groups = self.core.lock(py)?.config().groups.len();
-        (0..groups).map(|group| self.table(py, group)).collect()
+        self.tables(py, None)
     }
 
     /// All known token ids.
     fn tokens(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        Ok(self
-            .core
-            .lock(py)?
-            .view(self.handle.key())
-            .map_err(raise)?
-            .tokens
-            .to_vec())
+        self.view(py, |view| view.tokens.to_vec())
     }
 
     /// Puts a lease's blocks into the empty table of this sequence; the lease stays in force.
     ///
     /// Raises `LeaseError` if the lease is no prefix of it, `HandleError`, `PlanError`.
     fn attach(&self, py: Python<'_>, lease: &Lease) -> PyResult<()> {
-        let mut core = self.core.lock(py)?;
-        lease.with(|lease| match lease {
-            Some(lease) => core.attach(self.handle.key(), lease).map_err(raise),
-            None => Err(raise(Error::ReleasedLease)),
+        self.core.with(py, |core| {
+            lease.with(|lease| match lease {
+                Some(lease) => core.attach(self.key(), lease),
+                None => Err(Error::ReleasedLease),
+            })
         })
     }
 
     /// A lease on the longest prefix of this sequence's registered blocks that is computed and whole:
     /// no window lacks a block of it that the next token sees. Perhaps on none.
     fn lease(&self, py: Python<'_>) -> PyResult<Lease> {
-        Ok(Lease::new(
-            self.core
-                .lock(py)?
-                .lease(self.handle.key())
-                .map_err(raise)?,
-        ))
+        let lease = self.core.with(py, |core| core.lease(self.key()))?;
+        Ok(Lease::new(lease))
     }
 
     /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
@@ -132,9 +121,7 @@ impl Sequence {
         let num_tokens = number("num_tokens", num_tokens)?;
         let handle = self
             .core
-            .lock(py)?
-            .fork(self.handle.key(), num_tokens)
-            .map_err(raise)?;
+            .with(py, |core| core.fork(self.key(), num_tokens))?;
         let core = Arc::clone(&self.core);
         Ok(Sequence { core, handle })
     }
@@ -142,8 +129,7 @@ impl Sequence {
     /// Adds known tokens to its end: the next turn of a conversation, a fork's own token.
     fn append(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = token_ids(tokens)?;
-        let mut core = self.core.lock(py)?;
-        core.append(self.handle.key(), &tokens).map_err(raise)
+        self.core.with(py, |core| core.append(self.key(), &tokens))
     }
 
     /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
@@ -152,18 +138,17 @@ impl Sequence {
     /// Raises `PlanError` for fewer tokens than are computed, or if an open plan holds it.
     fn trim(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_tokens = number("num_tokens", num_tokens)?;
-        let mut core = self.core.lock(py)?;
-        core.trim(self.handle.key(), num_tokens).map_err(raise)
+        self.core.with(py, |core| core.trim(self.key(), num_tokens))
     }
 
     /// Gives its blocks back and keeps its tokens: preemption by recomputation.
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
-        self.core.lock(py)?.reset(self.handle.key()).map_err(raise)
+        self.core.with(py, |core| core.reset(self.key()))
     }
 
     /// Ends the sequence; in an open plan it lives on until that is closed.
     fn free(&self, py: Python<'_>) -> PyResult<()> {
-        self.core.lock(py)?.free(self.handle.key()).map_err(raise)
+        self.core.with(py, |core| core.free(self.key()))
     }
 
     fn __repr__(&self) -> String {

@@ -1,41 +1,46 @@
 //! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
 
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
-use pyo3::exceptions::{PyNotImplementedError, PyTypeError};
+use pyo3::exceptions::{PyBufferError, PyNotImplementedError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList};
 
 use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
 use crate::ints::leading_ints;
+use crate::items::{items, reserved};
+use crate::numbers::{in_words, not_an_int};
 
 /// Tokens for which there is room beside those given, so that the first ones sampled do not move a
 /// prompt in memory.
 const ROOM: usize = 64;
+
+/// The most tokens that anything can have: as many as 32-bit positions reach.
+const MOST: usize = 1 << 31;
 
 /// The token ids of a list or buffer as `u32`; all of them or an error that names the first bad one.
 pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if let Ok(list) = object.cast_exact::<PyList>() {
         return from_list(list);
     }
-    if let Ok(buffer) = PyUntypedBuffer::get(object)
-        && let Some(tokens) = from_buffer(object.py(), &buffer)?
-    {
-        return Ok(tokens);
+    let py = object.py();
+    match PyUntypedBuffer::get(object) {
+        Ok(buffer) => {
+            if let Some(tokens) = from_buffer(py, &buffer)? {
+                return Ok(tokens);
+            }
+        }
+        Err(error)
+            if error.is_instance_of::<PyTypeError>(py)
+                || error.is_instance_of::<PyBufferError>(py)
+                || error.is_instance_of::<PyValueError>(py) => {} // no buffer, or none of numbers
+        Err(error) => return Err(error),
     }
-    let mut tokens = Vec::with_capacity(object.len().unwrap_or(0));
-    let items = object
-        .try_iter()
-        .map_err(|error| unreadable(object, error))?;
-    for (at, item) in items.enumerate() {
-        let item = item.map_err(|error| unreadable(object, error))?;
-        tokens.push(token_id(&item, at)?);
-    }
-    Ok(tokens)
+    items(object, MOST, too_many, token_id).map_err(|error| unreadable(object, error))
 }
 
 fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
-    let mut tokens = Vec::with_capacity(list.len() + ROOM);
+    let mut tokens = room_for(list.len())?;
     leading_ints(list, &mut tokens);
     // What is not a plain int may be one all the same: NumPy's, for example.
     for (at, item) in list.iter().enumerate().skip(tokens.len()) {
@@ -44,35 +49,56 @@ fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
     Ok(tokens)
 }
 
+fn room_for(count: usize) -> PyResult<Vec<u32>> {
+    match count <= MOST {
+        true => reserved(count + ROOM),
+        false => Err(too_many(count)),
+    }
+}
+
+fn too_many(count: usize) -> PyErr {
+    TokenError::new_err(format!(
+        "{count} token ids are more than the {MOST} that 32-bit positions reach"
+    ))
+}
+
 fn token_id(item: &Bound<'_, PyAny>, at: usize) -> PyResult<u32> {
-    // A row of one element would turn into an int as well.
-    let is_int = item.is_exact_instance_of::<PyInt>()
-        || item.is_instance_of::<PyInt>()
-        || item.len().is_err();
-    let token = item.extract::<u32>().ok().filter(|_| is_int);
-    token.ok_or_else(|| bad_token(item, at))
+    let py = item.py();
+    let is_int = item.is_exact_instance_of::<PyInt>() || item.is_instance_of::<PyInt>();
+    if !is_int {
+        // A row of one element would turn into an int as well.
+        match item.len() {
+            Ok(_) => return Err(bad_token(&in_words(item)?, at)),
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let token = item.extract::<u32>();
+    token.map_err(|error| not_an_int(item, error, |shown| bad_token(&shown, at)))
 }
 
 /// What is no list of ints: nothing that iterates, or a memoryview of a format that Python itself
 /// cannot read. Errors of the iterator are the caller's own.
 fn unreadable(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     let py = object.py();
-    if error.is_instance_of::<PyNotImplementedError>(py) {
-        return TokenError::new_err(format!(
+    let refused = if error.is_instance_of::<PyNotImplementedError>(py) {
+        TokenError::new_err(format!(
             "token ids in this buffer cannot be read ({}): give them as a NumPy int64 array",
             error.value(py)
-        ));
-    }
-    if error.is_instance_of::<PyTypeError>(py) {
+        ))
+    } else if error.is_instance_of::<PyTypeError>(py) {
         let kind = object.get_type();
-        return TokenError::new_err(format!(
+        TokenError::new_err(format!(
             "token ids are a list of ints or an integer buffer, not {kind}"
-        ));
-    }
-    error
+        ))
+    } else {
+        return error;
+    };
+    refused.set_cause(py, Some(error));
+    refused
 }
 
-fn bad_token(token: impl std::fmt::Display, at: usize) -> PyErr {
+fn bad_token(token: &dyn std::fmt::Display, at: usize) -> PyErr {
     TokenError::new_err(format!(
         "token id {token} at position {at} is not an integer from 0 to 4294967295"
     ))
@@ -108,53 +134,65 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
 }
 
 fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
-    match cells(py, buffer) {
-        Some(cells) => narrow(cells.iter().map(|cell| cell.get())),
-        None => narrow(buffer.to_vec(py)?.into_iter()),
+    let room = room_for(buffer.item_count())?;
+    if let Some(cells) = cells(py, buffer) {
+        return narrow(room, cells.iter().map(|cell| cell.get()));
     }
+    let mut in_a_row = reserved(buffer.item_count())?;
+    in_a_row.resize(buffer.item_count(), T::default());
+    buffer.copy_to_slice(py, &mut in_a_row)?;
+    narrow(room, in_a_row.into_iter())
 }
 
 /// Narrows first and looks at what was cut off once, at the end.
-fn narrow<T: TokenInt>(values: impl ExactSizeIterator<Item = T> + Clone) -> PyResult<Vec<u32>> {
-    let (tokens, cut_off) = low_halves(values.clone());
+fn narrow<T: TokenInt>(
+    mut tokens: Vec<u32>,
+    values: impl ExactSizeIterator<Item = T> + Clone,
+) -> PyResult<Vec<u32>> {
+    let cut_off = low_halves(&mut tokens, values.clone());
     if cut_off == 0 {
         return Ok(tokens);
     }
     let bad = |(_, value): &(usize, T)| value.wide() >> 32 != 0;
     let (at, value) = values.enumerate().find(bad).expect("something was cut off");
-    Err(bad_token(value, at))
+    Err(bad_token(&value, at))
 }
 
-/// The lower 32 bits of each value, and what the higher ones of any have: a loop without branches, in
+/// Adds the lower 32 bits of each value; what the higher ones of any have: a loop without branches, in
 /// vectors twice as wide where the machine has them.
-fn low_halves<T: TokenInt>(values: impl ExactSizeIterator<Item = T>) -> (Vec<u32>, u64) {
+fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: impl ExactSizeIterator<Item = T>) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") {
         #[target_feature(enable = "avx2")]
-        fn avx2<T: TokenInt>(values: impl ExactSizeIterator<Item = T>) -> (Vec<u32>, u64) {
-            low_halves_here(values)
+        fn avx2<T: TokenInt>(
+            tokens: &mut Vec<u32>,
+            values: impl ExactSizeIterator<Item = T>,
+        ) -> u64 {
+            low_halves_here(tokens, values)
         }
         // SAFETY: the machine has AVX2, as was looked up.
         #[allow(unsafe_code)]
-        return unsafe { avx2(values) };
+        return unsafe { avx2(tokens, values) };
     }
-    low_halves_here(values)
+    low_halves_here(tokens, values)
 }
 
 #[inline(always)]
-fn low_halves_here<T: TokenInt>(values: impl ExactSizeIterator<Item = T>) -> (Vec<u32>, u64) {
-    let mut tokens = Vec::with_capacity(values.len() + ROOM);
+fn low_halves_here<T: TokenInt>(
+    tokens: &mut Vec<u32>,
+    values: impl ExactSizeIterator<Item = T>,
+) -> u64 {
     let mut cut_off = 0;
     tokens.extend(values.map(|value| {
         let wide = value.wide();
         cut_off |= wide >> 32;
         wide as u32
     }));
-    (tokens, cut_off)
+    cut_off
 }
 
 /// An element of a buffer of token ids.
-trait TokenInt: Element + Copy + std::fmt::Display {
+trait TokenInt: Element + Copy + Default + std::fmt::Display {
     /// As 64 bits; a negative one has its high bits set.
     fn wide(self) -> u64;
 }

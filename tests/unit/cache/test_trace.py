@@ -1,5 +1,7 @@
 """Recordings of a manager: what a replay finds, and files that are none."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -132,7 +134,9 @@ def test_a_cut_names_its_place(file: Path) -> None:
 def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:8] + b"\x07" + whole[9:])
-    with pytest.raises(TraceError, match="version 7, this version reads 1"):
+    with pytest.raises(
+        TraceError, match=r"format 7, this version reads format 2; version \S+ wrote it"
+    ):
         replay(file)
     file.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
     with pytest.raises(TraceError, match=r"damaged at byte \d+, in operation \d+"):
@@ -144,3 +148,22 @@ def test_files_that_are_no_recordings(file: Path, tmp_path: Path) -> None:
         replay(tmp_path / "missing")
     with pytest.raises(IsADirectoryError):
         replay(tmp_path)
+
+
+def test_a_file_that_blocks_blocks_nobody_else(tmp_path: Path) -> None:
+    """A pipe without a reader: whoever records waits, the others go on."""
+    manager, pipe = BlockManager(8, 4), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    recording = threading.Thread(target=manager.record, args=(pipe,), daemon=True)
+    recording.start()
+    recording.join(0.1)
+    assert recording.is_alive()
+    looking = threading.Thread(target=manager.ledger, daemon=True)
+    looking.start()
+    looking.join(10)
+    waited = looking.is_alive()
+    with pipe.open("rb") as reader:
+        recording.join(10)
+        manager.stop_recording()
+        assert reader.read().startswith(b"kvtrace")
+    assert not waited

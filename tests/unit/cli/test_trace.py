@@ -48,6 +48,15 @@ def test_what_happened_is_printed(file: Path) -> None:
     assert result.stdout.endswith("20 operations, all answered as recorded\n")
 
 
+def test_a_recording_of_nothing(tmp_path: Path) -> None:
+    manager = BlockManager(8, 4)
+    manager.record(tmp_path / "empty")
+    manager.stop_recording()
+    result = run(tmp_path / "empty")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith("0 operations, all answered as recorded\n")
+
+
 def test_a_recording_without_an_end_says_so(file: Path) -> None:
     whole = file.read_bytes()
     sizes = range(len(whole) - 1, 0, -1)
@@ -93,8 +102,11 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"kvtrace\n\x01\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
-        (b"kvtrace\n\x02", "format version 2, this version reads 1; replay it with"),
+        (b"kvtrace\n\x02\x40", "is cut at byte 10, in its header; end one with stop_recording()"),
+        (
+            b"kvtrace\n\x07",
+            "format 7, this version reads format 2; replay it with the version that",
+        ),
         (b"{}", "is no recording of a BlockManager; give a file that record() has written"),
     ],
 )

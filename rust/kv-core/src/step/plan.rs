@@ -7,7 +7,7 @@ use crate::sequence::Registered;
 use crate::table::BlockTable;
 
 /// The answer to [`BlockManager::prefill`](crate::BlockManager::prefill) and [`BlockManager::speculate`](crate::BlockManager::speculate).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Prefill {
     /// The sequence is in the plan.
     Planned {
@@ -30,7 +30,7 @@ pub enum Prefill {
 }
 
 /// A table entry that a commit moved to the block which held the content first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Redirect {
     /// The sequence's id.
     pub sequence: u64,

@@ -3,12 +3,12 @@
 //! ```text
 //! file    = magic ‖ format version ‖ frame(header) ‖ frame(operation) ...
 //! frame   = length of the body ‖ check (2 bytes) ‖ body
-//! header  = version of this crate ‖ (number of the setting, value) ...
-//! operation = tag ‖ arguments ‖ answer
+//! header  = version of this crate ‖ settings
+//! operation = call ‖ answer
 //! ```
 //!
-//! All numbers are LEB128 varints. `call.rs` says what an operation is, `code.rs` how it is spelt,
-//! `frame.rs` how it is wrapped, `settings.rs` what the header holds, `record.rs` writes and `replay.rs` reads.
+//! Bodies are coded by `postcard`. `call.rs` says what an operation is, `frame.rs` how it is wrapped and
+//! what the header holds; `record.rs` writes, `replay.rs` reads, and `report.rs` is what came of it.
 //!
 //! Operations are written after they succeeded, with their answers: a replay gives them to a manager
 //! of the same settings and seed and names the first one that is answered otherwise. What other threads
@@ -42,14 +42,15 @@
 //! ```
 
 mod call;
-mod code;
 mod error;
 mod frame;
 mod record;
 mod replay;
-mod settings;
+mod report;
+mod words;
 
 pub use call::{Answer, Call};
 pub use error::TraceError;
 pub(crate) use record::{Recorder, accepted, ids};
-pub use replay::{Divergence, Limits, Report, replay, replay_within};
+pub use replay::{replay, replay_within};
+pub use report::{Divergence, Limits, Report};

@@ -3,9 +3,11 @@
 use std::io::{self, BufWriter, Write};
 use std::sync::Mutex;
 
+use serde::Serialize;
+
 use super::call::{Answer, Call};
-use super::frame::{write_frame, write_head};
-use super::settings::header;
+use super::frame::{Header, write_frame, write_head};
+use crate::config::Config;
 use crate::error::Error;
 use crate::ids::SeqKey;
 use crate::manager::BlockManager;
@@ -21,7 +23,7 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    fn new(writer: impl Write + Send + 'static, header: &[u8]) -> Self {
+    fn new(writer: impl Write + Send + 'static, header: &Header) -> Self {
         let mut recorder = Self {
             out: Mutex::new(BufWriter::new(Box::new(writer))),
             body: Vec::new(),
@@ -29,10 +31,8 @@ impl Recorder {
             leases: 0,
             failed: None,
         };
-        recorder.attempt(|out| {
-            write_head(out)?;
-            write_frame(out, header, 0)
-        });
+        recorder.attempt(write_head);
+        recorder.write_frame(header, 0);
         recorder
     }
 
@@ -47,11 +47,13 @@ impl Recorder {
 
     fn write(&mut self, call: &Call, answer: &Answer) {
         self.operations += 1;
+        self.write_frame(&(call, answer), self.operations);
+    }
+
+    fn write_frame(&mut self, what: &impl Serialize, operation: u64) {
         let mut body = std::mem::take(&mut self.body);
         body.clear();
-        call.put(&mut body);
-        answer.put(&mut body);
-        let operation = self.operations;
+        let body = postcard::to_extend(what, body).expect("memory takes everything");
         self.attempt(|out| write_frame(out, &body, operation));
         self.body = body;
     }
@@ -82,7 +84,13 @@ impl BlockManager {
     /// [`Error::Recording`], [`Error::NotNew`]
     pub fn record(&mut self, writer: impl Write + Send + 'static) -> Result<(), Error> {
         self.may_record()?;
-        let header = header(&self.config, self.hasher().seed());
+        let header = Header {
+            recorded_by: env!("CARGO_PKG_VERSION").into(),
+            config: Config {
+                hash_seed: Some(self.hasher().seed()),
+                ..self.config.clone()
+            },
+        };
         self.recorder = Some(Box::new(Recorder::new(writer, &header)));
         Ok(())
     }

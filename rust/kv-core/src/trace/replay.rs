@@ -1,93 +1,18 @@
 //! Replaying: gives the operations of a recording to a manager and compares the answers.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::io::{BufReader, Read};
 
 use super::call::{Answer, Call};
-use super::code::Bytes;
 use super::error::TraceError;
 use super::frame::Frames;
-use super::settings::read_header;
+use super::report::{Divergence, Limits, Report};
 use crate::config::Config;
 use crate::error::Error;
 use crate::handle::{PlanHandle, SeqHandle};
 use crate::ids::{PlanKey, SeqKey};
 use crate::lease::Lease;
 use crate::manager::BlockManager;
-use crate::stats::{Ledger, Stats};
-
-/// What a replay may take, whatever the file says.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Blocks of the pool.
-    pub num_blocks: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            num_blocks: 1 << 24,
-        }
-    }
-}
-
-/// What a replay came to.
-#[derive(Clone, Debug)]
-pub struct Report {
-    /// The version of kv-core that recorded.
-    pub recorded_by: String,
-    /// The recorded settings; the hash seed is the one that was in force.
-    pub config: Config,
-    /// How many operations of each kind were replayed, in the order of [`Call::KINDS`].
-    pub operations: Vec<(&'static str, u64)>,
-    /// Where every block is at the end.
-    pub ledger: Ledger,
-    /// The counters at the end.
-    pub stats: Stats,
-    /// What [`BlockManager::check`] says at the end.
-    pub check: Result<(), String>,
-    /// The recording was ended by [`BlockManager::stop_recording`].
-    pub complete: bool,
-    /// The first operation that was answered otherwise; nothing was replayed after it.
-    pub divergence: Option<Divergence>,
-}
-
-/// An operation that a replay answered otherwise.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Divergence {
-    /// Which one, counted from 1.
-    pub operation: u64,
-    /// The operation.
-    pub call: Call,
-    /// Its answer in the recording.
-    pub recorded: Answer,
-    /// Its answer now.
-    pub obtained: Result<Answer, Error>,
-}
-
-impl Divergence {
-    /// The answer now, in words.
-    pub fn obtained_in_words(&self) -> String {
-        match &self.obtained {
-            Ok(answer) => answer.to_string(),
-            Err(error) => format!("refused, {error}"),
-        }
-    }
-}
-
-impl fmt::Display for Divergence {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "operation {}, {}: recorded {}; obtained {}",
-            self.operation,
-            self.call,
-            self.recorded,
-            self.obtained_in_words()
-        )
-    }
-}
 
 /// Replays a recording; see [`BlockManager::record`].
 ///
@@ -102,16 +27,20 @@ pub fn replay(recording: impl Read) -> Result<Report, TraceError> {
 /// # Errors
 /// As [`replay`].
 pub fn replay_within(recording: impl Read, limits: Limits) -> Result<Report, TraceError> {
-    let mut frames = Frames::open(BufReader::new(recording))?;
-    let header = read_header(&mut frames)?;
+    let (mut frames, header) = Frames::open(BufReader::new(recording), limits.operation)?;
     let config = header.config;
-    if config.num_blocks > limits.num_blocks {
-        return Err(TraceError::TooManyBlocks {
-            num_blocks: config.num_blocks,
-            limit: limits.num_blocks,
-        });
-    }
-    let mut player = Player::new(&config).map_err(TraceError::Config)?;
+    within(
+        "the recorded pool's number of blocks",
+        config.num_blocks,
+        limits.num_blocks,
+    )?;
+    let positions = config.num_blocks.saturating_mul(config.block_size);
+    within(
+        "the recorded pool's number of token positions",
+        positions,
+        limits.tokens,
+    )?;
+    let mut player = Player::new(&config, limits.tokens).map_err(TraceError::Config)?;
     let divergence = player.play(&mut frames)?;
     let kinds = Call::KINDS.iter().copied();
     Ok(Report {
@@ -128,13 +57,29 @@ pub fn replay_within(recording: impl Read, limits: Limits) -> Result<Report, Tra
     })
 }
 
+fn within(what: &str, found: usize, limit: usize) -> Result<(), TraceError> {
+    match found <= limit {
+        true => Ok(()),
+        false => Err(TraceError::Limit {
+            what: what.into(),
+            found: found as u64,
+            limit: limit as u64,
+        }),
+    }
+}
+
 /// A manager and what the callers of the recorded one held.
 struct Player {
     manager: BlockManager,
-    sequences: HashMap<u64, SeqHandle>,
+    /// Each with the tokens that it was made with.
+    sequences: HashMap<u64, (SeqHandle, usize)>,
     plans: HashMap<u64, PlanHandle>,
     leases: HashMap<u64, Lease>,
     granted: u64,
+    /// Tokens that the sequences were made with, and blocks of the leases: a fork or a lease takes few
+    /// bytes of a file and much memory.
+    held: usize,
+    most_held: usize,
     operations: HashMap<&'static str, u64>,
     stopped: bool,
 }
@@ -145,6 +90,8 @@ enum Halt {
     Refused(Error),
     /// The file speaks of something that is not there.
     Missing(&'static str, u64),
+    /// Sequences and leases hold more than they may.
+    TooMuch,
 }
 
 impl From<Error> for Halt {
@@ -154,13 +101,15 @@ impl From<Error> for Halt {
 }
 
 impl Player {
-    fn new(config: &Config) -> Result<Self, Error> {
+    fn new(config: &Config, most_held: usize) -> Result<Self, Error> {
         Ok(Self {
             manager: BlockManager::new(config.clone())?,
             sequences: HashMap::new(),
             plans: HashMap::new(),
             leases: HashMap::new(),
             granted: 0,
+            held: 0,
+            most_held,
             operations: HashMap::new(),
             stopped: false,
         })
@@ -173,18 +122,17 @@ impl Player {
             if self.stopped {
                 return Err(corrupt("operations after the end".into()));
             }
-            let mut body = Bytes::new(frames.body());
-            let call = Call::take(&mut body).map_err(corrupt)?;
-            let recorded = Answer::take(&mut body).map_err(corrupt)?;
-            if !body.is_empty() {
-                return Err(corrupt("it goes on after its answer".into()));
-            }
-            self.manager.take_events(); // nobody else does
+            let (call, recorded): (Call, Answer) = frames.take()?;
             let obtained = match self.apply(&call) {
                 Ok(answer) => Ok(answer),
                 Err(Halt::Refused(error)) => Err(error),
                 Err(Halt::Missing(what, number)) => {
                     return Err(corrupt(format!("{what} {number} is not there")));
+                }
+                Err(Halt::TooMuch) => {
+                    let operation = frames.operation();
+                    let what = format!("what sequences and leases hold at operation {operation}");
+                    return within(&what, self.held, self.most_held).map(|()| None);
                 }
             };
             if obtained.as_ref() != Ok(&recorded) {
@@ -212,14 +160,14 @@ impl Player {
             } => {
                 let tokens = tokens.clone();
                 let handle = self.manager.sequence(tokens, namespace, *read_cache)?;
-                self.keep(handle)
+                self.keep(handle)?
             }
             Call::Fork {
                 sequence,
                 num_tokens,
             } => {
                 let handle = self.manager.fork(self.sequence(*sequence)?, *num_tokens)?;
-                self.keep(handle)
+                self.keep(handle)?
             }
             Call::Append { sequence, tokens } => self
                 .manager
@@ -235,11 +183,11 @@ impl Player {
             Call::Reset { sequence } => self.manager.reset(self.sequence(*sequence)?)?.into(),
             Call::Free { sequence } => {
                 self.manager.free(self.sequence(*sequence)?)?;
-                self.sequences.remove(sequence);
+                self.part(*sequence);
                 Answer::Done
             }
             Call::DropSequence { sequence } => {
-                let gone = self.sequences.remove(sequence);
+                let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?
             }
             Call::EvictIdle {} => self.manager.evict_idle().into(),
@@ -252,11 +200,11 @@ impl Player {
         Ok(match call {
             Call::MatchPrefix { tokens, namespace } => {
                 let lease = self.manager.match_prefix(tokens, namespace)?;
-                self.grant(lease)
+                self.grant(lease)?
             }
             Call::Lease { sequence } => {
                 let lease = self.manager.lease(self.sequence(*sequence)?)?;
-                self.grant(lease)
+                self.grant(lease)?
             }
             Call::Attach { sequence, lease } => {
                 let (key, number) = (self.sequence(*sequence)?, *lease);
@@ -266,6 +214,7 @@ impl Player {
             }
             Call::DropLease { lease } => {
                 let gone = self.leases.remove(lease);
+                self.held -= gone.as_ref().map_or(0, Lease::num_blocks);
                 self.forget(gone, "lease", *lease)?
             }
             _ => return self.apply_to_steps(call),
@@ -356,24 +305,40 @@ impl Player {
         Ok(Answer::Done)
     }
 
-    fn keep(&mut self, handle: SeqHandle) -> Answer {
-        let id = handle.id();
-        self.sequences.insert(id, handle);
-        id.into()
+    fn keep(&mut self, handle: SeqHandle) -> Result<Answer, Halt> {
+        let (id, tokens) = (handle.id(), self.manager.view(handle.key())?.tokens.len());
+        self.sequences.insert(id, (handle, tokens));
+        self.hold(tokens)?;
+        Ok(id.into())
+    }
+
+    fn part(&mut self, id: u64) -> Option<SeqHandle> {
+        let (handle, tokens) = self.sequences.remove(&id)?;
+        self.held -= tokens;
+        Some(handle)
     }
 
     /// The manager numbers its leases the same way. It says nothing of the end of one on no blocks.
-    fn grant(&mut self, lease: Lease) -> Answer {
+    fn grant(&mut self, lease: Lease) -> Result<Answer, Halt> {
         self.granted += 1;
         let blocks = lease.num_blocks();
         if blocks > 0 {
             self.leases.insert(self.granted, lease);
         }
-        blocks.into()
+        self.hold(blocks)?;
+        Ok(blocks.into())
+    }
+
+    fn hold(&mut self, count: usize) -> Result<(), Halt> {
+        self.held += count;
+        match self.held <= self.most_held {
+            true => Ok(()),
+            false => Err(Halt::TooMuch),
+        }
     }
 
     fn sequence(&self, id: u64) -> Result<SeqKey, Halt> {
-        let found = self.sequences.get(&id).map(SeqHandle::key);
+        let found = self.sequences.get(&id).map(|(handle, _)| handle.key());
         found.ok_or(Halt::Missing("sequence", id))
     }
 

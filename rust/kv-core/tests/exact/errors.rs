@@ -141,23 +141,26 @@ fn a_trace_error_names_its_values() {
         (
             TraceError::Version {
                 found: 7,
-                supported: 1,
+                supported: 2,
+                recorded_by: None,
             },
-            &["version 7", "reads 1"],
+            &["format 7", "format 2", "the version that wrote it"],
         ),
         (
-            TraceError::UnknownSetting {
-                setting: 60,
-                recorded_by: "8.9.10".into(),
+            TraceError::Version {
+                found: 1,
+                supported: 2,
+                recorded_by: Some("8.9.10".into()),
             },
-            &["setting number 60", "version 8.9.10"],
+            &["format 1", "version 8.9.10", "record again"],
         ),
         (
-            TraceError::TooManyBlocks {
-                num_blocks: 11,
+            TraceError::Limit {
+                what: "this many".into(),
+                found: 11,
                 limit: 10,
             },
-            &["11 blocks", "10 at most"],
+            &["this many is 11", "10 at most"],
         ),
         (
             TraceError::Config(Error::BlockSize(0)),

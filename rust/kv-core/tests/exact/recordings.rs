@@ -150,20 +150,28 @@ fn recorded(config: Config) -> Vec<u8> {
 #[test]
 fn a_pool_of_exactly_as_many_blocks_as_are_allowed() {
     let bytes = recorded(settings(9));
-    let within = |num_blocks| replay_within(&bytes[..], Limits { num_blocks });
-    assert!(within(9).expect("allowed").complete);
-    let error = within(8).expect_err("too large");
-    assert!(
-        matches!(
-            error,
-            TraceError::TooManyBlocks {
-                num_blocks: 9,
-                limit: 8
-            }
-        ),
-        "{error}"
-    );
-    assert_eq!(Limits::default().num_blocks, 1 << 24);
+    let within = |num_blocks, tokens| {
+        let limits = Limits {
+            num_blocks,
+            tokens,
+            ..Limits::default()
+        };
+        replay_within(&bytes[..], limits)
+    };
+    assert!(within(9, 36).expect("allowed").complete);
+    for (num_blocks, tokens, refused) in [(8, 36, (9, 8)), (9, 35, (36, 35))] {
+        let error = within(num_blocks, tokens).expect_err("too large");
+        let TraceError::Limit { found, limit, .. } = error else {
+            panic!("{error}");
+        };
+        assert_eq!((found, limit), refused);
+    }
+    let Limits {
+        num_blocks,
+        tokens,
+        operation,
+    } = Limits::default();
+    assert_eq!((num_blocks, tokens, operation), (1 << 24, 1 << 28, 1 << 26));
 }
 
 #[test]

@@ -1,0 +1,20 @@
+"""Finalizers that the garbage collector runs in the middle of a call may call the manager.
+
+A Python object that is made under the manager's lock can start the collector there, and a finalizer
+that calls the manager then waits for its own thread: one that does not come back is a failure.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_finalizers_may_call_the_manager_in_every_call(tmp_path: Path) -> None:
+    walk = [sys.executable, "-X", "faulthandler", "-m", "tests.concurrency.collector_walk"]
+    done = subprocess.run(
+        [*walk, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "members" in done.stdout
