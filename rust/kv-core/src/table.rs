@@ -180,6 +180,12 @@ impl BlockTable {
         self.first.take_rows(rows).rev()
     }
 
+    /// The blocks of a group, to be spoilt.
+    #[cfg(test)]
+    pub(crate) fn tail_of_group(&mut self, group: usize) -> &mut Vec<BlockId> {
+        &mut self.column_mut(group).blocks
+    }
+
     /// Takes rows out; their blocks, the last one first.
     pub(crate) fn take_rows(&mut self, rows: Range<usize>, mut each: impl FnMut(BlockId)) {
         if rows.is_empty() {

@@ -212,3 +212,166 @@ impl Contents {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::ContentHasher;
+
+    // The runs of the scene by their slots; slot 4 is vacant.
+    const ROOT: usize = 0;
+    /// Under `ROOT`: three rows, of which the middle one has lost its block in the second group.
+    const LONG: usize = 1;
+    /// Behind two rows of `LONG`: one row.
+    const CHILD: usize = 2;
+    /// The root of another namespace, with a sequence.
+    const TENANT: usize = 3;
+
+    struct Scene {
+        contents: Contents,
+        sequences: BTreeMap<Spot, u32>,
+    }
+
+    fn scene() -> Scene {
+        let mut contents = Contents::new(2, 2, ContentHasher::new(1, 128));
+        let root = contents.hold_root(b"");
+        let blocks = |ids: [u32; 2]| ids.map(BlockId::from);
+        let long = [blocks([0, 1]), blocks([2, 3]), blocks([4, 5])].concat();
+        let end = contents.append(root, &[1, 1, 2, 2, 3, 3], &long);
+        let behind = Spot { rows: 2, ..end };
+        let child = contents.append(behind, &[4, 4], &blocks([6, 7]));
+        let tenant = contents.hold_root(b"tenant");
+        let gone = contents.append(behind, &[5, 5], &blocks([8, 9]));
+        contents.clear_block(gone, 0);
+        contents.clear_block(gone, 1);
+        contents.clear_block(behind, 1);
+        contents.name(end);
+        contents.name(child);
+        Scene {
+            contents,
+            sequences: [(root, 1), (tenant, 1)].into(),
+        }
+    }
+
+    type Case = (&'static str, fn(&mut Scene));
+
+    const CASES: &[Case] = &[
+        ("RunId(4) is vacant, and lives or is vacant twice", |s| {
+            s.contents.vacant.push(RunId::new(4));
+        }),
+        ("RunId(1) is vacant, and lives or is vacant twice", |s| {
+            s.contents.vacant[0] = RunId::new(LONG)
+        }),
+        ("1 dead runs, 0 vacant", |s| s.contents.vacant.clear()),
+        ("4 rows in all, 5 counted", |s| s.contents.rows += 1),
+        ("RunId(1) has 5 tokens in 6 blocks", |s| {
+            s.contents.runs[LONG].tokens.pop();
+        }),
+        ("RunId(3) is a root of 1 rows", |s| {
+            s.contents.runs[TENANT].tokens = vec![1, 1];
+            s.contents.runs[TENANT].blocks = vec![BlockId::from(8); 2];
+            s.contents.rows += 1;
+        }),
+        (
+            "hangs behind Spot { run: RunId(4), rows: 1 }, which is gone",
+            |s| {
+                s.contents.runs[CHILD].parent = Spot {
+                    run: RunId::new(4),
+                    rows: 1,
+                };
+            },
+        ),
+        ("no content and no root", |s| {
+            s.contents.runs[CHILD].parent.rows = 0
+        }),
+        ("RunId(2) has 1 rows, and nothing needs the last one", |s| {
+            s.contents.runs[CHILD].blocks = vec![BlockId::NONE; 2];
+        }),
+        (
+            "2 runs hang behind Spot { run: RunId(1), rows: 2 }, counted 1",
+            |s| {
+                s.contents.runs[LONG].children[0].1 = 2;
+            },
+        ),
+        (
+            "0 runs hang behind Spot { run: RunId(1), rows: 2 }, counted 1",
+            |s| {
+                s.contents.runs[LONG].children.clear();
+            },
+        ),
+        ("children behind 3 spots, counted 2", |s| {
+            s.contents.runs[LONG].children.push((3, 1));
+        }),
+        ("2 runs, 1 in the index", |s| {
+            let (parent, tokens) = (s.contents.runs[CHILD].parent, [4, 4]);
+            let hash = s.contents.index_hash(parent, &tokens);
+            let entry = s.contents.index.find_entry(hash, |run| run.at() == CHILD);
+            entry.expect("indexed").remove();
+        }),
+        ("RunId(2) is not found, but None", |s| {
+            s.contents.runs[CHILD].tokens[0] = 9
+        }),
+        ("RunId(2) begins as its parent goes on", |s| {
+            s.contents.runs[LONG].tokens[4..].copy_from_slice(&[4, 4]);
+        }),
+        ("RunId(3) is the root of None", |s| {
+            s.contents.namespaces.remove(&b"tenant"[..]);
+        }),
+        ("RunId(3) has 1 sequences, counted 2", |s| {
+            s.sequences.insert(
+                Spot {
+                    run: RunId::new(TENANT),
+                    rows: 0,
+                },
+                2,
+            );
+        }),
+        ("RunId(3) is the root of nothing", |s| {
+            s.sequences.remove(&Spot {
+                run: RunId::new(TENANT),
+                rows: 0,
+            });
+            s.contents.runs[TENANT].sequences = 0;
+        }),
+        ("2 roots, 3 namespaces", |s| {
+            s.contents
+                .namespaces
+                .insert([1][..].into(), RunId::new(ROOT));
+        }),
+        (
+            "2 sequences under Spot { run: RunId(1), rows: 1 }, which is no root",
+            |s| {
+                s.sequences.insert(
+                    Spot {
+                        run: RunId::new(LONG),
+                        rows: 1,
+                    },
+                    2,
+                );
+            },
+        ),
+        ("RunId(1) has 4 names of 3 rows", |s| {
+            s.contents.runs[LONG].names.push(None)
+        }),
+        ("RunId(1) is named", |s| {
+            s.contents.runs[LONG].names[1] = Some(7);
+        }),
+        ("4 names, 5 kept", |s| {
+            s.contents.named.insert(7);
+        }),
+    ];
+
+    #[test]
+    fn each_is_named() {
+        for (at, (expected, spoil)) in CASES.iter().enumerate() {
+            let mut scene = scene();
+            assert_eq!(scene.contents.check(&scene.sequences), Ok(()));
+            spoil(&mut scene);
+            let found = scene.contents.check(&scene.sequences).expect_err(expected);
+            assert!(
+                found.contains(expected),
+                "case {at}: {found:?} is not {expected:?}"
+            );
+        }
+    }
+}

@@ -144,3 +144,125 @@ fn check_leases(
         _ => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::contents::Spot;
+    use crate::shared::Shared;
+    use crate::sync::{Arc, Ordering};
+
+    struct Scene {
+        pool: Pool,
+        held: Vec<u32>,
+        fences: HashMap<BlockId, u32>,
+        posted: HashSet<BlockId>,
+    }
+
+    /// Eight blocks: 0 and 1 hold a prefix and are in a table, 2 is fenced, 3 is leased, 4 is idle, the
+    /// others are free.
+    fn scene() -> Scene {
+        let shared = Arc::new(Shared::new(0, 8).expect("little memory"));
+        let mut pool = Pool::new(&Config::new(8, 2), Arc::clone(&shared)).expect("little memory");
+        let root = pool.contents.hold_root(b"");
+        let mut taken = Vec::new();
+        pool.take(5, &mut taken);
+        let end = pool.append(root, &[1, 1, 2, 2], &taken[..2], 1);
+        let behind = Spot { rows: 1, ..end };
+        pool.append(behind, &[3, 3], &taken[4..], 1);
+        pool.fence(taken[2]);
+        shared.hold(taken[3]);
+        shared.lease_refs_floor.fetch_add(1, Ordering::AcqRel);
+        shared.lease_refs_ceiling.fetch_add(1, Ordering::AcqRel);
+        pool.release_all(taken[2..].iter().copied());
+        Scene {
+            pool,
+            held: vec![1, 1, 0, 0, 0, 0, 0, 0],
+            fences: [(taken[2], 1)].into(),
+            posted: HashSet::new(),
+        }
+    }
+
+    fn check(scene: &Scene) -> Result<(), String> {
+        let leases = scene.pool.shared.lease_refs();
+        scene
+            .pool
+            .check(&scene.held, &scene.fences, leases, &scene.posted)
+    }
+
+    type Case = (&'static str, fn(&mut Scene));
+
+    const CASES: &[Case] = &[
+        (
+            "BlockId(0) has seq_refs and fences (2, 0), counted (1, 0)",
+            |s| {
+                s.pool.blocks[0].seq_refs = 2;
+            },
+        ),
+        (
+            "BlockId(2) has seq_refs and fences (0, 2), counted (0, 1)",
+            |s| {
+                s.pool.blocks[2].fences = 2;
+            },
+        ),
+        ("BlockId(4) is in the queue with refs 1", |s| {
+            (s.pool.blocks[4].seq_refs, s.held[4]) = (1, 1);
+        }),
+        ("BlockId(4) is to be computed and nobody holds it", |s| {
+            s.pool.set_open_steps(Some([1, 1]));
+        }),
+        ("BlockId(5) is held by nobody and not queued", |s| {
+            s.pool.queue.unlink(List::Free, BlockId::from(5));
+        }),
+        ("leases hold 1 blocks, counted 0 to 0", |s| {
+            s.pool.shared.forget_lease_refs(1)
+        }),
+        ("ledger: 3 active, counted 2", |s| s.pool.active += 1),
+        ("is in BlockId(7) for group 0, which holds", |s| {
+            let content = s.pool.blocks[1].content;
+            s.pool.contents.set_block(content, 0, BlockId::from(7));
+        }),
+        ("BlockId(5) is of group 3", |s| s.pool.blocks[5].group = 3),
+        (
+            "BlockId(5) holds Spot { run: RunId(1), rows: 2 }, which names another block",
+            |s| {
+                s.pool.blocks[5].content = s.pool.blocks[1].content;
+            },
+        ),
+        (
+            "BlockId(5) holds Spot { run: RunId(1), rows: 9 }, which names another block",
+            |s| {
+                s.pool.blocks[5].content = s.pool.blocks[1].content;
+                s.pool.blocks[5].content.rows = 9;
+            },
+        ),
+        (
+            "BlockId(4) waits in Probation, says Protected, should in Probation",
+            |s| {
+                s.pool.blocks[4].list = List::Protected;
+            },
+        ),
+        ("Free: 2 blocks linked, 3 counted", |s| {
+            s.pool.queue.unlink(List::Probation, BlockId::from(5));
+        }),
+    ];
+
+    #[test]
+    fn each_is_named() {
+        for (at, (expected, spoil)) in CASES.iter().enumerate() {
+            let mut scene = scene();
+            assert_eq!(check(&scene), Ok(()));
+            spoil(&mut scene);
+            let found = check(&scene).expect_err(expected);
+            assert!(
+                found.contains(expected),
+                "case {at}: {found:?} is not {expected:?}"
+            );
+        }
+        let mut scene = scene();
+        scene.pool.queue.unlink(List::Free, BlockId::from(5));
+        scene.posted.insert(BlockId::from(5));
+        assert_eq!(check(&scene), Ok(())); // the mail says so
+    }
+}

@@ -158,3 +158,103 @@ impl State {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::check::scene::*;
+    use crate::contents::Spot;
+    use crate::ids::BlockId;
+
+    const CASES: &[Case] = &[
+        ("two sequences are number 1", |s| s.seq(COPY).id = 1),
+        ("sequence 1 has 4 rows, 3 in group 1", |s| {
+            let mut table = s.seq(REST).table.clone();
+            s.manager.state.shorten(REST, 3);
+            table.take_rows(3..4, |_| {});
+            let one = table.blocks_of(0).to_vec();
+            s.seq(REST).table.tail_of_group(0).push(one[0]);
+        }),
+        ("sequence 1 holds BlockId(128): there is none", |s| {
+            s.seq(REST).table.replace(1, 3, BlockId::from(128));
+        }),
+        ("it is at (3, 0) already", |s| {
+            let block = s.seq(REST).table.at(0, 3);
+            s.seq(REST).table.replace(1, 3, block);
+        }),
+        ("of group 1 in column 0", |s| {
+            let (one, other) = (s.seq(REST).table.at(0, 3), s.seq(REST).table.at(1, 3));
+            s.seq(REST).table.replace(0, 3, other);
+            s.seq(REST).table.replace(1, 3, one);
+        }),
+        ("sequence 5: 8 computed of 7 tokens in 3 rows", |s| {
+            s.seq(TAIL).computed = 8
+        }),
+        ("sequence 1: 13 computed of 13 tokens in 4 rows", |s| {
+            s.seq(REST).computed = 13
+        }),
+        (
+            "sequence 1 is planned to 11, behind its 12 computed tokens",
+            |s| {
+                s.seq(REST).planned_end = 11;
+            },
+        ),
+        ("sequence 6: 12 cached of 11 computed tokens", |s| {
+            s.seq(ATTACHED).cached = 12
+        }),
+        (
+            "sequence 6 is planned to 10 with 12 registered tokens",
+            |s| {
+                s.seq(ATTACHED).set_computed(10);
+                s.seq(ATTACHED).cached = 0;
+            },
+        ),
+        (
+            "sequence 1 has registered blocks, and caching is off",
+            |s| {
+                s.manager.state.caching = false;
+            },
+        ),
+        ("sequence 1 was dropped and lives on", |s| {
+            s.seq(REST).dropped = true
+        }),
+        ("begins in row 3 of group 1, 2 is seen", |s| {
+            let mut gone = Vec::new();
+            s.seq(REST).table.slide(1, 3, |block| gone.push(block));
+            gone.into_iter()
+                .for_each(|block| s.manager.state.pool.release(block));
+        }),
+        (
+            "begins in row 2 of group 1, nothing before 3 is seen",
+            |s| {
+                s.seq(REST).registered.rows = 5;
+                s.seq(REST).computed = 15;
+                s.seq(REST).planned_end = 15;
+                s.seq(REST).tokens = (0..16).collect();
+                s.manager.state.allocate(REST, 5);
+            },
+        ),
+        ("sequence 1 does not stand on its first 4 rows", |s| {
+            s.seq(REST).registered.tip = Spot::NONE;
+        }),
+        ("sequence 1 does not stand on its first 4 rows", |s| {
+            s.seq(REST).registered.tip = s.seq(PARENT).registered.tip;
+        }),
+        ("sequence 1 does not stand on its first 4 rows", |s| {
+            s.seq(REST).tokens[1] += 1
+        }),
+        ("row 3 is not its content's", |s| {
+            let block = s.manager.state.allocate_one();
+            let mine = s.seq(COPY).table.replace(0, 3, block);
+            s.manager.state.pool.release(mine);
+        }),
+        ("sequence 3 would write on", |s| {
+            s.seq(PARENT).shared_rows = 0;
+            s.seq(TAIL).shared_rows = 0;
+        }),
+    ];
+
+    #[test]
+    fn each_of_them_is_named() {
+        each_is_named(scene, CASES);
+    }
+}

@@ -358,3 +358,147 @@ impl Track {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::scene::*;
+
+    const OLDER: usize = 0;
+    const NEWER: usize = 1;
+
+    fn plan(s: &mut Scene, plan: usize) -> &mut Plan {
+        &mut s.manager.steps.open[plan]
+    }
+
+    fn entry(s: &mut Scene, at: usize, slot: u32) -> &mut Entry {
+        let mut entries = plan(s, at).entries.iter_mut();
+        entries.find(|entry| entry.slot == slot).expect("planned")
+    }
+
+    fn extra(s: &mut Scene, at: usize, slot: u32) -> &mut Extra {
+        let extra = entry(s, at, slot).extra.as_mut();
+        extra.expect("more than a decode")
+    }
+
+    const PLANS: &[Case] = &[
+        ("is another manager's", |s| plan(s, OLDER).key.manager += 1),
+        ("plan 0 follows plan 0 of", |s| {
+            plan(s, OLDER).key.serial = 0
+        }),
+        ("follows plan 12 of 12", |s| plan(s, OLDER).key.serial = 12),
+        ("plan 12 follows plan 11 of 11", |s| {
+            s.manager.steps.made = 11
+        }),
+        ("1 entries are in no plan", |s| {
+            let entry = plan(s, NEWER).entries.pop().expect("one");
+            s.manager.steps.spare_entries.push(entry);
+        }),
+        ("plan 11 holds a sequence that is gone", |s| {
+            entry(s, OLDER, LEFT).slot = 99
+        }),
+        (
+            "plan 11 has 17 tokens and 3 samples, counted 16 and 3",
+            |s| {
+                plan(s, OLDER).num_tokens = 17;
+            },
+        ),
+        (
+            "plan 11 has 16 tokens and 4 samples, counted 16 and 3",
+            |s| {
+                plan(s, OLDER).num_samples = 4;
+            },
+        ),
+        ("sequence 4 copies entry 2 to write in row 2", |s| {
+            extra(s, NEWER, CHILD).copied[0].0 = 2;
+        }),
+        ("sequence 4: plan 12 does not copy", |s| {
+            plan(s, NEWER).copies[0].1 = BlockId::from(0);
+        }),
+        ("and does not hold it", |s| plan(s, NEWER).fenced.clear()),
+        ("plan 12 copies 3 blocks, counted 2", |s| {
+            let copy = plan(s, NEWER).copies[0];
+            plan(s, NEWER).copies.push(copy);
+        }),
+        ("is to be computed in step 12 by nobody", |s| {
+            extra(s, NEWER, LONG).announced -= 1;
+        }),
+    ];
+
+    const ENTRIES: &[Case] = &[
+        ("sequence 9 is planned without blocks", |s| {
+            entry(s, NEWER, LONG).rows_before = 99
+        }),
+        ("sequence 9 was at 6 with 1 rows", |s| {
+            entry(s, NEWER, LONG).rows_before = 1
+        }),
+        ("sequence 9 writes from 8, has blocks of 3 rows", |s| {
+            entry(s, NEWER, LONG).write_from = 8;
+        }),
+        ("sequence 9 announces from row 2, not 3", |s| {
+            extra(s, NEWER, LONG).announce_from = 2;
+        }),
+        ("sequence 9 was led to row 6, stands on 5", |s| {
+            extra(s, NEWER, LONG).announced = 3
+        }),
+        ("sequence 9 stood on", |s| {
+            let tip = s.seq(REST).registered.tip;
+            extra(s, NEWER, LONG).stood.tip = tip;
+        }),
+        ("sequence 9 has [5] present of 6..10", |s| {
+            extra(s, NEWER, LONG).present = vec![5]
+        }),
+        (
+            "sequence 16 starts at 1 with 1 tokens of 0 rows adopted",
+            |s| {
+                let entry = entry(s, OLDER, LEFT);
+                (entry.start, entry.len) = (1, entry.len - 1);
+                extra(s, OLDER, LEFT).adopted = 1;
+            },
+        ),
+        ("sequence 9 adopted 3 blocks of 2", |s| {
+            extra(s, NEWER, LONG).matched_blocks = 3
+        }),
+        ("sequence 9 announces what it must not", |s| {
+            s.manager.state.sharing = false
+        }),
+        ("sequence 14 adopts what it must not", |s| {
+            s.seq(FULL).read_cache = false
+        }),
+        ("sequence 10 shares", |s| plan(s, OLDER).entries.swap(0, 1)),
+        ("plan 11 announces entry 1 without content", |s| {
+            extra(s, NEWER, LONG).unseen.clear(); // the newer plan has it
+        }),
+        ("is twice in plan 12, or after its drafts", |s| {
+            let slot = entry(s, NEWER, TALK).slot;
+            entry(s, NEWER, BRIEF).slot = slot;
+        }),
+        ("sequence 9 begins at 10, stands at 6", |s| {
+            entry(s, NEWER, LONG).start = 10
+        }),
+        ("and does not sample", |s| {
+            entry(s, NEWER, DRAFTY).samples = false
+        }),
+        ("computes row Some(9), row", |s| {
+            entry(s, NEWER, TALK).pending_row = Some(9)
+        }),
+        ("plans, pending tokens and last plan, counted", |s| {
+            s.seq(TALK).num_plans = 1
+        }),
+        ("sequence 11 is planned to 5, its plans lead to 6", |s| {
+            s.seq(TALK).planned_end = 5
+        }),
+        ("sequence 13 speculates: false", |s| {
+            s.seq(DRAFTY).speculating = false
+        }),
+        ("sequence 11 has sample row 9, counted Some(", |s| {
+            s.seq(TALK).sample_row = 9
+        }),
+    ];
+
+    #[test]
+    fn each_of_them_is_named() {
+        each_is_named(scene, PLANS);
+        each_is_named(scene, ENTRIES);
+    }
+}
