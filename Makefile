@@ -20,14 +20,14 @@ PEERS  := .venv-peers
 # Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
 BENCH ?=
 
-# Where `make gpu-check` runs, and the folder that its report goes to.
+# Where `make gpu-check` and `make gpu-bench` run, and the folder that they write to.
 DEVICE ?= cuda
-OUT ?= target/gpu-check
+OUT ?= target/gpu
 
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello test check wheel soak loom fuzz mutants bench gpu-check bench-rust guard guard-update clean
+.PHONY: help hello test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -80,8 +80,11 @@ bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; i
 	$(BIN)/python benches/peers/env.py
 	$(PEERS)/bin/python -m benches.peers $(BENCH)
 
-gpu-check: $(ENGINE) $(BUILT) ## does the GPU path work, and how fast is it? nine minutes; DEVICE=cpu: the checks
-	$(BIN)/python -m benches.gpu_check --device $(DEVICE) --out $(OUT)
+gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
+	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md
+
+gpu-bench: $(ENGINE) $(BUILT) ## how fast is the GPU path? five minutes; DEVICE=cpu: tiny, to see that it runs
+	$(BIN)/python -m benches.gpu --device $(DEVICE) --out $(OUT)
 
 bench-rust: ## how long the hot operations take in Rust, with criterion; BENCH=decode for some of them
 	cargo bench -p kv-bench -- $(BENCH)

@@ -8,7 +8,7 @@ is not computed. Requests run one after the other: a pool holds what is idle, an
 
 `best possible` is what no policy can exceed: Belady's rule, which knows the future and gives up
 first what is needed again last. `--plot` draws more pool sizes than the table has; it needs
-matplotlib, `pip install "pyengine[bench]"`.
+matplotlib, `.venv/bin/pip install matplotlib` in a checkout.
 """
 
 import argparse

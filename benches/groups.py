@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pyengine import LLM, BlockManager, SamplingParams
 from pyengine.cache.kv_pool import KVCacheSpec, bytes_per_block, kv_cache_specs
 from pyengine.cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
-from pyengine.models.quiet import quiet_transformers
+from pyengine.models.boundary import quiet_transformers
 
 BLOCK_SIZE, CHUNK, DECODES = 16, 2048, 64
 CONTEXTS = (1024, 4096, 16_384, 32_768)
@@ -138,7 +138,7 @@ def run(folder: Path, *, layer_groups: bool) -> Run:
         enable_prefix_caching=False,
         layer_groups=layer_groups,
     )
-    runner, peaks = llm._engine._pipeline.runner, [0]
+    runner, peaks = llm._engine._executor.runner, [0]
     prepare = runner.prepare
 
     def watched(plan: Any, **rows: Any) -> Any:

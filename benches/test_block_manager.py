@@ -1,163 +1,388 @@
-"""Microbenchmarks of the block manager through Python: `pytest benches --benchmark-only`.
+"""What every call of the block manager costs from Python: `pytest benches --benchmark-only`.
 
-A pool of 16,384 blocks of 16 tokens, full of other prompts, so that every new block evicts one.
-Each round prepares in `setup`, which is not timed. Ratios to other managers: `benches/peers`.
+Medians of single calls, the way into Rust and back included. A pool of 16,384 blocks of 16 tokens,
+of which 256 running sequences of 512 tokens hold half. docs/block-manager.md has the figures under
+"Cost". Whole operations are timed by `make bench-rust`, against other managers by `make bench`.
 """
-# ruff: noqa: D103 (the names say what is timed)
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import devnull
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyengine import BlockManager, StepBuffers
-from pyengine.cache import Sequence, StepPlan
+from pyengine.cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
 
 pytest.importorskip("pytest_benchmark")
 
 NUM_BLOCKS, BLOCK = 16_384, 16
-PROMPT, LENGTH, WIDTH = 8_192, 512, 64
-ROUNDS = 200
-
-Tokens = npt.NDArray[np.int64]
-Benchmark = Any
+RUNNING, LENGTH, PROMPT = 256, 512, 1024
+BUDGET = 2 * PROMPT
+ROUNDS = 100
 
 
 class World:
-    """A full pool, and what the benchmarks need of it."""
+    """A manager with running sequences; each case has its own."""
 
-    def __init__(self) -> None:
-        self.manager = BlockManager(NUM_BLOCKS, BLOCK)
+    def __init__(self, **settings: bool) -> None:
+        self.manager = BlockManager(NUM_BLOCKS, BLOCK, **settings)
         self.rng = np.random.default_rng(0)
-        while self.manager.ledger().free:
-            self.computed(PROMPT).free()
+        self.running = [self.computed(self.tokens(LENGTH)) for _ in range(RUNNING)]
 
-    def tokens(self, count: int) -> Tokens:
-        """Ids that no other prompt has."""
+    def tokens(self, count: int) -> npt.NDArray[np.int64]:
+        """Random ids: no two prompts share a block."""
         return self.rng.integers(0, 2**32, count)
 
-    def computed(self, count: int) -> Sequence:
-        """A running sequence."""
-        sequence = self.manager.sequence(self.tokens(count))
-        plan = self.manager.begin_step(count)
-        plan.prefill(sequence, count)
-        plan.commit([1])
-        return sequence
-
-    def prefill(self, tokens: Tokens | list[int]) -> None:
-        """A prompt from its tokens to its end."""
+    def computed(self, tokens: npt.NDArray[np.int64]) -> Sequence:
+        """A sequence whose tokens are all computed, and one sampled."""
         sequence = self.manager.sequence(tokens)
         plan = self.manager.begin_step(len(tokens))
         plan.prefill(sequence, len(tokens))
-        plan.commit([1])
-        sequence.free()
+        plan.commit([0])
+        return sequence
 
-    def running(self, count: int) -> list[Sequence]:
-        """Sequences of which some need a block in each step."""
-        return [self.computed(LENGTH + index % BLOCK) for index in range(count)]
-
-    def decoding(self, running: list[Sequence]) -> StepPlan:
-        """An open plan of all of them."""
-        plan = self.manager.begin_step(len(running))
-        plan.decode(running)
+    def decoding(self) -> StepPlan:
+        """An open plan that decodes every running sequence."""
+        plan = self.manager.begin_step(BUDGET)
+        plan.decode(self.running)
         return plan
 
-    def buffers(self, rows: int) -> StepBuffers:
-        """Arrays for so many decodes."""
-        shapes: dict[str, Any] = dict.fromkeys(
-            ("input_ids", "positions", "slot_mapping", "seq_lens", "logits_indices"), rows
-        )
-        shapes |= {"query_start_loc": rows + 1, "block_tables": (rows, WIDTH)}
-        return StepBuffers(**{name: np.zeros(shape, np.int64) for name, shape in shapes.items()})
+    def prefilling(self, *prompts: npt.NDArray[np.int64]) -> tuple[StepPlan, list[Sequence]]:
+        """An open plan of whole prompts, and their sequences."""
+        plan = self.manager.begin_step(BUDGET)
+        sequences = [self.manager.sequence(prompt) for prompt in prompts]
+        for sequence in sequences:
+            plan.prefill(sequence, PROMPT)
+        return plan, sequences
+
+    @cached_property
+    def prompt(self) -> npt.NDArray[np.int64]:
+        """The prompt of `holder`."""
+        return self.tokens(PROMPT)
+
+    @cached_property
+    def holder(self) -> Sequence:
+        """A sequence whose prompt is computed and stays so."""
+        return self.computed(self.prompt)
+
+    @cached_property
+    def retained(self) -> Lease:
+        """A lease on the same prompt."""
+        return self.holder.lease()
+
+    @cached_property
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """What a runner would bring."""
+        shapes = {"query_start_loc": RUNNING + 1, "seq_lens": RUNNING}
+        flat = ("input_ids", "positions", "slot_mapping", "logits_indices")
+        shapes |= dict.fromkeys(flat, BUDGET)
+        arrays = {name: np.zeros(size, np.int64) for name, size in shapes.items()}
+        return arrays | {"block_tables": np.zeros((RUNNING, 128), np.int64)}
+
+    @cached_property
+    def buffers(self) -> StepBuffers:
+        """The same, as `fill` takes it."""
+        return StepBuffers(**self.arrays)
 
 
-@pytest.fixture
-def world() -> World:
-    """One for each benchmark."""
-    return World()
+Timed = Callable[[], object]
+Steps = Callable[[World], Iterator[Timed]]
 
 
-def timed(benchmark: Benchmark, call: Callable[..., object], setup: Callable[[], Any]) -> None:
-    """Times `call` on what `setup` has prepared; a call is one round."""
-    benchmark.pedantic(call, setup=lambda: ((setup(),), {}), rounds=ROUNDS, warmup_rounds=20)
+@dataclass(frozen=True)
+class Case:
+    """A call to time: prepares, yields the call, cleans up; one that `changes` nothing stays."""
+
+    call: str
+    cost: str
+    of: str
+    steps: Steps
+    changes: bool = True
+    settings: Mapping[str, bool] = field(default_factory=dict)
 
 
-@pytest.mark.parametrize("count", [512, PROMPT])
-def test_cold_prefill_of_an_array(benchmark: Benchmark, world: World, count: int) -> None:
-    timed(benchmark, world.prefill, lambda: world.tokens(count))
+CASES: list[Case] = []
 
 
-def test_cold_prefill_of_a_list(benchmark: Benchmark, world: World) -> None:
-    timed(benchmark, world.prefill, lambda: world.tokens(PROMPT).tolist())
+def case(call: str, cost: str, of: str, **settings: bool) -> Callable[[Steps], Steps]:
+    """Enters a case into the table; `settings` are the manager's."""
+
+    def add(steps: Steps) -> Steps:
+        CASES.append(Case(call, cost, of, steps, settings=settings))
+        return steps
+
+    return add
 
 
-@pytest.mark.parametrize("count", [512, PROMPT])
-def test_hot_prefill_of_an_array(benchmark: Benchmark, world: World, count: int) -> None:
-    prompt = world.tokens(count)
-    world.prefill(prompt)
-    timed(benchmark, world.prefill, lambda: prompt)
+def look(call: str, cost: str, of: str, timed: Callable[[World], object]) -> None:
+    """A call that changes nothing: prepared once."""
+
+    def steps(world: World) -> Iterator[Timed]:
+        timed(world)
+        yield lambda: timed(world)
+
+    CASES.append(Case(call, cost, of, steps, changes=False))
 
 
-def test_hot_prefill_of_a_list(benchmark: Benchmark, world: World) -> None:
-    prompt = world.tokens(PROMPT).tolist()
-    world.prefill(prompt)
-    timed(benchmark, world.prefill, lambda: prompt)
+@case("BlockManager()", "blocks", "16,384 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield lambda: BlockManager(NUM_BLOCKS, BLOCK)
 
 
-@pytest.mark.parametrize("count", [1, 32, 256])
-def test_decode_step(benchmark: Benchmark, world: World, count: int) -> None:
-    running = world.running(count)
-    timed(benchmark, lambda sampled: world.decoding(running).commit(sampled), lambda: [7] * count)
+@case("BlockManager.sequence", "tokens", "1,024 in an int64 array")
+def _(world: World) -> Iterator[Timed]:
+    tokens = world.tokens(PROMPT)
+    yield lambda: world.manager.sequence(tokens)
 
 
-def test_inputs_of_256_decodes(benchmark: Benchmark, world: World) -> None:
-    running, buffers = world.running(256), world.buffers(256)
+@case("BlockManager.sequence", "tokens", "1,024 in a list")
+def _(world: World) -> Iterator[Timed]:
+    tokens = world.tokens(PROMPT).tolist()
+    yield lambda: world.manager.sequence(tokens)
+
+
+@case("BlockManager.match_prefix", "tokens", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.holder
+    yield lambda: world.manager.match_prefix(world.prompt)
+
+
+@case("BlockManager.match_prefix", "tokens", "1,024, none cached")
+def _(world: World) -> Iterator[Timed]:
+    tokens = world.tokens(PROMPT)
+    yield lambda: world.manager.match_prefix(tokens)
+
+
+@case("BlockManager.begin_step", "1", "")
+def _(world: World) -> Iterator[Timed]:
     plans: list[StepPlan] = []
-
-    def next_step() -> StepPlan:
-        if plans:
-            plans.pop().commit([7] * len(running))
-        plans.append(world.decoding(running))
-        return plans[0]
-
-    timed(benchmark, lambda plan: plan.fill(buffers), next_step)
+    yield lambda: plans.append(world.manager.begin_step(BUDGET))
+    plans.pop().rollback()
 
 
-def test_32_identical_prompts_in_one_step(benchmark: Benchmark, world: World) -> None:
-    def step(tokens: Tokens) -> None:
-        sequences = [world.manager.sequence(tokens) for _ in range(32)]
-        plan = world.manager.begin_step(2 * LENGTH)
-        for sequence in sequences:
-            plan.prefill(sequence, LENGTH)
-        plan.commit([7] * 32)
-        for sequence in sequences:
-            sequence.free()
-
-    timed(benchmark, step, lambda: world.tokens(LENGTH))
+@case("StepPlan.decode", "sequences + new blocks", "256 sequences")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.manager.begin_step(BUDGET)
+    yield lambda: plan.decode(world.running)
+    plan.rollback()
 
 
-def test_match_of_a_cached_prefix(benchmark: Benchmark, world: World) -> None:
+@case("StepPlan.prefill", "tokens", "1,024, none cached")
+def _(world: World) -> Iterator[Timed]:
+    plan, sequence = world.manager.begin_step(BUDGET), world.manager.sequence(world.tokens(PROMPT))
+    yield lambda: plan.prefill(sequence, PROMPT)
+    plan.rollback()
+
+
+@case("StepPlan.prefill", "tokens", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.holder
+    plan, sequence = world.manager.begin_step(BUDGET), world.manager.sequence(world.prompt)
+    yield lambda: plan.prefill(sequence, PROMPT)
+    plan.rollback()
+
+
+@case("StepPlan.speculate", "drafts + new blocks", "4 drafts")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.manager.begin_step(BUDGET)
+    yield lambda: plan.speculate(world.running[0], [1, 2, 3, 4])
+    plan.rollback()
+
+
+@case("StepPlan.cancel", "entries + their blocks", "1 of 256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.decoding()
+    yield lambda: plan.cancel(world.running[128])
+    plan.rollback()
+
+
+look("StepPlan.copies", "copies", "none", lambda world: step_of(world).copies())
+
+
+@case("StepPlan.fill", "tokens + sequences + changed table entries", "256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.decoding()
+    yield lambda: plan.fill(world.buffers)
+    plan.commit([0] * RUNNING)
+
+
+@case("StepPlan.fill", "tokens + sequences + changed table entries", "1,024 tokens of one prompt")
+def _(world: World) -> Iterator[Timed]:
+    plan, _ = world.prefilling(world.tokens(PROMPT))
+    yield lambda: plan.fill(world.buffers)
+    plan.rollback()
+
+
+@case("StepPlan.commit", "sequences + full blocks", "256 decodes, no block full")
+def _(world: World) -> Iterator[Timed]:
+    plan, tokens = world.decoding(), world.tokens(RUNNING)
+    yield lambda: plan.commit(tokens)
+
+
+@case("StepPlan.commit", "sequences + full blocks", "256 decodes, 256 blocks full")
+def _(world: World) -> Iterator[Timed]:
+    forks = [sequence.fork(LENGTH - 1) for sequence in world.running]
+    for fork, token in zip(forks, world.tokens(RUNNING).tolist(), strict=True):
+        fork.append([token])
+    plan, tokens = world.manager.begin_step(BUDGET), world.tokens(RUNNING)
+    plan.decode(forks)
+    yield lambda: plan.commit(tokens)
+
+
+@case("StepPlan.commit", "sequences + full blocks", "a prompt of 64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    plan, _sequences = world.prefilling(world.tokens(PROMPT))
+    yield lambda: plan.commit([0])
+
+
+@case(
+    "StepPlan.commit",
+    "sequences + full blocks",
+    "two equal prompts, 64 merges",
+    in_flight_sharing=False,
+)
+def _(world: World) -> Iterator[Timed]:
     prompt = world.tokens(PROMPT)
-    world.prefill(prompt)
-    timed(benchmark, world.manager.match_prefix, lambda: prompt)
+    plan, _sequences = world.prefilling(prompt, prompt)
+    yield lambda: plan.commit([0, 0])
 
 
-def test_abort(benchmark: Benchmark, world: World) -> None:
-    timed(benchmark, lambda sequence: sequence.free(), lambda: world.computed(PROMPT))
+@case("StepPlan.rollback", "entries + their blocks", "256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    yield world.decoding().rollback
 
 
-def test_fork(benchmark: Benchmark, world: World) -> None:
-    parent = world.computed(PROMPT)
-    timed(benchmark, parent.fork, lambda: PROMPT)
+@case("Sequence.attach", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    lease, sequence = world.retained, world.manager.sequence(world.prompt)
+    yield lambda: sequence.attach(lease)
 
 
-def test_release_of_the_last_lease(benchmark: Benchmark, world: World) -> None:
-    def last_lease() -> Any:
-        sequence = world.computed(PROMPT)
-        lease = sequence.lease()
-        sequence.free()
-        return lease
+@case("Sequence.lease", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.holder.lease
 
-    timed(benchmark, lambda lease: lease.release(), last_lease)
+
+@case("Sequence.fork", "tokens + blocks", "1,024 tokens")
+def _(world: World) -> Iterator[Timed]:
+    holder = world.holder
+    yield lambda: holder.fork(PROMPT)
+
+
+@case("Sequence.append", "tokens", "1 token")
+def _(world: World) -> Iterator[Timed]:
+    sequence = world.manager.sequence(world.prompt)
+    yield lambda: sequence.append([7])
+
+
+@case("Sequence.trim", "blocks given back", "1 block")
+def _(world: World) -> Iterator[Timed]:
+    sequence = world.running[0]
+    plan = world.manager.begin_step(BUDGET)
+    plan.decode([sequence], lookahead=BLOCK)
+    plan.commit([0])
+    yield lambda: sequence.trim(sequence.num_tokens)
+
+
+@case("Sequence.reset", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.computed(world.tokens(PROMPT)).reset
+
+
+@case("Sequence.free", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.computed(world.tokens(PROMPT)).free
+
+
+look("Sequence.tokens", "tokens", "1,024 tokens", lambda world: world.holder.tokens())
+look("Sequence.block_table", "blocks", "64 blocks", lambda world: world.holder.block_table)
+
+
+@case("Lease.release", "blocks", "64 blocks")
+def _(world: World) -> Iterator[Timed]:
+    yield world.holder.lease().release
+
+
+look("BlockManager.ledger", "1", "", lambda world: world.manager.ledger())
+look("BlockManager.stats", "1", "", lambda world: world.manager.stats())
+look(
+    "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.holder)
+)
+look("BlockManager.blocks_for", "1", "", lambda world: world.manager.blocks_for(8_192, 2_048))
+look("BlockManager.refs", "1", "", lambda world: world.manager.refs(0))
+look("BlockManager.seq_refs", "1", "", lambda world: world.manager.seq_refs(0))
+look("BlockManager.state", "1", "", lambda world: world.manager.state(0))
+
+
+@case("BlockManager.evict_idle", "idle blocks", "64 idle, 8,128 free")
+def _(world: World) -> Iterator[Timed]:
+    world.computed(world.tokens(PROMPT)).free()
+    yield world.manager.evict_idle
+
+
+@case("BlockManager.take_events", "events", "64 stored", events=True)
+def _(world: World) -> Iterator[Timed]:
+    world.manager.take_events()
+    world.computed(world.tokens(PROMPT)).free()
+    yield world.manager.take_events
+
+
+@case("BlockManager.contents", "contents", "8,192 contents")
+def _(world: World) -> Iterator[Timed]:
+    yield world.manager.contents
+
+
+@case("BlockManager.record", "1", "a new manager, to /dev/null")
+def _(world: World) -> Iterator[Timed]:
+    manager = BlockManager(1, BLOCK)
+    yield lambda: manager.record(devnull)
+    manager.stop_recording()
+
+
+@case("BlockManager.stop_recording", "1", "to /dev/null")
+def _(world: World) -> Iterator[Timed]:
+    manager = BlockManager(1, BLOCK)
+    manager.record(devnull)
+    yield manager.stop_recording
+
+
+@case("BlockManager.check", "blocks + tokens", "16,384 blocks, 256 sequences")
+def _(world: World) -> Iterator[Timed]:
+    yield world.manager.check
+
+
+@case("StepBuffers()", "1", "seven arrays")
+def _(world: World) -> Iterator[Timed]:
+    arrays = world.arrays
+    yield lambda: StepBuffers(**arrays)
+
+
+def step_of(world: World) -> StepPlan:
+    """An open plan of all running sequences, made once."""
+    plan = world.__dict__.get("plan")
+    if plan is None:
+        plan = world.__dict__["plan"] = world.decoding()
+    return plan
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.call}, {case.of}".strip(", "))
+def test_call(benchmark: Any, case: Case) -> None:
+    """Each round prepares what its call needs, outside of the clock."""
+    world, under_way = World(**case.settings), list[Iterator[Timed]]()
+
+    def prepare() -> tuple[tuple[Timed], dict[str, Any]]:
+        under_way.append(case.steps(world))
+        return (next(under_way[0]),), {}
+
+    def clean_up(_: Timed) -> None:
+        next(under_way.pop(), None)
+
+    if case.changes:
+        run = {"setup": prepare, "teardown": clean_up, "rounds": ROUNDS, "warmup_rounds": 5}
+        benchmark.pedantic(lambda timed: timed(), **run)
+    else:
+        benchmark(next(case.steps(world)))

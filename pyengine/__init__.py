@@ -5,7 +5,7 @@ Two doors, and the first does not open the second:
 - `BlockManager` and what it hands out (`Sequence`, `StepPlan`, `Lease`, ...): for people who
   build engines. Needs NumPy only.
 - `LLM` and `SamplingParams`: for people who run models. Resolved when first used, because
-  `LLM` imports torch and transformers: `pip install 'pyengine[engine]'`.
+  `LLM` imports torch and transformers, the distribution's extra `engine`.
 """
 
 from typing import TYPE_CHECKING
@@ -29,13 +29,14 @@ from pyengine.cache import (
 
 if TYPE_CHECKING:
     from pyengine.core.outputs import CompletionOutput, RequestOutput
-    from pyengine.core.sampling_params import SamplingParams
-    from pyengine.engine import LLM
+    from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+    from pyengine.engine import LLM, AsyncEngine
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BlockManager",
     "CompletionOutput",
     "KvError",
@@ -47,6 +48,7 @@ __all__ = [
     "Redirect",
     "ReplayReport",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "Sequence",
     "Stats",
@@ -58,6 +60,8 @@ __all__ = [
 
 _LAZY = {
     "LLM": "pyengine.engine",
+    "AsyncEngine": "pyengine.engine",
+    "RequestOutputKind": "pyengine.core.sampling_params",
     "SamplingParams": "pyengine.core.sampling_params",
     "CompletionOutput": "pyengine.core.outputs",
     "RequestOutput": "pyengine.core.outputs",
@@ -68,9 +72,9 @@ _ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "tr
 def _resolve(name: str) -> object:
     """Resolve `LLM`, the plain data types and `__version__` on first use."""
     if name == "__version__":
-        from importlib.metadata import version
+        from pyengine.core.distribution import package_version
 
-        value: object = version("pyengine")
+        value: object = package_version()
     elif name in _LAZY:
         from importlib import import_module
 
@@ -79,9 +83,10 @@ def _resolve(name: str) -> object:
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] not in _ENGINE_EXTRA:
                 raise
+            from pyengine.core.distribution import needs_engine_extra
+
             raise ModuleNotFoundError(
-                f"pyengine.{name} needs {error.name}: pip install 'pyengine[engine]'",
-                name=error.name,
+                needs_engine_extra(f"pyengine.{name}", error.name), name=error.name
             ) from error
     else:
         raise AttributeError(f"module 'pyengine' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Look into a wheel and use it in an empty environment of another Python.
 
-    python tools/try_wheel.py dist/pyengine-*.whl
+    python tools/try_wheel.py dist/pyengine_kv-*.whl
 
 Fails if the wheel holds anything but the package, its metadata and the licence, if it is not
 an abi3 wheel, or if `BlockManager` does not work where NumPy is the only dependency.

@@ -1,14 +1,26 @@
 """Whole generations on the CPU: this engine, transformers `generate` and vLLM, in one run.
 
-    .venv/bin/python -m benches.engine.end_to_end [--quick] [--only NAME] [--engines A,B]
+    .venv/bin/python -m benches.engine.end_to_end           # 20 to 25 minutes on two cores
+    .venv/bin/python -m benches.engine.end_to_end --only "32 x (32" --engines pyengine,vllm32
+    .venv/bin/python -m benches.engine.end_to_end --show    # the tables of the last run again
 
-from the root of the repository. SmolLM2-135M-Instruct, float32, greedy, end of sequence ignored,
-prompts of random tokens, new ones each round and the same for all. Every engine is a process of
-its own (`serve.py`) and they take turns, in a different order each round; a ratio is the median of
-the ratios of the same rounds. vLLM is looked for in `.venv-peers` (`benches/peers/env.py` makes
-it) and takes a minute or two to start; where it is not there, a line says so.
+from the root of the repository. SmolLM2-135M-Instruct, the end of sequence ignored; prompts of
+random tokens and greedy unless a row says otherwise: `text` are passages of this repository's
+pages, tokenized and answered with text, `sampled` is temperature 1 with top-p 0.9. Prompts are new
+ones each round and the same for all.
 
-A table goes to standard output, everything to `benches/results/end-to-end.json`.
+Every engine is a process of its own (`serve.py`) and they take turns, in a different order each
+round; a ratio is the median of the ratios of the same rounds. First everything in float32, then
+in bfloat16; transformers in float32 only. What is compiled is compiled anew: the start is a first
+start. `pyengine` and `compiled` are this engine without and with `compile=True`; `vllm` is vLLM
+with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to all cores
+(`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
+`.venv-peers` (`benches/peers/env.py` makes it); where it is not there, a line says so.
+
+Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
+`--docs` puts them into docs/performance.md and the README too, between their marks. The seconds are
+in `benches/results/end-to-end.json` as soon as they are known. `--append` keeps what that file
+holds and measures the asked rows, engines and dtypes again.
 """
 
 import argparse
@@ -18,83 +30,64 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from time import perf_counter
 from typing import Any
 
+from benches.engine.page import publish
+from benches.engine.serve import ENGINES, Asked
+from benches.engine.works import WORKS, Work
 from benches.peers.report import libraries, machine
-from pyengine.models.embedded import embedded_model
+from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
-VOCABULARY = 49_000
-OURS, COMPILED, TRANSFORMERS, VLLM = "pyengine", "compiled", "transformers", "vllm"
+NAMES = OURS, COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
+TITLES = {
+    OURS: "pyengine",
+    COMPILED: "`compile=True`",
+    TRANSFORMERS: "transformers `generate`",
+    VLLM: "vLLM 0.32, blocks of 128",
+    VLLM32: "vLLM 0.32, `block_size=32`",
+}
+DTYPES = ("float32", "bfloat16")
 START = "start to first token"
 
 
-@dataclass(frozen=True)
-class Work:
-    """`count` prompts of `shared` tokens that are the same and `own` that are not."""
-
-    count: int
-    shared: int
-    own: int
-    max_tokens: int
-    slow: bool = False
-    """Whether an engine that shares nothing takes more than a minute."""
-
-    @property
-    def name(self) -> str:
-        """As the tables say it."""
-        parts = [f"{self.shared} shared" if self.own else f"{self.shared} identical"]
-        length = " + ".join(parts * bool(self.shared) + [f"{self.own} own"] * bool(self.own))
-        length = length if self.shared else str(self.own)
-        return f"{self.count} x ({length} in, {self.max_tokens} out)"
-
-    @property
-    def tokens(self) -> int:
-        """What the rate counts: tokens out, or tokens in where only one comes out."""
-        per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
-        return self.count * per_prompt
-
-    def prompts(self, random: Random) -> list[list[int]]:
-        """New ones."""
-        shared = random.choices(range(VOCABULARY), k=self.shared)
-        return [shared + random.choices(range(VOCABULARY), k=self.own) for _ in range(self.count)]
-
-
-WORKS = (
-    Work(1, 0, 32, 64),
-    Work(32, 0, 32, 64),
-    Work(8, 0, 512, 1),
-    Work(32, 512, 16, 32, slow=True),
-    Work(32, 512, 0, 32, slow=True),
-)
-GOALS: tuple[tuple[str, str, str, float], ...] = (  # work, ours, theirs, least ratio
-    (WORKS[1].name, OURS, VLLM, 1.0),
-    (WORKS[1].name, COMPILED, VLLM, 1.2),
-    (WORKS[1].name, OURS, TRANSFORMERS, 1.5),
-    (WORKS[4].name, OURS, VLLM, 4.0),
-    (WORKS[3].name, OURS, VLLM, 1.3),
-    (WORKS[0].name, COMPILED, VLLM, 1.0),
-    (START, OURS, VLLM, 15.0),
-)
+GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against vLLM with blocks of 32
+    WORKS[0].name: (1.05, 1.0),
+    WORKS[1].name: (1.05, 1.0),
+    WORKS[4].name: (1.05, 1.0),
+    WORKS[5].name: (1.25, 1.1),
+    WORKS[6].name: (1.5, 1.3),
+}
+"""Least ratio in float32 and in bfloat16."""
 
 
 class Engine:
     """A process that generates. Raises `RuntimeError` if it does not come up."""
 
-    def __init__(self, name: str, python: Path | str, folder: Path) -> None:
+    def __init__(self, name: str, dtype: str, caches: Path) -> None:
         self.name = name
-        environment = {"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ
+        python = PEERS if name in (VLLM, VLLM32) else Path(sys.executable)
+        if not python.exists():
+            raise RuntimeError(f"no {python.relative_to(ROOT)}; benches/peers/env.py makes it")
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": cores}
+        own = {
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        }
+        environment = defaults | os.environ | own
         self._errors = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         start = perf_counter()
         self._process = subprocess.Popen(
-            [str(python), "-m", "benches.engine.serve", name, str(folder)],
+            [str(python), "-m", "benches.engine.serve", name, str(embedded_model()), dtype],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -102,8 +95,11 @@ class Engine:
             stderr=self._errors,
             text=True,
         )
-        self.version = self._answer()["ready"]
+        ready = self._answer()
         self.start_seconds = perf_counter() - start
+        self.told = {"version": ready["ready"], **ready["settings"]}
+        if name in (VLLM, VLLM32):
+            self.told["cores"] = environment["VLLM_CPU_OMP_THREADS_BIND"]
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -116,145 +112,241 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens."""
+    def generate(self, asked: Asked) -> dict[str, Any]:
+        """`seconds`, `tokens`, and how many `characters` of text."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+        self._process.stdin.write(json.dumps(asdict(asked)) + "\n")
         self._process.stdin.flush()
-        answer = self._answer()
-        return answer["seconds"], answer["tokens"]
+        return self._answer()
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it ended before
+            self._process.stdin.close()
         self._process.wait()
         self._errors.close()
 
 
-def start(names: list[str], folder: Path) -> tuple[list[Engine], dict[str, str]]:
-    """The engines that come up, one after the other, and why the others do not."""
-    engines, missing = [], {}
+class Record:
+    """What was found, in a file that is written anew with everything that comes.
+
+    `found[dtype][work][engine]` is the seconds of each round.
+    """
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self.path = path
+        self.found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        self.same: dict[str, dict[str, dict[str, int]]] = {}
+        """Likewise, how many sequences had the same tokens as the first engine's."""
+        self.about: dict[str, Any] = {
+            "machine": machine(),
+            "libraries": libraries(),
+            "engines": {},
+            "missing": {},
+        }
+        if keep and path.exists():
+            content = json.loads(path.read_text())
+            self.found, self.same = content.pop("seconds"), content.pop("same_tokens")
+            self.about = content
+
+    def begin(self, dtype: str, work: str, engine: str) -> None:
+        """Forget what was known of this."""
+        self.found.setdefault(dtype, {}).setdefault(work, {})[engine] = []
+        self.same.setdefault(dtype, {}).setdefault(work, {}).pop(engine, None)
+
+    def add(self, dtype: str, work: str, engine: str, seconds: float) -> None:
+        """One more round."""
+        self.found[dtype][work][engine].append(seconds)
+        self.write()
+
+    def write(self) -> None:
+        """All of it; a run that is cut off leaves a whole file."""
+        content = {**self.about, "seconds": self.found, "same_tokens": self.same}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(self.path)
+
+    def ratio(self, dtype: str, work: str, ours: str, theirs: str) -> float | None:
+        """How many times as fast: the median of the rounds that both have."""
+        seconds = self.found.get(dtype, {}).get(work, {})
+        pairs = list(zip(seconds.get(theirs, []), seconds.get(ours, []), strict=False))
+        return median([a / b for a, b in pairs]) if pairs else None
+
+    def best_ratio(self, dtype: str, work: str, theirs: str) -> float | None:
+        """The better of ours."""
+        found = [self.ratio(dtype, work, ours, theirs) for ours in (OURS, COMPILED)]
+        return max(filter(None, found), default=None)
+
+    def rate(self, dtype: str, work: Work | None, engine: str) -> str:
+        """Tokens per second, or the seconds to the first; empty where nothing was measured."""
+        seconds = self.found.get(dtype, {}).get(work.name if work else START, {}).get(engine)
+        if not seconds:
+            return ""
+        if work is None:
+            return f"{median(seconds):.1f} s"
+        rate = work.tokens / median(seconds)
+        return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def start(names: list[str], dtype: str, caches: Path, record: Record) -> list[Engine]:
+    """The engines that come up, one after the other; the record has why the others do not."""
+    engines = []
     for name in names:
-        python = PEERS if name == VLLM else Path(sys.executable)
-        if not python.exists():
-            missing[name] = f"no {python.relative_to(ROOT)}; benches/peers/env.py makes it"
-            continue
-        print(f"starting {name}", file=sys.stderr)
+        say(f"{dtype}: starting {name}")
         try:
-            engines.append(Engine(name, python, folder))
+            engine = Engine(name, dtype, caches)
         except RuntimeError as error:
-            missing[name] = str(error)
-    return engines, missing
+            record.about["missing"][f"{name}, {dtype}"] = str(error)
+            continue
+        engines.append(engine)
+        record.about["missing"].pop(f"{name}, {dtype}", None)
+        record.about["engines"].setdefault(name, {})[dtype] = engine.told
+        record.begin(dtype, START, name)
+        record.add(dtype, START, name, engine.start_seconds)
+    return engines
 
 
-def measure(engines: list[Engine], works: list[Work], rounds: int) -> dict[str, Any]:
-    """By work and engine: seconds of each round; and how many sequences gave the same tokens."""
-    results: dict[str, Any] = {}
-    random = Random(0)
-    for work in works:
-        seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
-        same = dict.fromkeys(seconds, 0)
-        order = list(engines)
-        for engine in engines:  # shapes that it has not seen yet, memory that it has not touched
-            if not (work.slow and engine.name == TRANSFORMERS):
-                engine.generate(work.prompts(random), min(work.max_tokens, 4))
-        for turn in range(rounds):
-            prompts, tokens = work.prompts(random), {}
-            for engine in order:
-                if work.slow and engine.name == TRANSFORMERS and turn > 0:
-                    continue
-                took, tokens[engine.name] = engine.generate(prompts, work.max_tokens)
-                seconds[engine.name].append(took)
-                print(f"{work.name}: {engine.name} {took:.2f} s", file=sys.stderr)
-            reference = tokens.get(TRANSFORMERS) or tokens[engines[0].name]
-            for name, found in tokens.items():
-                same[name] += sum(a == b for a, b in zip(found, reference, strict=True))
-            order.append(order.pop(0))
-        results[work.name] = {"tokens": work.tokens, "seconds": seconds, "same_tokens": same}
-    return results
+def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: Record) -> None:
+    """Rounds of one work: a warming call each, then all engines in turn."""
+    random = Random(f"{work.name}")
+    order = list(engines)
+    for engine in engines:  # shapes that it has not seen yet, memory that it has not touched
+        record.begin(dtype, work.name, engine.name)
+        if not (work.is_slow and engine.name == TRANSFORMERS):
+            asked = work.asked(random)
+            engine.generate(replace(asked, max_tokens=min(work.max_tokens, 4)))
+    for turn in range(rounds):
+        asked, tokens = work.asked(random), {}
+        for engine in order:
+            if work.is_slow and engine.name == TRANSFORMERS and turn > 0:
+                continue
+            found = engine.generate(asked)
+            if bool(found["characters"]) != asked.is_text:
+                raise RuntimeError(f"{engine.name}: {work.name}: {found['characters']} characters")
+            tokens[engine.name] = found["tokens"]
+            record.add(dtype, work.name, engine.name, found["seconds"])
+            say(f"{dtype}: {work.name}: {engine.name} {found['seconds']:.2f} s")
+        if work.kind != "sampled":
+            same = record.same[dtype][work.name]
+            for name, each in tokens.items():
+                equal = sum(a == b for a, b in zip(each, tokens[engines[0].name], strict=True))
+                same[name] = same.get(name, 0) + equal
+        order.append(order.pop(0))
 
 
-def ratio(results: dict[str, Any], work: str, ours: str, theirs: str) -> float | None:
-    """How many times as fast: the median of the rounds that both have."""
-    seconds = results.get(work, {}).get("seconds", {})
-    pairs = list(zip(seconds.get(theirs, []), seconds.get(ours, []), strict=False))
-    return median([a / b for a, b in pairs]) if pairs else None
+_BEGUN = perf_counter()
 
 
-def report(results: dict[str, Any], missing: dict[str, str]) -> Iterator[str]:
-    """Rates, ratios and goals in markdown."""
-    names = list(results[START]["seconds"])
-    peers = [name for name in names if name in (TRANSFORMERS, VLLM)]
-    columns = names + [f"{ours} / {peer}" for ours in names if ours not in peers for peer in peers]
-    yield "| tokens per second | " + " | ".join(columns) + " |"
-    yield "|---|" + "---|" * len(columns)
-    for work, result in results.items():
-        cells = []
-        for name in names:
-            took = median(result["seconds"][name])
-            cells.append(f"{took:.1f} s" if work == START else f"{result['tokens'] / took:,.1f}")
-        for ours in names:
-            for peer in peers if ours not in peers else ():
-                found = ratio(results, work, ours, peer)
-                cells.append("" if found is None else f"{found:.2f}x")
-        yield f"| {work} | " + " | ".join(cells) + " |"
-    for name, reason in missing.items():
+def say(text: str) -> None:
+    """Progress."""
+    print(f"{perf_counter() - _BEGUN:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def tables(record: Record) -> Iterator[str]:
+    """Rates by dtype, ratios to vLLM and transformers, goals; in markdown."""
+    about = record.about["machine"]
+    yield f"{about['cpu']}, {about['cores']} cores, {about['date']}"
+    for dtype, works in record.found.items():
+        engines = [name for name in TITLES if any(name in each for each in works.values())]
+        yield f"\n| {dtype}, tokens per second | {' | '.join(TITLES[name] for name in engines)} |"
+        yield "|---|" + "---:|" * len(engines)
+        rows: list[Work | None] = [None, *(work for work in WORKS if work.name in works)]
+        for work in rows:
+            cells = [record.rate(dtype, work, name) for name in engines]
+            yield f"| {work.name if work else START} | {' | '.join(cells)} |"
+    yield from goals(record)
+    for name, reason in record.about["missing"].items():
         yield f"\n{name}: missing ({reason})"
-    yield "\n| goal | least | found |"
-    yield "|---|---|---|"
-    for work, ours, theirs, least in GOALS:
-        found = ratio(results, work, ours, theirs)
-        answer = "not measured"
-        if found is not None:
-            answer = f"{found:.2f}x, {'met' if found >= least else 'not met'}"
-        yield f"| {work}: {ours} / {theirs} | {least:.1f}x | {answer} |"
+
+
+def goals(record: Record) -> Iterator[str]:
+    """Work by work: times as fast as the others, in each dtype, and what is wanted."""
+    yield "\n| the better of ours, times as fast as | transformers | vLLM | vLLM, 32 | goal |"
+    yield "|---|---:|---:|---:|---:|"
+    for at, dtype in enumerate(DTYPES):
+        for work in WORKS:
+            best = [record.best_ratio(dtype, work.name, p) for p in (TRANSFORMERS, VLLM, VLLM32)]
+            if not any(best):
+                continue
+            cells = [f"{found:.2f}" if found else "" for found in best]
+            goal = ""
+            if (least := GOALS.get(work.name)) and (ratio := best[-1]):
+                goal = f"{least[at]:.2f}, {'met' if ratio >= least[at] else 'not met'}"
+            yield f"| {work.name}, {dtype} | {' | '.join(cells)} | {goal} |"
+
+
+def summary(record: Record) -> Iterator[str]:
+    """For the README: the better of ours against the better of vLLM's, and transformers."""
+    about = record.about["machine"]
+    yield (
+        f"| CPU ({about['cpu']}, {about['cores']} cores, {about['date']}), times as fast as | "
+        + ("vLLM 0.32, float32 | vLLM 0.32, bfloat16 | transformers, float32 |")
+    )
+    yield "|---|---:|---:|---:|"
+    for work in WORKS:
+        cells = []
+        for dtype, peers in (
+            ("float32", (VLLM, VLLM32)),
+            ("bfloat16", (VLLM, VLLM32)),
+            ("float32", (TRANSFORMERS,)),
+        ):
+            found = filter(None, [record.best_ratio(dtype, work.name, peer) for peer in peers])
+            least = min(found, default=None)
+            cells.append(f"{least:.2f}" if least else "")
+        if any(cells):
+            yield f"| {work.name} | {' | '.join(cells)} |"
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one round, without the slow works")
+    parser.add_argument("--quick", action="store_true", help="one round, without what is shared")
     parser.add_argument("--only", default="", help="works whose name contains this")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds per work (3)")
-    parser.add_argument(
-        "--engines",
-        default=f"{OURS},{TRANSFORMERS},{VLLM}",
-        help="of pyengine, compiled, transformers, vllm",
-    )
+    parser.add_argument("--rounds", type=int, default=2, help="rounds per work (2)")
+    parser.add_argument("--engines", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--dtype", default=",".join(DTYPES), help="float32, bfloat16 or both")
     parser.add_argument("--results", default="end-to-end", help="name of the JSON file")
-    return parser.parse_args()
+    parser.add_argument("--append", action="store_true", help="keep what the JSON file holds")
+    parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
+    parser.add_argument("--show", action="store_true", help="print its tables, measure nothing")
+    options = parser.parse_args()
+    options.engines, options.dtype = options.engines.split(","), options.dtype.split(",")
+    for given, known in ((options.engines, NAMES), (options.dtype, DTYPES)):
+        if unknown := set(given) - set(known):
+            parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return options
+
+
+def run(options: argparse.Namespace, record: Record) -> None:
+    """Measure what was asked for, dtype by dtype."""
+    works = [work for work in WORKS if options.only in work.name]
+    works = [work for work in works if not (options.quick and work.is_slow)]
+    for dtype in options.dtype:
+        wanted = [name for name in options.engines if (name, dtype) != (TRANSFORMERS, "bfloat16")]
+        engines: list[Engine] = []
+        with TemporaryDirectory(prefix="end-to-end-") as caches:
+            try:
+                engines += start(wanted, dtype, Path(caches), record)
+                for work in works:
+                    measure(engines, work, 1 if options.quick else options.rounds, dtype, record)
+            finally:
+                for engine in engines:
+                    engine.close()
 
 
 def main() -> None:
     """Run, print, write."""
     options = parse()
-    works = [work for work in WORKS if options.only in work.name]
-    if options.quick:
-        works = [work for work in works if not work.slow]
-    engines, missing = start(options.engines.split(","), embedded_model())
-    if not engines:
-        sys.exit(f"nothing can be measured: {missing}")
-    try:
-        results: dict[str, Any] = {
-            START: {"seconds": {engine.name: [engine.start_seconds] for engine in engines}},
-            **measure(engines, works, 1 if options.quick else options.rounds),
-        }
-    finally:
-        for engine in engines:
-            engine.close()
-    print("\n".join(report(results, missing)))
     target = ROOT / "benches/results" / f"{options.results}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "machine": machine(),
-        "libraries": libraries(),
-        "engines": {engine.name: engine.version for engine in engines},
-        "missing": missing,
-        "results": results,
-    }
-    target.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{target.relative_to(ROOT)}", file=sys.stderr)
+    record = Record(target, keep=options.append or options.show)
+    if not options.show:
+        run(options, record)
+        record.write()
+        say(str(target.relative_to(ROOT)))
+    publish("end-to-end", tables(record), write=options.docs)
+    publish("end-to-end", summary(record), write=options.docs, page=ROOT / "README.md")
 
 
 if __name__ == "__main__":

@@ -1,284 +1,361 @@
 """What a step of the engine costs beside the model, and where it goes.
 
-    .venv/bin/python -m benches.engine.overhead [--quick]
-    .venv-peers/bin/python -m benches.engine.overhead       # with vLLM's manager beside it
+    .venv/bin/python -m benches.engine.overhead [--quick] [--only TEXT] [--as before]
+    .venv/bin/python -m benches.engine.overhead --show
 
-from the root of the repository. The model is a stub that gives the same random logits in every
-step; everything else is the real engine: manager, scheduler, input arrays, sampler, outputs. All
-requests decode, nobody wants text. The pool (65,536 blocks of 16) is full of other prompts, so
-that every new block evicts one. Prompts have 512 tokens and some, so that a sixteenth of the
-requests takes a block in each step.
+from the root of the repository, on one thread. The model is a stub that gives random logits, made
+beforehand; everything else is the real engine (`service.py`). Requests decode for ever, unless a
+row says otherwise. The pool (65,536 blocks of 16) is full of other prompts, so that every new block
+evicts one. Prompts have 512 tokens and some, so that a sixteenth of the requests takes a block in
+each step.
 
-The vocabulary has 128 tokens, so that what is timed is the engine and not the search for the
-largest of 49,152 logits, which is memory traffic that any engine has; that is a row of its own.
-vLLM's column is `KVCacheManager` alone: `allocate_slots` and `append_output_token_ids` for every
-request of the same step, as `benches/peers` calls it; no scheduler, no sampling, no outputs.
+- `greedy`: the vocabulary has 128 tokens, so that what is timed is the engine and not the search
+  for the largest of 49,152 logits, which is memory traffic that any engine has. Nobody wants text.
+- `text`: with a tokenizer of 128 of SmolLM2's tokens, whole words. Answers of 256 tokens, whose
+  text is looked at when they are there: that is in the time, shared among the steps. `read`: each
+  request's news are looked at after each step, as by somebody who streams it.
+- `top-p`: temperature 1 and top-p 0.9; `top-k`: temperature 1 and top-k 50.
+- `arrivals`: text, read; four requests a step come and go on average, in Poisson's way, with 512
+  tokens in and 64 out on average. Taking them in is timed too.
+- with 49,152 and 151,936 tokens: as above, the text with SmolLM2's tokenizer as it is. `largest` is
+  reading the logits and nothing else, the floor of these rows.
 
-A table goes to standard output, everything to `benches/results/engine-overhead.json`.
+Further: taking in a prompt of 8,192 token ids, and aborting one of 50,000 requests that wait.
+
+Microseconds, medians of rounds in which all take turns. A time is the processor's, which a busy
+machine does not change much; the clock's is beside it in `benches/results/engine-overhead.json`.
+That file keeps columns: `--as NAME` fills one of them ("now"), the table shows them all, and
+`--docs` puts it into docs/performance.md.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from random import Random
-from time import perf_counter_ns as clock
+from time import perf_counter_ns, process_time_ns
 from typing import Any
 
 import numpy as np
 import torch
 
+from benches.engine.page import publish
+from benches.engine.service import Ids, Service, Size, prepared_logits
 from benches.peers.report import libraries, machine
 from benches.peers.sampling import Effort, Spread, Stream, interleave
-from pyengine.cache import BlockManager
-from pyengine.core import SamplingParams
-from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
-from pyengine.runner import Forward, InputBuffers, RunnerLimits, StepLogits
-from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.core import RequestOutputKind, SamplingParams
+from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
-NUM_BLOCKS, BLOCK, PROMPT = 65_536, 16, 512
+BLOCK, PROMPT, LONG = 16, 512, 8192
 STEPS_PER_START, STEPS_PER_OPERATION = 256, 16
 SIZES = (1, 32, 256, 1024)
-SMALL, SMOLLM2 = 128, 49_152
+RUNNING = 256
+SMALL, SMOLLM2, QWEN = 128, 49_152, 151_936
+WAITING = 50_000
+ARRIVALS, MEAN_OUTPUT = 4, 64
 PARTS = ("schedule", "fill", "sample", "commit", "outputs")
-GREEDY = {"temperature": 0}
-SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 1}
-GOAL_US = 300
-VLLM = "vLLM manager"
+GREEDY: dict[str, Any] = {"temperature": 0}
+TOP_P: dict[str, Any] = {"temperature": 1, "top_p": 0.9}
+TOP_K: dict[str, Any] = {"temperature": 1, "top_k": 50}
+DELTAS: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
+GOALS = {
+    f"greedy, {RUNNING} running": 120,
+    f"greedy, text, {RUNNING} running": 250,
+    f"take in {LONG:,} from an array": 100,
+    f"abort one of {WAITING:,}": 10,
+}
 
 
-class StubRunner:
-    """Fills the inputs as the real runner does, and says what it always says."""
-
-    def __init__(self, limits: RunnerLimits, vocab_size: int) -> None:
-        self.buffers = InputBuffers(limits, torch.device("cpu"))
-        generator = torch.Generator().manual_seed(0)
-        self.logits = torch.randn(limits.max_num_seqs, vocab_size, generator=generator)
-
-    def prepare(self, plan: Any, *, extra_rows: Any = None) -> Forward:
-        """Logits of a step, without a model."""
-        plan.copies()
-        count = len(self.buffers.fill(plan).upload().logits_indices)
-        return lambda _: StepLogits(self.logits[:count], self.logits[:0])
+def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[Ids]:
+    """Arrays of random ids, none of them alike."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocab_size, length + at % BLOCK) for at in range(count)]
 
 
-class Service:
-    """An engine with `count` requests that decode for ever, and `waiting` that find no seat."""
+@cache
+def tokenizer(vocab_size: int) -> Any:
+    """SmolLM2's, or one of so many of its words."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    def __init__(self, count: int, vocab_size: int, waiting: int = 0) -> None:
-        limits = SchedulerLimits(max_num_batched_tokens=65_536, max_num_seqs=count)
-        self.manager = full_pool()
-        longest = PROMPT + BLOCK + 2 * STEPS_PER_START
-        runner_limits = RunnerLimits(
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_num_seqs=count,
-            max_blocks_per_seq=-(-longest // BLOCK),
-        )
-        self.scheduler = Scheduler(self.manager, limits)
-        self.runner = StubRunner(runner_limits, vocab_size)
-        facts = ModelFacts(
-            vocab_size=vocab_size,
-            eos_token_ids=frozenset({2}),
-            max_model_len=longest,
-            limited_by="the benchmark",
-            max_num_seqs=count,
-        )
-        self.pipeline = Pipeline(self.runner)
-        self.engine = Engine(self.manager, self.scheduler, self.pipeline, facts)
-        self.count, self.waiting, self.vocab_size = count, waiting, vocab_size
-        self.random = Random(0)
-
-    @contextmanager
-    def started(self, settings: dict[str, Any]) -> Iterator[None]:
-        """The requests in the middle of their answers; none is left behind."""
-        params = SamplingParams(max_tokens=None, ignore_eos=True, **settings)
-        names = [str(number) for number in range(self.count + self.waiting)]
-        for number, name in enumerate(names):
-            tokens = self.random.choices(range(self.vocab_size), k=PROMPT + number % BLOCK)
-            self.engine.add_request(name, Prompt(token_ids=tokens), params)
-        while self.engine.stats().num_running < self.count:
-            self.engine.step()
-        try:
-            yield
-        finally:
-            self.engine.abort(names)
+    whole = AutoTokenizer.from_pretrained(embedded_model())
+    if vocab_size == SMOLLM2:
+        return whole
+    words = [word for word in whole.convert_ids_to_tokens(range(300, 5000)) if word[0] == "Ġ"]
+    small = Tokenizer(models.BPE({word: at for at, word in enumerate(words[:vocab_size])}, []))
+    small.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=small)
 
 
-def full_pool() -> BlockManager:
-    """A pool in which every block holds something that nobody uses."""
-    manager = BlockManager(NUM_BLOCKS, BLOCK)
-    rng = np.random.default_rng(0)
-    for _ in range(NUM_BLOCKS * BLOCK // 8192):
-        sequence = manager.sequence(rng.integers(0, SMOLLM2, 8192))
-        plan = manager.begin_step(8192)
-        plan.prefill(sequence, 8192)
-        plan.commit([0])
-        sequence.free()
-    return manager
+class Clocks:
+    """Nanoseconds since it was made: of the clock, and of this process on a processor."""
+
+    def __init__(self) -> None:
+        self._start = perf_counter_ns(), process_time_ns()
+
+    def read(self, operations: int = 1) -> tuple[float, float]:
+        """For each of so many operations."""
+        wall, processor = self._start
+        now = process_time_ns()
+        return (perf_counter_ns() - wall) / operations, (now - processor) / operations
 
 
-def steps(service: Service, settings: dict[str, Any]) -> Stream:
-    """Nanoseconds of a step: the mean of 16, a block for each request."""
-    step = service.engine.step
-    while True:
-        with service.started(settings):
-            for _ in range(STEPS_PER_START // STEPS_PER_OPERATION):
-                start = clock()
-                for _ in range(STEPS_PER_OPERATION):
-                    step()
-                yield ((clock() - start) / STEPS_PER_OPERATION,)
+def started(
+    service: Service,
+    asked: list[Ids],
+    running: int,
+    settings: dict[str, Any],
+    *,
+    reads: bool = False,
+) -> None:
+    """Requests in the middle of their answers; those beyond `running` wait."""
+    params = SamplingParams(max_tokens=None, ignore_eos=True, **settings)
+    for number, prompt in enumerate(asked):
+        service.take_in(str(number), prompt, params, streams=reads)
+    while service.num_running < running:
+        service.step()
 
 
-def profile(service: Service, settings: dict[str, Any]) -> Stream:
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """`waiting` more than have a seat; steps of an operation; whether news are read.
+
+    With `is_whole` an operation is a whole answer, and what is done at its end is shared among its
+    steps.
+    """
+
+    waiting: int = 0
+    steps: int = STEPS_PER_OPERATION
+    reads: bool = False
+    is_whole: bool = False
+
+
+def steps(count: int, vocab_size: int, settings: dict[str, Any], how: How) -> Stream:
+    """A step: the mean of some, as a rule a block for each request."""
+    text = tokenizer(vocab_size) if settings.get("detokenize") else None
+    longest = PROMPT + BLOCK + 2 * STEPS_PER_START
+    service = Service(Size(count=count, longest=longest, vocab_size=vocab_size, tokenizer=text))
+    settings = {"detokenize": False, **settings}
+    number = STEPS_PER_START if how.is_whole else how.steps
+    for seed in range(1_000_000):
+        asked = prompts(count + how.waiting, PROMPT, vocab_size, seed)
+        started(service, asked, count, settings, reads=how.reads)
+        for _ in range(1 if how.is_whole else STEPS_PER_START // STEPS_PER_OPERATION):
+            clocks = Clocks()
+            for _ in range(number):
+                service.step()
+            if how.is_whole:
+                service.look_at(map(str, range(count)))
+            yield clocks.read(number)
+        service.abort(map(str, range(len(asked))))
+
+
+def parts(count: int, settings: dict[str, Any]) -> Stream:
     """The parts of a step in the order of `PARTS`; what a timer costs is in them."""
     spent = dict.fromkeys(PARTS, 0)
 
     def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timer(*args: Any, **kwargs: Any) -> Any:
-            start = clock()
+            start = perf_counter_ns()
             try:
                 return call(*args, **kwargs)
             finally:
-                spent[part] += clock() - start
+                spent[part] += perf_counter_ns() - start
 
         return timer
 
-    targets: Any = ((service.scheduler, "schedule"), (service.scheduler, "commit"))
-    for target, part in targets:
-        setattr(target, part, timed(part, getattr(target, part)))
-    runner: Any = service.runner
-    sampler: Any = service.pipeline._sampler
-    runner.prepare = timed("fill", runner.prepare)
-    sampler.launch = timed("sample", sampler.launch)
-    while True:
-        with service.started(settings):
-            for _ in range(STEPS_PER_START // STEPS_PER_OPERATION):
-                spent.update(dict.fromkeys(PARTS, 0))
-                start = clock()
-                for _ in range(STEPS_PER_OPERATION):
-                    service.engine.step()
-                whole = clock() - start
-                spent["outputs"] = whole - sum(spent.values())
-                yield tuple(spent[part] / STEPS_PER_OPERATION for part in PARTS)
-
-
-def search(count: int, vocab_size: int) -> Stream:
-    """The largest logit of every row and nothing else: the floor of greedy sampling."""
-    logits = torch.randn(count, vocab_size)
-    while True:
-        start = clock()
-        logits.argmax(1).tolist()
-        yield (clock() - start,)
-
-
-def vllm_steps(count: int) -> Stream:
-    """vLLM's manager, the same step."""
-    from benches.peers.adapters.vllm import Vllm
-
-    rng = np.random.default_rng(0)
-    manager = Vllm(NUM_BLOCKS, BLOCK)
-    for _ in range(NUM_BLOCKS * BLOCK // 8192):
-        manager.cold(manager.prompt(rng.integers(0, SMOLLM2, 8192)))
-    while True:
-        lengths = [PROMPT + number % BLOCK for number in range(count)]
-        manager.start([manager.prompt(rng.integers(0, SMOLLM2, length)) for length in lengths])
+    text = tokenizer(SMALL) if settings.get("detokenize") else None
+    longest = PROMPT + BLOCK + 2 * STEPS_PER_START
+    service = Service(Size(count=count, longest=longest, vocab_size=SMALL, tokenizer=text))
+    service.parts(timed)
+    for seed in range(1_000_000):
+        started(service, prompts(count, PROMPT, SMALL, seed), count, settings)
         for _ in range(STEPS_PER_START // STEPS_PER_OPERATION):
-            tokens = [manager.sampled(rng.integers(0, SMOLLM2, count)) for _ in range(16)]
-            start = clock()
-            for sampled in tokens:
-                manager.plan()
-                manager.commit(sampled)
-            yield ((clock() - start) / STEPS_PER_OPERATION,)
-        manager.stop()
+            spent.update(dict.fromkeys(PARTS, 0))
+            start = perf_counter_ns()
+            for _ in range(STEPS_PER_OPERATION):
+                service.step()
+            spent["outputs"] = perf_counter_ns() - start - sum(spent.values())
+            yield tuple(spent[part] / STEPS_PER_OPERATION for part in PARTS)
+        service.abort(map(str, range(count)))
 
 
-def streams(count: int, *, with_vllm: bool) -> dict[str, Stream]:
-    """Everything that takes turns at one batch size."""
-    found = {
-        "greedy": steps(Service(count, SMALL), GREEDY),
-        "greedy, others waiting": steps(Service(count, SMALL, waiting=64), GREEDY),
-        "sampled": steps(Service(count, SMALL), SAMPLED),
-        "greedy, parts": profile(Service(count, SMALL), GREEDY),
-        "sampled, parts": profile(Service(count, SMALL), SAMPLED),
-        "greedy, 49,152 logits": steps(Service(count, SMOLLM2), GREEDY),
-        "argmax of 49,152": search(count, SMOLLM2),
+def arrivals() -> Stream:
+    """A step and what arrives before it, once about `RUNNING` requests are there."""
+    longest = PROMPT + BLOCK + 2 * MEAN_OUTPUT
+    size = Size(count=2 * RUNNING, longest=longest, vocab_size=SMALL, tokenizer=tokenizer(SMALL))
+    service, rng, number = Service(size), np.random.default_rng(0), 0
+    while True:
+        come = rng.poisson(ARRIVALS, STEPS_PER_OPERATION).tolist()
+        asked = prompts(sum(come), PROMPT, SMALL, seed=number)
+        params = [
+            SamplingParams(**GREEDY, **DELTAS, ignore_eos=True, max_tokens=int(count))
+            for count in rng.integers(1, 2 * MEAN_OUTPUT, sum(come))
+        ]
+        pairs = zip(asked, params, strict=True)
+        clocks = Clocks()
+        for count in come:
+            for _ in range(count):
+                service.take_in(str(number), *next(pairs), streams=True)
+                number += 1
+            service.step()
+        found = clocks.read(STEPS_PER_OPERATION)
+        if number > 3 * RUNNING:
+            yield found
+
+
+def taking_in(as_ids: Callable[[Any], Ids]) -> Stream:
+    """A long prompt, from what the caller has to the queue."""
+    service = Service(Size(count=1, longest=2 * LONG, vocab_size=SMOLLM2))
+    params = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+    for seed in range(1_000_000):
+        [prompt] = prompts(1, LONG, SMOLLM2, seed)
+        given = as_ids(prompt)
+        clocks = Clocks()
+        service.take_in("long", given, params)
+        yield clocks.read()
+        service.abort(["long"])
+
+
+def aborting() -> Stream:
+    """One of those that wait, anywhere in the queue; another one comes for it."""
+    service = Service(Size(count=1, longest=PROMPT, vocab_size=SMALL))
+    params = SamplingParams(temperature=0, detokenize=False)
+    [prompt] = prompts(1, BLOCK, SMALL)
+    names = [str(number) for number in range(WAITING)]
+    for name in names:
+        service.take_in(name, prompt, params)
+    rng = np.random.default_rng(0)
+    for number in range(WAITING, 2**31):
+        at = int(rng.integers(WAITING))
+        clocks = Clocks()
+        service.abort([names[at]])
+        yield clocks.read()
+        names[at] = str(number)
+        service.take_in(names[at], prompt, params)
+
+
+def search(vocab_size: int) -> Stream:
+    """The largest logit of every row and nothing else: the floor of sampling."""
+    logits = prepared_logits(RUNNING, vocab_size)[:RUNNING]
+    while True:
+        clocks = Clocks()
+        logits.amax(1).tolist()
+        yield clocks.read()
+
+
+def rows(sizes: tuple[int, ...]) -> dict[str, Callable[[], Stream]]:
+    """Everything that is timed, by its name; made when it is asked for."""
+    text = {"detokenize": True}
+    small: dict[str, tuple[dict[str, Any], How]] = {
+        "greedy": (GREEDY, How()),
+        "greedy, others waiting": (GREEDY, How(waiting=64)),
+        "greedy, text": (GREEDY | text, How(is_whole=True)),
+        "greedy, text, read": (GREEDY | text | DELTAS, How(reads=True)),
+        "top-p": (TOP_P, How()),
+        "top-k": (TOP_K, How()),
     }
-    if with_vllm:
-        found[VLLM] = vllm_steps(count)
+    found: dict[str, Callable[[], Stream]] = {}
+    for count in sizes:
+        for name, (settings, how) in small.items():
+            row = f"{name}, {count} running"
+            found[row] = partial(steps, count, SMALL, settings, how)
+    found[f"arrivals, about {RUNNING} running"] = arrivals
+    for vocab_size in (SMOLLM2, QWEN):
+        large = {"greedy": GREEDY, "greedy, text": GREEDY | text, "top-p": TOP_P, "top-k": TOP_K}
+        for name, settings in large.items():
+            if settings.get("detokenize") and vocab_size != SMOLLM2:
+                continue
+            row = f"{name}, {RUNNING} running, {vocab_size:,} tokens"
+            how = How(steps=1, is_whole=name.endswith("text"))
+            found[row] = partial(steps, RUNNING, vocab_size, settings, how)
+        found[f"largest, {RUNNING} rows, {vocab_size:,} tokens"] = partial(search, vocab_size)
+    found[f"take in {LONG:,} from an array"] = partial(taking_in, np.asarray)
+    found[f"take in {LONG:,} from a list"] = partial(taking_in, np.ndarray.tolist)
+    found[f"abort one of {WAITING:,}"] = aborting
+    for name in ("greedy", "greedy, text", "top-p"):
+        settings = {"detokenize": False, **small[name][0]}
+        found[f"{name}, {RUNNING} running, parts"] = partial(parts, RUNNING, settings)
     return found
 
 
-def missing_vllm() -> str | None:
-    """Why vLLM's manager is not there; None if it is."""
-    try:
-        import benches.peers.adapters.vllm  # noqa: F401
-    except Exception as error:  # whatever importing it raises is the reason
-        return f"{type(error).__name__}: {error}"
-    return None
+def figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, Any]:
+    """Microseconds by name: median and quartiles."""
+    columns = zip(names, zip(*rounds, strict=True), strict=True)
+    spreads = {name: Spread.of([ns / 1000 for ns in column]) for name, column in columns}
+    return {
+        name: {"median": round(one.median, 2), "q1": round(one.q1, 2), "q3": round(one.q3, 2)}
+        for name, one in spreads.items()
+    }
 
 
-def figures(rounds: list[tuple[float, ...]]) -> list[dict[str, float]]:
-    """Microseconds of each part: median and quartiles."""
-    spreads = [Spread.of([ns / 1000 for ns in column]) for column in zip(*rounds, strict=True)]
-    return [{"median": s.median, "q1": s.q1, "q3": s.q3} for s in spreads]
-
-
-def measure(sizes: tuple[int, ...], effort: Effort, *, with_vllm: bool) -> dict[str, Any]:
-    """By batch size and row: microseconds of a step, or of its parts."""
+def measure(wanted: dict[str, Callable[[], Stream]], effort: Effort) -> dict[str, Any]:
+    """By row: microseconds of a step or a call. A few rows at a time: each holds an engine."""
     results: dict[str, Any] = {}
-    for count in sizes:
-        print(f"{count} running", file=sys.stderr)
-        rounds = interleave(streams(count, with_vllm=with_vllm), effort, lambda: None)
-        results[str(count)] = {name: figures(each) for name, each in rounds.items()}
-        if VLLM in rounds:
-            pairs = zip(rounds[VLLM], rounds["greedy"], strict=False)
-            ratio = Spread.of([theirs[0] / ours[0] for theirs, ours in pairs])
-            results[str(count)]["ratio to vLLM"] = [{"median": ratio.median}]
+    names = list(wanted)
+    for at in range(0, len(names), 6):
+        group = {name: wanted[name]() for name in names[at : at + 6]}
+        print("; ".join(group), file=sys.stderr, flush=True)
+        for name, rounds in interleave(group, effort, lambda: None).items():
+            kinds = PARTS if name.endswith("parts") else ("wall", "processor")
+            results[name] = figures(rounds, kinds)
     return results
 
 
-def table(results: dict[str, Any], missing: str | None) -> Iterator[str]:
-    """Two tables in markdown: whole steps, and their parts."""
-    sizes = list(results)
-    yield "| us per step | " + " | ".join(f"{size} running" for size in sizes) + " |"
-    yield "|---|" + "---|" * len(sizes)
-    for name in results[sizes[0]]:
+def table(columns: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Steps and calls, then the parts of steps; in markdown, a column for each run."""
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    yield "| microseconds of the processor | " + " | ".join(columns) + " | goal |"
+    yield "|---|" + "---:|" * (len(columns) + 1)
+    for name in names:
         if not name.endswith("parts"):
-            cells = [f"{results[size][name][0]['median']:,.1f}" for size in sizes]
-            yield f"| {name} | " + " | ".join(cells) + " |"
-    if missing:
-        yield f"\nvLLM's manager: missing ({missing})"
-    for name in ("greedy, parts", "sampled, parts"):
-        yield f"\n| {name}, us | " + " | ".join(PARTS) + " |"
-        yield "|---|" + "---|" * len(PARTS)
-        for size in sizes:
-            cells = [f"{part['median']:,.1f}" for part in results[size][name]]
-            yield f"| {size} running | " + " | ".join(cells) + " |"
-    if "256" in results:
-        found = results["256"]["greedy"][0]["median"]
-        answer = "met" if found <= GOAL_US else "not met"
-        yield f"\n256 running, greedy: {found:.0f} us of {GOAL_US}: {answer}"
+            cells = [shown(column.get(name, {}).get("processor")) for column in columns.values()]
+            yield f"| {name} | {' | '.join(cells)} | {GOALS.get(name, '')} |"
+    yield "\n| parts of a step | | " + " | ".join(PARTS) + " |"
+    yield "|---|---|" + "---:|" * len(PARTS)
+    for name in names:
+        for run, column in columns.items():
+            if name.endswith("parts") and name in column:
+                cells = [shown(column[name][part]) for part in PARTS]
+                yield f"| {name.removesuffix(', parts')} | {run} | {' | '.join(cells)} |"
+
+
+def shown(figure: dict[str, float] | None) -> str:
+    """A median."""
+    if figure is None:
+        return ""
+    return f"{figure['median']:,.0f}" if figure["median"] >= 10 else f"{figure['median']:.1f}"
 
 
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="5 rounds, 1 and 256 running")
+    parser.add_argument("--quick", action="store_true", help="5 rounds, 256 running")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--as", dest="column", default="now", help="the column that is filled")
+    parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
+    parser.add_argument("--show", action="store_true", help="print the file's table")
     parser.add_argument("--results", default="engine-overhead", help="name of the JSON file")
     options = parser.parse_args()
-    missing = missing_vllm()
-    effort = Effort(5, 1.0) if options.quick else Effort(15, 3.0)
-    sizes = (1, 256) if options.quick else SIZES
-    results = measure(sizes, effort, with_vllm=missing is None)
-    print("\n".join(table(results, missing)))
     target = ROOT / "benches/results" / f"{options.results}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine(), "libraries": libraries(), "vllm": missing, "us": results}
-    target.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\n{target.relative_to(ROOT)}", file=sys.stderr)
+    content: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
+    if not options.show:
+        torch.set_num_threads(1)
+        effort = Effort(5, 1.0) if options.quick else Effort(15, 3.0)
+        wanted = rows((RUNNING,) if options.quick else SIZES)
+        found = measure({n: make for n, make in wanted.items() if options.only in n}, effort)
+        column = content.setdefault(options.column, {"us": {}})
+        column["us"] |= found
+        column |= {"machine": machine(), "libraries": libraries()}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(content, indent=1) + "\n")
+    columns = {name: column["us"] for name, column in content.items()}
+    publish("engine overhead", table(columns), write=options.docs)
+    print(f"\n{os.path.relpath(target)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

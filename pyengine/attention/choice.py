@@ -14,6 +14,7 @@ from pyengine.attention.flashinfer import FlashInferBackend, flashinfer_obstacle
 from pyengine.attention.flex import FlexBackend, flex_obstacle
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
+from pyengine.attention.paged import on_device
 from pyengine.attention.varlen import VarlenBackend, varlen_obstacle
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.core.errors import ConfigurationError
@@ -183,15 +184,15 @@ def try_out(
         for kind in kinds
     ]
     try:
-        backend = build(KVPool(specs, _TRIAL_BLOCKS, block_size, needs.device))
-        for new_tokens in (3, 1):
-            plan = backend.plan(_trial_inputs(new_tokens, block_size, needs.device))
-            for layer, kind in enumerate(kinds):
-                plan.forward(
-                    layer, *_trial_rows(new_tokens, kind, needs), _trial_options(kind, needs)
-                )
-        if needs.device.type == "cuda":
-            torch.cuda.synchronize(needs.device)
+        with on_device(needs.device):
+            backend = build(KVPool(specs, _TRIAL_BLOCKS, block_size, needs.device))
+            for new_tokens in (3, 1):
+                plan = backend.plan(_trial_inputs(new_tokens, block_size, needs.device))
+                for layer, kind in enumerate(kinds):
+                    rows = _trial_rows(new_tokens, kind, needs)
+                    plan.forward(layer, *rows, _trial_options(kind, needs))
+            if needs.device.type == "cuda":
+                torch.cuda.synchronize()
     except Exception as error:  # whatever an import, a compiler or a driver raises
         text = " ".join(str(error).split())
         return f"{type(error).__name__}: {text[:300]}"

@@ -9,6 +9,8 @@ sinks are added from the logarithm of the sum under the softmax, which is in bas
 
 import importlib
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,10 @@ from pyengine.cache.kv_pool import KVPool
 
 _WORKSPACE_BYTES = 256 << 20
 _HEAD_DIMS = (64, 128, 256)
+_PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
+"""The attribute in which a wrapper keeps the pinned memory that it plans in."""
+_COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
+"""What flashinfer imports: modules, and the packages that have them."""
 _LN2 = math.log(2)
 
 
@@ -45,6 +51,10 @@ def flashinfer_obstacle(needs: AttentionNeeds) -> str | None:
         return obstacle
     if "flashinfer" not in needs.packages:
         return "the package flashinfer-python is not installed"
+    missing = [name for module, name in _COMPANIONS.items() if module not in needs.packages]
+    if missing:
+        names = " and ".join(missing)
+        return f"flashinfer-python needs {names} beside it: pip install {' '.join(missing)}"
     for layer in needs.layers:
         if layer.head_dim_k not in _HEAD_DIMS:
             return f"its head sizes are 64, 128 and 256, the model has {layer.head_dim_k}"
@@ -67,6 +77,49 @@ class _Kind:
     scaling: float
 
 
+Mark = Callable[[], Callable[[], bool]]
+"""Marks a place in the device's queue; what it returns says whether the device has come there."""
+
+
+def mark_in_stream() -> Callable[[], bool]:
+    """Mark the current CUDA stream by an event. See `Mark`."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.query
+
+
+def mark_at_once() -> Callable[[], bool]:
+    """The device is the host, which is always there. See `Mark`."""
+    return lambda: True
+
+
+class PlanMemory:
+    """Pinned memory that wrappers plan in.
+
+    `plan` writes into such memory and queues its copy to the device, without a word of when that is
+    done; the wrapper would write into the same memory for the next step, which may be planned while
+    the copy still waits. So each plan gets memory whose last copy has been made. There are as many
+    pieces as there are plans under way.
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+        self._lent: deque[tuple[torch.Tensor, Callable[[], bool]]] = deque()
+
+    def plan(self, wrapper: Any, *arguments: Any, **settings: Any) -> None:
+        """`wrapper.plan`, in memory that no earlier plan needs any more."""
+        memory = self._free(getattr(wrapper, _PLAN_BUFFER))
+        setattr(wrapper, _PLAN_BUFFER, memory)
+        wrapper.plan(*arguments, **settings)
+        self._lent.append((memory, self._mark()))
+
+    def _free(self, own: torch.Tensor) -> torch.Tensor:
+        if self._lent and self._lent[0][1]():
+            memory, _ = self._lent.popleft()
+            return memory
+        return torch.empty_like(own, pin_memory=own.is_pinned())
+
+
 class FlashInferBackend:
     """Attention over a `KVPool` by flashinfer. Raises `ImportError` where that is missing."""
 
@@ -80,6 +133,8 @@ class FlashInferBackend:
         # of all wrappers: it holds intermediate results of one layer; zeros at first
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._wrappers: dict[tuple[str, _Kind], Any] = {}
+        on_cuda = pool.device.type == "cuda"
+        self.plan_memory = PlanMemory(mark_in_stream if on_cuda else mark_at_once)
 
     def plan(self, inputs: StepInputs) -> "FlashInferPlan":
         """Prepare a step; a wrapper is planned when a layer of its kind first asks."""
@@ -123,7 +178,8 @@ class FlashInferBackend:
 
     def plan_decode(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
         """Plan a decode wrapper over `pages`."""
-        wrapper.plan(
+        self.plan_memory.plan(
+            wrapper,
             torch.from_numpy(pages.indptr),
             upload(pages.indices, self.pool.device),
             torch.from_numpy(pages.last_page_len),
@@ -138,7 +194,8 @@ class FlashInferBackend:
         self, wrapper: Any, kind: _Kind, starts: torch.Tensor, pages: PageTable
     ) -> None:
         """Plan a prefill wrapper over `pages`; `starts` is where each sequence's rows begin."""
-        wrapper.plan(
+        self.plan_memory.plan(
+            wrapper,
             starts,
             torch.from_numpy(pages.indptr),
             upload(pages.indices, self.pool.device),
@@ -279,7 +336,7 @@ class FlashInferGraphPlan:
         self._pages = [
             page_table(inputs.host_seq_lens, tables, size) for tables in inputs.host_block_tables
         ]
-        self._shape = inputs.host_block_tables.shape[1:]
+        self._shape = inputs.block_tables.shape[1:]  # the host's are as wide as the step
 
     def _wrapper(self) -> Any:
         batch, width = self._shape

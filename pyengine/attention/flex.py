@@ -4,15 +4,20 @@ All rows of a step form one sequence of queries, all slots of the pool one of ke
 view of it. A block mask says which pages each tile of queries has to look at; the mask function
 decides, key by key. It finds a key's position from its page: a page holds the same positions for
 every sequence that shares it.
+
+torch compiles anew for a size of 0 or 1, whatever it was told of sizes that change. So rows, tiles,
+pages of a tile, and tables are padded to two.
 """
 
 import importlib
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.fx.experimental._config
+import torch.nn.functional as F
 
 from pyengine.attention.backend import AttentionOptions, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, cuda_obstacle
@@ -23,6 +28,12 @@ _LEAST_TORCH = (2, 9)
 _DECODE_TILE = 16
 _PREFILL_TILE = 64
 _KEY_TILE = 64
+_LEAST = 2
+"""Of every size that changes from step to step."""
+
+RECOMPILE_LIMIT = 64
+"""Variants of the kernel in all: decodes and prefills of each kind of layer take a few. torch's own
+limit is 8, and past it a step fails."""
 
 
 def flex_obstacle(needs: AttentionNeeds) -> str | None:
@@ -57,9 +68,7 @@ class FlexBackend:
         self.library: Any = importlib.import_module("torch.nn.attention.flex_attention")
         self.attend: Any = self.library.flex_attention
         if pool.device.type == "cuda":
-            # fullgraph: an error rather than the uncompiled form, which holds every score at once
-            self.attend = torch.compile(self.attend, dynamic=True, fullgraph=True)
-
+            self.attend = compiled(self.attend)
         self._score_mods: dict[float | None, Callable[..., torch.Tensor] | None] = {None: None}
 
     def score_mod(self, softcap: float | None) -> Callable[..., torch.Tensor] | None:
@@ -89,7 +98,9 @@ class FlexPlan:
         decoding = leading_decodes(starts) == len(starts) - 1
         self._tile = _DECODE_TILE if decoding else _PREFILL_TILE
         sequences = np.arange(len(starts) - 1).repeat(np.diff(starts))
-        self._sequence_of = upload(sequences, backend.pool.device)  # [T]
+        self._sequence_of = _padded(upload(sequences, backend.pool.device), _LEAST)  # [T]
+        self._positions = _padded(inputs.positions, _LEAST)
+        self._tables = _padded(inputs.block_tables, _LEAST, _LEAST)
         shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
         self._places = torch.empty(shape, dtype=torch.int64, device=backend.pool.device)
         self._masks: dict[tuple[int, int | None], Any] = {}
@@ -98,6 +109,11 @@ class FlexPlan:
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`."""
         self._inputs = inputs
+        if self._positions is not inputs.positions:
+            self._positions[: len(inputs.positions)].copy_(inputs.positions)
+        if self._tables is not inputs.block_tables:
+            _, rows, width = inputs.block_tables.shape
+            self._tables[:, :rows, :width].copy_(inputs.block_tables)
         self._place_pages()
         for (group, window), mask in self._masks.items():
             counts, pages = self._tiles(group, window)
@@ -120,8 +136,9 @@ class FlexPlan:
             cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
             for cache in (pool.keys[layer], pool.values[layer])
         )
+        num_rows = len(query)
         result = backend.attend(
-            query.transpose(0, 1)[None],
+            _padded(query, _LEAST, 0, 0).transpose(0, 1)[None],
             keys,
             values,
             score_mod=backend.score_mod(options.softcap),
@@ -131,10 +148,10 @@ class FlexPlan:
             kernel_options=self._kernel_options(),
             return_aux=backend.library.AuxRequest(lse=options.sinks is not None),
         )
-        out: torch.Tensor = result[0][0].transpose(0, 1)
+        out: torch.Tensor = result[0][0].transpose(0, 1)[:num_rows]
         if options.sinks is None:
             return out
-        return apply_sinks(out, result[1].lse[0].T, options.sinks)
+        return apply_sinks(out, result[1].lse[0].T[:num_rows], options.sinks)
 
     def _kernel_options(self) -> dict[str, Any] | None:
         if self._backend.pool.device.type != "cuda":
@@ -147,7 +164,8 @@ class FlexPlan:
 
     def _place_pages(self) -> None:
         """Where in its sequences each page lies, in blocks; -1: in none. On the device."""
-        tables, lens = self._inputs.block_tables, self._inputs.seq_lens
+        width = self._inputs.host_block_tables.shape[2]  # of this step; a graph's may be wider
+        tables, lens = self._inputs.block_tables[..., :width], self._inputs.seq_lens
         trash = self._backend.pool.num_blocks
         columns = torch.arange(tables.shape[2], device=tables.device)
         valid = columns < -(-lens[:, None] // self._backend.pool.block_size)
@@ -175,8 +193,8 @@ class FlexPlan:
     def _visible(self, group: int, window: int | None) -> Callable[..., torch.Tensor]:
         """The mask function: whether a row sees a slot of the pool."""
         size = self._backend.pool.block_size
-        places, tables = self._places[group], self._inputs.block_tables[group]
-        sequence_of, positions = self._sequence_of, self._inputs.positions
+        places, tables = self._places[group], self._tables[group]
+        sequence_of, positions = self._sequence_of, self._positions
 
         def visible(
             _batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor
@@ -200,13 +218,40 @@ class FlexPlan:
             self._backend.pool.block_size,
             self._tile,
         )
-        room = self._room or max(map(len, lists))
-        pages = np.zeros((len(lists), room), dtype=np.int32)
-        for row, own in zip(pages, lists, strict=True):
-            row[: len(own)] = own
-        counts = np.array([len(own) for own in lists], dtype=np.int32)
+        room = max(_LEAST, self._room or max(map(len, lists)))
+        tiles = max(_LEAST, len(lists))  # a tile more than there are rows for is never computed
+        pages, counts = np.zeros((tiles, room), dtype=np.int32), np.zeros(tiles, dtype=np.int32)
+        for tile, own in enumerate(lists):
+            pages[tile, : len(own)] = own
+            counts[tile] = len(own)
         device = self._backend.pool.device
         return upload(counts, device)[None, None], upload(pages, device)[None, None]
+
+
+def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
+    """flex_attention as torch compiles it here; `settings` are further ones of `torch.compile`.
+
+    fullgraph: an error rather than the uncompiled form, which holds every score at once. Sizes that
+    are equal by chance, as the rows and the KV heads of a step of two rows, must not become one.
+    """
+    dynamo, shapes = torch._dynamo.config, cast("Any", torch.fx.experimental._config)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    traced: Any = torch.compile(attend, dynamic=True, fullgraph=True, **settings)
+
+    def call(*tensors: torch.Tensor, **options: Any) -> Any:
+        with shapes.patch(use_duck_shape=False):
+            return traced(*tensors, **options)
+
+    return call
+
+
+def _padded(tensor: torch.Tensor, *least: int) -> torch.Tensor:
+    """`tensor` with zeros behind it, so that its last sizes are at least these; else itself."""
+    last = tensor.shape[-len(least) :]
+    missing = [max(0, low - size) for low, size in zip(least, last, strict=True)]
+    if not any(missing):
+        return tensor
+    return F.pad(tensor, [amount for one in reversed(missing) for amount in (0, one)])
 
 
 def tile_pages(

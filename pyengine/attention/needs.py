@@ -10,8 +10,8 @@ import torch
 from pyengine.cache.kv_pool import kv_cache_specs
 from pyengine.cache.layer_groups import layer_windows
 
-OPTIONAL_PACKAGES = ("flashinfer", "flash_attn")
-"""Packages that a backend may need beside torch."""
+OPTIONAL_PACKAGES = ("flashinfer", "tvm_ffi", "requests", "flash_attn")
+"""Modules of packages that a backend may need beside torch."""
 
 FLOAT8_DTYPES = frozenset({torch.float8_e4m3fn})
 """Element types of an 8-bit KV cache."""

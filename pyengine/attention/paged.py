@@ -5,6 +5,7 @@ Keys and values of a step go into the pool by one call per layer: on CUDA a Trit
 """
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,11 @@ def leading_decodes(query_start_loc: Int32Array) -> int:
 def window_left(window: int | None) -> int:
     """A window as kernels count it: positions before the query's own; -1: all."""
     return -1 if window is None else window - 1
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a CUDA `device` is the current one of this thread: where kernels and events go."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -3,10 +3,18 @@
 import gc
 import os
 import sys
+from io import TextIOWrapper
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyengine.cli.backend import EngineFactory
 
 
-def main() -> None:
-    """Run the command line; where its libraries are missing, name the extra that holds them."""
+def main(factory: "EngineFactory | None" = None) -> None:
+    """Run the command line; where its libraries are missing, name the extra that holds them.
+
+    `factory` makes the engines; None: real ones.
+    """
     # Threads of torch's OpenMP spin while they wait for each other. Where they do not, a step of
     # one row takes 1.6 times as long; where they do, and another process is on one of two cores,
     # it takes two to four times as long as it has to. Spinning briefly is never the slowest
@@ -16,16 +24,34 @@ def main() -> None:
     # Importing torch and transformers makes a million objects and frees none: looking for garbage
     # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
     gc.disable()
+    _prepare_streams()
     try:
         from pyengine.cli.app import app
+        from pyengine.cli.options import report
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        print(
-            "error: the command line needs typer: pip install 'pyengine[engine]'",
-            file=sys.stderr,
-        )
+        from pyengine.core.distribution import needs_engine_extra
+
+        print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:  # commands handle their own
+    except KeyboardInterrupt:
         raise SystemExit(130) from None
-    app()
+    try:
+        app(obj=factory)
+    except (KeyboardInterrupt, OSError) as error:  # commands handle their own; this is around them
+        raise SystemExit(report(error)) from None
+
+
+def _prepare_streams() -> None:
+    """Have all three streams, and no text that they can't take or give."""
+    for name, mode, errors in (
+        ("stdin", "r", "surrogateescape"),
+        ("stdout", "w", "backslashreplace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        if getattr(sys, name) is None:  # closed by who started us; else the next file is it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)

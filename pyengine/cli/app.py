@@ -1,14 +1,21 @@
-"""The typer application. Commands live in files of their own; nothing heavy is imported here."""
+"""The typer application and `pyengine info`. Nothing heavy is imported here."""
 
-from importlib.metadata import version
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
+from pyengine.cli.backend import factory_of
 from pyengine.cli.chat import chat
+from pyengine.cli.display import print_rows
 from pyengine.cli.generate import generate
-from pyengine.cli.info import info
+from pyengine.cli.options import command
 from pyengine.cli.trace import trace
+from pyengine.core.distribution import package_version
+from pyengine.core.settings import EngineSettings
+
+LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 
 app = typer.Typer(
     name="pyengine",
@@ -17,15 +24,37 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+@command()
+def info(context: typer.Context, *, settings: EngineSettings) -> None:
+    """Print versions, then open the model and print device, attention backend and why."""
+    versions = _versions()
+    print_rows("versions", versions)
+    engine = factory_of(context)(settings)
+    rows = {key: value for key, value in engine.describe().items() if key not in versions}
+    print_rows("engine", {"model_path": engine.model_path, **rows})
+
+
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
 app.add_typer(trace)
 
 
+def _versions() -> dict[str, object]:
+    found: dict[str, object] = {"pyengine": package_version(), "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pyengine {version('pyengine')}")
+        typer.echo(f"pyengine {package_version()}")
         raise typer.Exit
 
 

@@ -6,10 +6,13 @@ nothing here imports torch before a command really opens a model.
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import typer
@@ -38,10 +41,10 @@ class Engine(Protocol):
     def tokenizer(self) -> Any:
         """The tokenizer of transformers, or None for a model without one."""
 
-    def generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        """Run a batch to its end; results in the order of the prompts."""
+    def generate_iter(
+        self, prompts: Any, sampling_params: Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Run a batch; each result when it has ended, `index` being its prompt's position."""
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -61,12 +64,50 @@ class Engine(Protocol):
         """Versions, device, dtype, attention backend and why, pool size."""
 
 
+@contextmanager
+def ended(outputs: Iterator[RequestOutput]) -> Iterator[Iterator[RequestOutput]]:
+    """Outputs to read; what is unfinished when the block is left is ended."""
+    try:
+        yield outputs
+    finally:
+        close = getattr(outputs, "close", None)  # a generator's
+        if close is not None:
+            close()
+
+
 EngineFactory = Callable[[EngineSettings], Engine]
+
+
+@contextmanager
+def held_interrupt() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of the block; a second one does not.
+
+    C extensions that are interrupted while they import NumPy go on without it, silently.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        if len(held) > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        raise KeyboardInterrupt
 
 
 def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
-    from pyengine.engine import LLM
+    with held_interrupt():
+        from pyengine.engine import LLM
 
     llm = LLM(**asdict(settings))
     gc.freeze()  # what was imported and loaded stays: later collections pass it over

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from pyengine.cli.backend import Engine, factory_of
+from pyengine.cli.display import note, stream_answer, write
 from pyengine.cli.options import command
-from pyengine.cli.prompts import Message
-from pyengine.cli.streaming import stream_answer
+from pyengine.cli.prompts import Message, check_encodable
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
@@ -34,7 +34,7 @@ def chat(
 
 
 def _converse(engine: Engine, params: SamplingParams, opening: list[Message]) -> None:
-    typer.secho(f"{engine.model_path.name}: {HELP}", err=True, dim=True)
+    note(f"{engine.model_path.name}: {HELP}", dim=True)
     messages = list(opening)
     while (line := _ask()) is not None:
         match line.strip():
@@ -44,10 +44,10 @@ def _converse(engine: Engine, params: SamplingParams, opening: list[Message]) ->
                 break
             case "/reset":
                 messages = list(opening)
-                typer.secho("a new conversation", err=True, dim=True)
+                note("a new conversation", dim=True)
                 continue
             case text if text.startswith("/"):
-                typer.secho(f"unknown: {text}; {HELP}", err=True, dim=True)
+                note(f"unknown: {text}; {HELP}", dim=True)
                 continue
         messages = _take_turn(engine, params, [*messages, {"role": "user", "content": line}])
 
@@ -55,13 +55,14 @@ def _converse(engine: Engine, params: SamplingParams, opening: list[Message]) ->
 def _take_turn(engine: Engine, params: SamplingParams, messages: list[Message]) -> list[Message]:
     """Answer the last message. A refused turn leaves the conversation as it was before it."""
     try:
+        check_encodable(messages[-1]["content"])
         prompt = {"prompt_token_ids": engine.apply_chat_template(messages)}
         answer = stream_answer(engine, prompt, params)
     except InvalidRequestError as error:
-        typer.echo(f"error: {error}\nthe conversation may be too long: /reset", err=True)
+        note(f"error: {error}\nthe conversation may be too long: /reset")
         return messages[:-1]
-    note = "stopped · " if answer.interrupted else ""
-    typer.secho(f"{note}{answer.figures}", err=True, dim=True)
+    stopped = "stopped · " if answer.interrupted else ""
+    note(f"{stopped}{answer.figures}", dim=True)
     return [*messages, {"role": "assistant", "content": answer.text}]
 
 
@@ -74,5 +75,5 @@ def _ask() -> str | None:
         return input("> " if interactive else "")
     except (EOFError, KeyboardInterrupt):
         if interactive:
-            typer.echo()
+            write("\n")
         return None

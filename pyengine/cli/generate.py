@@ -1,32 +1,33 @@
 """`pyengine generate`: answer one prompt as a stream, or many as a batch."""
 
-import json
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pyengine.cli.backend import Engine, factory_of
-from pyengine.cli.figures import Meter
-from pyengine.cli.guard import INTERRUPTED
-from pyengine.cli.options import command
+from pyengine.cli.backend import Engine, ended, factory_of
+from pyengine.cli.display import Meter, note, stream_answer
+from pyengine.cli.options import FAILED, INTERRUPTED, command
 from pyengine.cli.prompts import (
     AnyPrompt,
-    MessagesPrompt,
     Template,
     TextPrompt,
-    TokenPrompt,
+    check_encodable,
     read_prompts,
     to_engine,
 )
-from pyengine.cli.streaming import stream_answer
+from pyengine.cli.results import Batch, Printed, Results, opened
 from pyengine.core.errors import InvalidRequestError
-from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
+
+RECORDING = b"kvtrace\n"
+"""How a recording of the block manager begins."""
 
 
 @command()
@@ -37,7 +38,14 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(help="Prompts, one per line: a text file or .jsonl.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the results here, as JSONL.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write each result here as it comes, as a line of JSON; a new file."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with what an earlier run has written into --output."),
+    ] = False,
     record: Annotated[
         Path | None,
         typer.Option(help="Record the block manager here, for `pyengine trace replay`."),
@@ -54,97 +62,122 @@ def generate(
     settings: EngineSettings,
 ) -> None:
     """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
-    prompts = _collect(prompt or [], file)
-    _check_writable(output)
-    _check_writable(record)
-    engine = factory_of(context)(settings)
+    if resume and output is None:
+        raise InvalidRequestError("--resume needs --output: the file to go on with")
+    _check_apart({"--file": file, "--output": output, "--record": record})
+    _check_recording(record)
     template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
-    ready = to_engine(engine, prompts, template)
-    with nullcontext() if record is None else engine.recording(record):
-        if len(prompts) == 1 and output is None:
-            _answer_one(engine, ready[0], params)
-        else:
-            _answer_many(engine, prompts, ready, params, output)
+    batch = Batch(_collect(prompt or [], file), template, params, settings)
+    target = nullcontext(Printed(batch)) if output is None else opened(output, batch, resume=resume)
+    with target as results:
+        left = [index for index in range(len(batch.prompts)) if index not in results.done]
+        if not left:
+            note(results.summary(failed=False))
+            return
+        engine = factory_of(context)(settings)
+        ready = to_engine(engine, [batch.prompts[index] for index in left], template)
+        with nullcontext() if record is None else engine.recording(record):
+            if len(batch.prompts) == 1 and output is None:
+                _answer_one(engine, ready[0], params)
+            else:
+                _answer_many(engine, batch, dict(zip(left, ready, strict=True)), results)
 
 
 def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            raise InvalidRequestError(f"prompt {number} is empty: write what is to be answered")
+        try:
+            check_encodable(text)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {number} {error}: it has to be UTF-8") from error
     prompts: list[AnyPrompt] = [TextPrompt(text) for text in texts]
     if file is not None:
         prompts += read_prompts(file)
     if not prompts:
         raise InvalidRequestError("nothing to generate: give a PROMPT or --file")
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            raise InvalidRequestError(f"prompt {number} is empty: write what is to be answered")
     return prompts
 
 
-def _check_writable(output: Path | None) -> None:
-    if output is None:
+def _check_apart(files: Mapping[str, Path | None]) -> None:
+    given = [(option, path) for option, path in files.items() if path is not None]
+    for (one, path), (other, same) in combinations(given, 2):
+        if os.path.realpath(path) == os.path.realpath(same):
+            raise InvalidRequestError(f"{one} and {other} are the same file: {path}")
+
+
+def _check_recording(path: Path | None) -> None:
+    """See that a recording can be written, and will replace nothing but a recording."""
+    if path is None:
         return
-    folder = output.resolve().parent
-    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InvalidRequestError(f"cannot write {output}: give a file in a folder that exists")
+    is_new = not os.path.lexists(path)
+    try:
+        if not is_new and not path.is_file():
+            raise InvalidRequestError(f"cannot write {path}: it is no regular file")
+        with path.open("ab+") as file:
+            file.seek(0)
+            start = file.read(len(RECORDING))
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot write {path}: {error.strerror}; give a file in a folder that exists"
+        ) from error
+    if start not in (b"", RECORDING):
+        raise InvalidRequestError(f"{path} is no recording, and would be lost: give another file")
 
 
 def _answer_one(engine: Engine, prompt: object, params: SamplingParams) -> None:
     answer = stream_answer(engine, prompt, params)
-    typer.secho(str(answer.figures), err=True, dim=True)
+    note(answer.figures, dim=True)
     if answer.interrupted:
-        typer.echo("interrupted", err=True)
+        note("interrupted")
         raise typer.Exit(INTERRUPTED)
 
 
 def _answer_many(
-    engine: Engine,
-    prompts: Sequence[AnyPrompt],
-    ready: list[object],
-    params: SamplingParams,
-    output: Path | None,
+    engine: Engine, batch: Batch, ready: Mapping[int, object], results: Results
 ) -> None:
+    """Answer these prompts, by their positions. What has come is kept, however this ends."""
     meter = Meter.start(engine)
-    results = engine.generate(ready, params, use_tqdm=True)
-    figures = meter.read(results)
-    pairs = list(zip(prompts, results, strict=True))
-    if output is None:
-        for number, (prompt, result) in enumerate(pairs, start=1):
-            typer.secho(f"[{number}] {_title(prompt)}", bold=True)
-            typer.echo(result.outputs[0].text.strip("\n") + "\n")
-    else:
-        lines = [_as_json(index, *pair) + "\n" for index, pair in enumerate(pairs)]
-        output.write_text("".join(lines), encoding="utf-8")
-        typer.echo(f"{len(lines)} results in {output}", err=True)
-    typer.secho(str(figures), err=True, dim=True)
+    places, params = list(ready), [batch.params_of(index) for index in ready]
+    failures = 0
+    try:
+        with (
+            _progress(len(places)) as advance,
+            ended(engine.generate_iter(list(ready.values()), params)) as outputs,
+        ):
+            for result in outputs:
+                place = places[result.index]
+                results.put(place, result)
+                meter.add(result)
+                if result.error is not None:
+                    failures += 1
+                    note(f"prompt {place + 1} failed: {result.error}")
+                advance()
+    except BaseException:
+        _close(results, meter, failed=True)
+        raise
+    _close(results, meter, failed=failures > 0)
+    if failures:
+        raise typer.Exit(FAILED)
 
 
-def _title(prompt: AnyPrompt) -> str:
-    match prompt:
-        case TextPrompt(text=text):
-            line = " ".join(text.split())
-        case TokenPrompt(token_ids=ids):
-            line = f"{len(ids)} token ids"
-        case MessagesPrompt(messages=messages):
-            line = " ".join(messages[-1]["content"].split())
-    return line if len(line) <= 76 else line[:73] + "..."
+def _close(results: Results, meter: Meter, *, failed: bool) -> None:
+    summary = results.summary(failed)
+    if summary:
+        note(summary)
+    if not failed or meter.tokens["new"]:
+        note(str(meter), dim=True)
 
 
-def _as_json(index: int, prompt: AnyPrompt, result: RequestOutput) -> str:
-    record: dict[str, object] = {"index": index}
-    if prompt.id is not None:
-        record["id"] = prompt.id
-    match prompt:
-        case TextPrompt(text=text):
-            record["prompt"] = text
-        case TokenPrompt(token_ids=ids):
-            record["prompt_token_ids"] = ids
-        case MessagesPrompt(messages=messages):
-            record["messages"] = messages
-    answer = result.outputs[0]
-    record |= {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "num_prompt_tokens": len(result.prompt_token_ids),
-        "num_cached_tokens": result.num_cached_tokens,
-    }
-    return json.dumps(record, ensure_ascii=False)
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], object]]:
+    """A bar of prompts on standard error, where that is a terminal of its own."""
+    if sys.stdout.isatty() or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="prompt", dynamic_ncols=True) as bar:
+        yield bar.update

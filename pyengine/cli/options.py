@@ -1,16 +1,74 @@
-"""Options of the commands, made from the fields of the settings and of the sampling parameters."""
+"""What commands share: options from the settings' fields, and what is said when a thing fails."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
-from pyengine.cli.guard import guarded
+from pyengine.cli.display import note
+from pyengine.core.errors import InvalidRequestError, PyEngineError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, option_of
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+"""Exit statuses; the last two are what a shell reports of SIGINT and SIGPIPE."""
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Print an error of ours, or of the system, without a traceback and leave.
+
+    Status 2: the input was refused and nothing ran. Status 1: anything else that the engine or the
+    system reports. Ctrl-C leaves with status 130, and nobody reading any more with 141, silently.
+    Errors of other kinds are defects and keep their traceback.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        raise typer.Exit(report(error)) from error
+
+
+def report(error: BaseException) -> int:
+    """Say what went wrong; the exit status. A defect is raised again.
+
+    After an error of the system standard output is given up: its last flush would fail once more.
+    """
+    if _is_interrupted(error):
+        _say("\ninterrupted")
+        return INTERRUPTED
+    if isinstance(error, PyEngineError):
+        _say(f"error: {error}")
+        return BAD_INPUT if isinstance(error, InvalidRequestError) else FAILED
+    if not isinstance(error, OSError):
+        raise error
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return CLOSED_PIPE
+    where = f": {error.filename}" if error.filename else ""
+    _say(f"error: {error.strerror or error}{where}")
+    return FAILED
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        note(text)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: libraries that are interrupted raise errors of their own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +137,18 @@ def _option(name: str, default: Any, kind: Any, option: Any) -> inspect.Paramete
 
 
 def _sampling_option(name: str, form: _Sampling) -> inspect.Parameter:
-    flag = [f"--{name.replace('_', '-')}"] if form.kind is bool else []
-    option = typer.Option(*flag, help=form.help, rich_help_panel="Sampling")
+    flag = f"--{name.replace('_', '-')}"
+    option = typer.Option(flag, help=form.help, rich_help_panel="Sampling")
     return _option(name, form.default, form.kind, option)
 
 
 def _setting_option(setting: Any) -> inspect.Parameter:
     form = option_of(setting)
     kind = setting.type if form.parse is None else form.parse
-    name = f"--{setting.name.replace('_', '-')}"
-    flag = form.flag or (name if setting.default is not None else None)
-    if kind == bool | None:
-        flag = f"{name}/--no-{name[2:]}"
+    name = setting.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if kind == bool | None else f"--{name}"
     option = typer.Option(
-        *([flag] if flag else []),
+        form.flag or flag,
         help=f"{form.help[0].upper()}{form.help[1:]}.",
         rich_help_panel=form.panel,
         hidden=form.hidden,

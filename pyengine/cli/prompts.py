@@ -1,7 +1,8 @@
 """Prompts from the command line and from files, checked before anything runs."""
 
+import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,8 @@ from pyengine.cli.backend import Engine
 from pyengine.core.errors import InvalidRequestError
 
 SHOWN_PROBLEMS = 5
+LONGEST_LINE = 64 << 20
+"""Bytes; what has no line end for longer is no file of prompts (`/dev/zero` never has one)."""
 KINDS = ("prompt", "prompt_token_ids", "messages")
 
 Message: TypeAlias = dict[str, str]
@@ -55,7 +58,7 @@ AnyPrompt: TypeAlias = TextPrompt | TokenPrompt | MessagesPrompt
 
 
 def read_prompts(path: Path) -> list[AnyPrompt]:
-    """Read one prompt per line; empty lines are skipped.
+    """Read one prompt per line, as UTF-8; empty lines and a byte order mark are skipped.
 
     `.jsonl`: each line is a string, or an object with one of `prompt`, `prompt_token_ids` and
     `messages`, and an optional `id` that comes back with the result. Any other file: a text
@@ -63,20 +66,18 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
 
     Raises InvalidRequestError that names every bad line (the first five of them) by number.
     """
-    parse: Callable[[str], AnyPrompt] = _parse_json if path.suffix == ".jsonl" else TextPrompt
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
+    parse: Callable[[str], AnyPrompt] = _parse_json if path.suffix == ".jsonl" else _parse_text
     prompts: list[AnyPrompt] = []
     problems: list[str] = []
-    for number, raw in enumerate(lines, start=1):
+    for number, raw in enumerate(_lines(path), start=1):
         if not raw.strip():
             continue
         try:
             prompts.append(parse(raw.decode("utf-8")))
         except ValueError as error:  # of json and of utf-8, too
             problems.append(f"{path}, line {number}: {error}")
+        except RecursionError:
+            problems.append(f"{path}, line {number}: nested too deeply")
     if problems:
         more = len(problems) - SHOWN_PROBLEMS
         tail = [f"... and {more} more"] if more > 0 else []
@@ -86,6 +87,27 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
     if not prompts:
         raise InvalidRequestError(f"{path} holds no prompt")
     return prompts
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file without their ends; only `\\n`, `\\r` and `\\r\\n` end one."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(LONGEST_LINE)
+            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise InvalidRequestError(
+                    f"{path} is UTF-16 text: give it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+                )
+            line = line.removeprefix(codecs.BOM_UTF8)
+            while line:
+                if len(line) >= LONGEST_LINE:
+                    raise InvalidRequestError(
+                        f"{path} has a line of {LONGEST_LINE >> 20} MiB or more: no file of prompts"
+                    )
+                yield from line.splitlines()
+                line = file.readline(LONGEST_LINE)
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
 
 
 def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) -> list[object]:
@@ -110,8 +132,15 @@ def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) 
     return result
 
 
+def _parse_text(line: str) -> AnyPrompt:
+    if "\0" in line:
+        raise ValueError("holds a NUL character: is this a file of text?")
+    return TextPrompt(line)
+
+
 def _parse_json(line: str) -> AnyPrompt:
     value = json.loads(line)
+    check_encodable(json.dumps(value, ensure_ascii=False))
     if isinstance(value, str):
         return TextPrompt(_checked_text(value))
     if not isinstance(value, dict):
@@ -135,6 +164,17 @@ def _parse_json(line: str) -> AnyPrompt:
             return TokenPrompt(_checked_token_ids(content), name)
         case _:
             return MessagesPrompt(_checked_messages(content), name)
+
+
+def check_encodable(text: str) -> None:
+    """Raise InvalidRequestError for half a character, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InvalidRequestError(
+            f"holds {half!r}, which is no character (a lone surrogate)"
+        ) from error
 
 
 def _checked_text(value: object) -> str:

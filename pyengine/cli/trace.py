@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pyengine.cache import Divergence, Ledger, ReplayReport, Stats, TraceError, replay
-from pyengine.cli.guard import FAILED, guarded
-from pyengine.cli.rows import print_rows
+from pyengine.cli.display import note, print_rows, write
+from pyengine.cli.options import FAILED, guarded
 from pyengine.core.errors import InvalidRequestError
 
 trace = typer.Typer(name="trace", no_args_is_help=True)
@@ -36,12 +36,12 @@ def replay_file(
         print_rows("figures", {**figures, "hit rate": rate, "seconds": f"{seconds:.3f}"})
         print_rows("ledger at the end", _grouped(_ledger(report.ledger)))
         if report.failed_check is not None:
-            typer.echo(f"check() failed: {report.failed_check}", err=True)
+            note(f"check() failed: {report.failed_check}")
         if report.divergence is not None:
             _print_divergence(report.divergence)
         if report.failed_check is not None or report.divergence is not None:
             raise typer.Exit(FAILED)
-        typer.secho(_verdict(report), bold=True)
+        write(f"{_verdict(report)}\n", bold=True)
 
 
 def _replay(file: Path) -> ReplayReport:
@@ -86,12 +86,11 @@ def _grouped(counts: Mapping[str, int]) -> dict[str, str]:
 
 
 def _print_divergence(parted: Divergence) -> None:
-    typer.echo(
+    note(
         f"operation {parted.operation} is answered otherwise\n"
         f"  call      {parted.call}\n"
         f"  recorded  {parted.recorded}\n"
-        f"  obtained  {parted.obtained}",
-        err=True,
+        f"  obtained  {parted.obtained}"
     )
 
 

@@ -1,10 +1,15 @@
 """Plain data that every other room speaks: requests' settings, results, errors."""
 
 from pyengine.core.errors import (
+    BrokenLogitsError,
     ConfigurationError,
+    EngineClosedError,
+    EngineDeadError,
     InvalidRequestError,
     ModelLoadError,
     PyEngineError,
+    QueueFullError,
+    RequestFailedError,
 )
 from pyengine.core.outputs import (
     CompletionOutput,
@@ -16,13 +21,18 @@ from pyengine.core.outputs import (
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
+    "BrokenLogitsError",
     "CompletionOutput",
     "ConfigurationError",
+    "EngineClosedError",
+    "EngineDeadError",
     "FinishReason",
     "InvalidRequestError",
     "Logprob",
     "ModelLoadError",
     "PyEngineError",
+    "QueueFullError",
+    "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",

@@ -5,6 +5,12 @@ another model; and where a process or a device failed: try again, or start again
 message names the value that was found and the way out.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyengine.core.outputs import RequestOutput
+
 
 class PyEngineError(Exception):
     """Base of every error that pyengine raises on purpose."""
@@ -14,12 +20,51 @@ class InvalidRequestError(PyEngineError, ValueError):
     """A request that can never be served; refused at submission, before anything runs."""
 
 
+class QueueFullError(PyEngineError):
+    """As many requests wait as may; none was taken. Try again later, or somewhere else."""
+
+
+class EngineClosedError(PyEngineError):
+    """The engine takes no more requests: it is being drained, or was closed."""
+
+
+class RequestFailedError(PyEngineError):
+    """The forward pass fails on this request, again and again; the others went on.
+
+    `outputs` are those of the whole call, in its order, whatever became of each.
+    """
+
+    def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+
 class ConfigurationError(PyEngineError, ValueError):
     """Engine settings that contradict each other, the model, or the machine."""
 
 
 class DeviceMemoryError(PyEngineError):
     """The smallest step does not fit into the device's memory; it was rolled back."""
+
+
+class BrokenLogitsError(PyEngineError):
+    """No token can be chosen for some requests: no logit of theirs is above minus infinity, or NaN.
+
+    ``rows`` are their places in the batch; the other requests are not concerned.
+    """
+
+    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
+        super().__init__(
+            f"no token can be chosen in {len(rows)} of {num_rows} rows, the first of which is row "
+            f"{rows[0]}: logits that are NaN, or none above minus infinity. Either the weights are "
+            "damaged or too large for their dtype, or bad_words, allowed_token_ids and min_tokens "
+            "leave no token"
+        )
+        self.rows = tuple(rows)
+        self._num_rows = num_rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rows, self._num_rows)
 
 
 class ModelLoadError(PyEngineError):

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-"""Why a completion ended: a stop condition, a length limit, or the caller's own wish."""
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+"""Why a completion ended: a stop condition, a length limit, the caller's own wish or a deadline,
+or because the forward pass failed on it (`RequestOutput.error` says how)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     """``None`` while the completion is still growing."""
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended it; ``None`` for end of sequence."""
+    """The stop token id or stop string that ended it; ``None`` for end of sequence.
+
+    "deadline" where it was aborted because its time was over.
+    """
 
     @property
     def is_finished(self) -> bool:
@@ -49,6 +53,8 @@ class RequestMetrics:
     """When things happened, in seconds of :func:`time.monotonic`."""
 
     arrival_time: float
+    scheduled_time: float | None = None
+    """When the first of its tokens were computed: before that it waited in the queue."""
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
@@ -57,7 +63,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of one request: final from ``generate``, a snapshot from ``stream``."""
+    """The state of one request: final from ``generate``, a snapshot or a delta from ``stream``.
+
+    Lists that did not change since the output before are shared with it: read, don't write.
+    """
 
     request_id: str
     prompt: str | None
@@ -70,3 +79,7 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens whose KV came from the cache and was not computed for this request."""
     metrics: RequestMetrics
+    index: int = 0
+    """Position of the prompt among those of the same call."""
+    error: str | None = None
+    """Why it failed, where ``finish_reason`` is "error"."""

@@ -7,21 +7,27 @@ from math import inf
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One prompt to continue.
+    """One prompt to continue: one object from the queue to the last token.
 
-    `namespace` separates its blocks from those of other namespaces. With `read_cache` off every
+    `namespace` separates its blocks from those of other namespaces. Requests are served by
+    `priority`, smaller first, and by arrival where that is equal. With `read_cache` off every
     prompt token is computed, also what the cache holds. `num_samples` completions will run once
     the prompt is computed: it is admitted when there are seats for all of them. It ends when it
-    has `max_tokens` tokens, the prompt's included, if not before.
+    has `max_tokens` tokens, the prompt's included, if not before. A step computes at most
+    `max_chunk` tokens of its prompt.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     namespace: bytes = b""
+    priority: float = 0
     read_cache: bool = True
     num_samples: int = 1
     max_tokens: float = inf
+    max_chunk: float = inf
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens that were not computed for it when it first ran."""
     num_preemptions: int = field(default=0, init=False)
     """How often it lost its blocks and was computed again."""
+    scheduled_time: float | None = field(default=None, init=False)
+    """When a step first computed tokens of it, in seconds of `time.monotonic`."""

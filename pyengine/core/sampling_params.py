@@ -226,6 +226,16 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen from other logits than the model's own, bad words aside."""
+        return (
+            self.min_tokens > 0
+            or self.logit_bias is not None
+            or self.allowed_token_ids is not None
+            or self.has_penalties
+        )
+
     def num_logprobs(self, vocab_size: int) -> int | None:
         """How many log-probabilities each generated token reports; ``None``: none at all."""
         return vocab_size if self.logprobs == -1 else self.logprobs

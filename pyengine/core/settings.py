@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import reprlib
 import textwrap
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -241,7 +242,7 @@ def _checked(setting: "dataclasses.Field[Any]", value: Any) -> Any:
     allowed = " or ".join(
         _KINDS[kind][1] if kind in _KINDS else repr(kind) for kind in alternatives
     )
-    raise ConfigurationError(f"{setting.name}={value!r}: it must be {allowed}")
+    raise ConfigurationError(f"{setting.name}={reprlib.repr(value)}: it must be {allowed}")
 
 
 def _flat(kind: Any) -> tuple[Any, ...]:
@@ -250,8 +251,13 @@ def _flat(kind: Any) -> tuple[Any, ...]:
 
 
 def _check_range(name: str, value: Any, option: SettingOption) -> None:
-    if option.least is not None and isinstance(value, int) and value < option.least:
-        raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
+    if option.least is not None and isinstance(value, int):
+        if value.bit_length() > 63:  # Python refuses to print the largest
+            raise ConfigurationError(
+                f"{name} is an integer of {value.bit_length()} bits: no machine has as much"
+            )
+        if value < option.least:
+            raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
     if option.choices and value not in option.choices:
         raise ConfigurationError(
             f"{name}={value!r} is not known: use one of {', '.join(option.choices)}"

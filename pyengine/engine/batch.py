@@ -1,16 +1,17 @@
 """Who gets a token in a step, row by row, and which prompts want to see logits."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.engine.request_state import Completion, RequestState
-from pyengine.runner import StepLogits
-from pyengine.sampling import SamplingBatch, prompt_logprobs
-from pyengine.scheduler import Entry, Job, ScheduledStep
+from pyengine.engine.request import RequestState, Sample
+from pyengine.sampling import PendingPromptLogprobs, PromptRows, SamplingBatch, TokenLogprobs
+from pyengine.scheduler import Entry, ScheduledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,128 +23,206 @@ class PromptPart:
     first_row: int
 
     @property
-    def due(self) -> range:
-        """The positions whose logits give the next log-probabilities; empty if not in here."""
-        first = self.state.num_prompt_logprobs - 1  # the first position without an entry
-        last = min(self.entry.end, len(self.entry.request.prompt_token_ids) - 1)
-        return range(first, last) if self.entry.start <= first < last else range(0)
+    def length(self) -> int:
+        """How many of its positions have a token of the prompt after them."""
+        last = min(self.entry.end, len(self.state.prompt_token_ids) - 1)
+        return max(0, last - self.entry.start)
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         """The rows of these positions among the step's tokens."""
-        due = self.due
-        first = self.first_row + due.start - self.entry.start
-        return np.arange(first, first + len(due), dtype=np.int64)
+        return np.arange(self.first_row, self.first_row + self.length, dtype=np.int64)
+
+    @property
+    def following(self) -> npt.NDArray[np.int64]:
+        """The tokens after these positions."""
+        first = self.entry.start + 1
+        ids = self.state.prompt_token_ids[first : first + self.length]
+        return np.asarray(ids, dtype=np.int64)
+
+
+class Rows:
+    """The samples that a step's rows are for: worked out once for as long as the same ones decode.
+
+    A new prompt's logits serve all of its samples: it has a row for each of them, and `repeats`
+    says how many rows each job has (None: one). `beginners` are the requests that get their first
+    token. `decodes` are the jobs that these rows may serve again (None: no further step).
+
+    Rows of samples that are looked at token by token are `loud`. The tokens of the others are kept
+    here, a column a step, until somebody wants to see them: `read`.
+    """
+
+    def __init__(self, step: ScheduledStep) -> None:
+        self.samples: list[Sample] = []
+        self.beginners: list[RequestState] = []
+        counts: list[int] = []
+        for job in cast(list[Sample], step.sampling_jobs):
+            if job.num_tokens - 1 > len(job.request.prompt_token_ids):
+                self.samples.append(job)
+                counts.append(1)
+            else:
+                self.samples += job.state.samples
+                counts.append(len(job.state.samples))
+                self.beginners.append(job.state)
+        self.repeats = torch.tensor(counts) if len(counts) != len(self.samples) else None
+        self.decodes = None if step.chunks or self.beginners else step.decodes
+        self.sampling = SamplingBatch([one.sampling for one in self.samples])
+        self.loud = [row for row, one in enumerate(self.samples) if one.is_loud]
+        self._quiet = [row for row, one in enumerate(self.samples) if not one.is_loud]
+        self._unread: list[npt.NDArray[np.int64]] = []
+        self._stop_ids = _all_stop_ids([self.samples[row] for row in self._quiet])
+        self._max_output = np.array([one.max_output for one in self.samples], dtype=np.int64)
+        self._min_tokens = np.array([one.params.min_tokens for one in self.samples])
+        self._max_output[self.loud] = np.iinfo(np.int64).max  # they look for themselves
+
+    def keep(
+        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> list[tuple[int, int]]:
+        """Keep a step's tokens; the quiet rows that they end, each with its token.
+
+        All that was kept before has been read then.
+        """
+        is_last = positions + 1 >= self._max_output
+        if len(self._stop_ids):
+            is_stop = reduce(np.logical_or, [tokens == stop for stop in self._stop_ids])
+            is_last |= is_stop & (positions >= self._min_tokens)
+        if not is_last.any():
+            self._unread.append(tokens)
+            return []
+        self.read()
+        ended, going = [], []
+        for row in self._quiet:
+            sample, token = self.samples[row], int(tokens[row])
+            if is_last[row] and (
+                token in sample.stop_ids or positions[row] + 1 >= sample.max_output
+            ):
+                ended.append((row, token))
+            else:
+                going.append(row)
+        for row in going:
+            self._extend(row, [int(tokens[row])])
+        return ended
+
+    def read(self) -> None:
+        """Hand the tokens that were kept to their samples."""
+        if self._unread:
+            tokens = np.stack(self._unread, axis=1)
+            self._unread = []  # in this order an interrupt loses tokens of what is aborted for it
+            for row, several in zip(self._quiet, tokens[self._quiet].tolist(), strict=True):
+                self._extend(row, several)
+
+    def _extend(self, row: int, tokens: list[int]) -> None:
+        sample = self.samples[row]
+        if sample.finish_reason is None:  # else it was aborted meanwhile
+            sample.extend(tokens)
+
+
+def _all_stop_ids(samples: list[Sample]) -> list[int]:
+    distinct = {id(one.stop_ids): one.stop_ids for one in samples}
+    return sorted(frozenset().union(*distinct.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One completion per sampled row. Worked out once for as long as the same jobs decode.
+    """The rows of one step.
 
     `positions[i]` is the place of the i-th row's token in its output; the tokens before it may
     not be known yet.
-
-    A new prompt's logits serve all of its completions: it has a row for each of them, and
-    `repeats` says how many rows each job has (None: one). `beginners` are the requests that get
-    their first token. `decodes` are the jobs that this batch may serve again (None: no further
-    step).
     """
 
-    completions: list[Completion]
-    sampling: SamplingBatch
+    rows: Rows
     positions: npt.NDArray[np.int64]
-    request_ids: list[str]
-    repeats: torch.Tensor | None
-    beginners: list[RequestState]
     prompt_parts: list[PromptPart]
-    decodes: tuple[Job, ...] | None
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether the step after it can be planned or sampled only once its tokens are known.
+    def samples(self) -> list[Sample]:
+        """One per sampled row."""
+        return self.rows.samples
 
-        So it is where new samples are forked, where penalties count the tokens, and where the
-        prompt's log-probabilities are to be read.
-        """
-        return (
-            self.repeats is not None or self.sampling.depends_on_output or bool(self.prompt_parts)
-        )
-
-    def following(self) -> "Batch":
-        """The same completions, one token further."""
-        return replace(self, positions=self.positions + 1)
+    @property
+    def sampling(self) -> SamplingBatch:
+        """What the sampler needs to know of the rows."""
+        return self.rows.sampling
 
     def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits that each completion draws from."""
-        if self.repeats is None:
+        """The logits that each sample draws from."""
+        repeats = self.rows.repeats
+        if repeats is None:
             return logits
-        return logits.repeat_interleave(self.repeats.to(logits.device), dim=0)
+        return logits.repeat_interleave(repeats.to(logits.device), dim=0)
 
-    def own_tokens(self, token_ids: torch.Tensor) -> npt.NDArray[np.int64]:
-        """The token of each job among those of its completions: the first."""
-        tokens: npt.NDArray[np.int64] = token_ids.numpy()
-        if self.repeats is not None:
-            tokens = tokens[(self.repeats.cumsum(0) - self.repeats).numpy()]
-        return tokens
+    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The token of each job among those of its samples, the first: int64, where they are."""
+        repeats = self.rows.repeats
+        if repeats is None:
+            return token_ids
+        return token_ids[(repeats.cumsum(0) - repeats).to(token_ids.device)]
 
     def prompt_rows(self) -> npt.NDArray[np.int64] | None:
         """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""
-        rows = [part.rows for part in self.prompt_parts if part.due]
+        rows = [part.rows for part in self.prompt_parts]
         return np.concatenate(rows) if rows else None
 
-    def collect_prompt_logprobs(self, logits: StepLogits) -> None:
-        """Hand the logits of `prompt_rows` to the requests that asked for them."""
-        rows = logits.extra
-        for part in self.prompt_parts:
-            due, prompt = part.due, part.entry.request.prompt_token_ids
-            if due:
-                following = prompt[due.start + 1 : due.stop + 1]
-                top = part.state.params.num_prompt_logprobs(rows.shape[1]) or 0
-                found = prompt_logprobs(rows[: len(due)], following, top)
-                part.state.append_prompt_logprobs(found)
-                rows = rows[len(due) :]
+    def prompt_logprobs(self, logits: torch.Tensor) -> PendingPromptLogprobs:
+        """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
+        parts = [
+            PromptRows(part.following, part.state.params.num_prompt_logprobs(logits.shape[1]) or 0)
+            for part in self.prompt_parts
+        ]
+        return PendingPromptLogprobs(logits, parts)
+
+    def hand_out(self, logprobs: list[list[TokenLogprobs]]) -> None:
+        """Give what came of `prompt_logprobs` to the requests that asked."""
+        for part, found in zip(self.prompt_parts, logprobs, strict=True):
+            part.state.append_prompt_logprobs(part.entry.start + 1, found)
 
 
-Running = Mapping[str, tuple[RequestState, Completion]]
-"""Who runs, by the id under which the scheduler knows each sample."""
+class BatchMaker:
+    """Makes the batch of each step, of the rows of an earlier one where the same jobs decode.
 
+    With overlap, jobs that wait for their tokens decode in every other step: so two are kept.
+    """
 
-def make_batch(step: ScheduledStep, running: Running) -> Batch:
-    """Who is in the step, as of now: what is aborted while it runs is still part of it."""
-    completions: list[Completion] = []
-    states: list[RequestState] = []
-    beginners: list[RequestState] = []
-    positions: list[int] = []
-    counts: list[int] = []
-    for job in step.sampling_jobs:
-        state, completion = running[job.request.request_id]
-        states.append(state)
-        position = job.num_tokens - 1 - len(job.request.prompt_token_ids)
-        if position > 0:
-            completions.append(completion)
-            counts.append(1)
+    def __init__(self) -> None:
+        self._recent: list[Rows] = []
+        self._last: Batch | None = None
+
+    def batch(self, step: ScheduledStep) -> Batch:
+        """Who is in the step, as of now: what is aborted while it runs is still part of it."""
+        rows = None
+        if not step.chunks:
+            same = [one for one in self._recent if one.decodes is step.decodes]
+            rows = same[0] if same else None
+        if rows is None:
+            rows = Rows(step)
+            if rows.decodes is not None:
+                self._recent = [rows, *self._recent[:1]]
+        last = self._last
+        if last is not None and last.rows is rows:  # everybody is one token further
+            positions = last.positions + 1
         else:
-            completions += state.completions
-            counts.append(len(state.completions))
-            beginners.append(state)
-        positions += [position] * counts[-1]
-    return Batch(
-        completions=completions,
-        sampling=SamplingBatch([one.sampling for one in completions]),
-        positions=np.array(positions, dtype=np.int64),
-        request_ids=list(dict.fromkeys([state.request.request_id for state in states])),
-        repeats=None if len(completions) == len(states) else torch.tensor(counts),
-        beginners=beginners,
-        prompt_parts=list(_prompt_parts(step, running)),
-        decodes=None if step.chunks or beginners else step.decodes,
+            positions = _positions(step, rows)
+        self._last = Batch(rows, positions, list(_prompt_parts(step)) if step.chunks else [])
+        return self._last
+
+    def forget(self) -> None:
+        """Keep nothing: who was in the last steps has ended."""
+        self._recent, self._last = [], None
+
+
+def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
+    jobs = step.sampling_jobs
+    positions = np.array(
+        [job.num_tokens - 1 - len(job.request.prompt_token_ids) for job in jobs], dtype=np.int64
     )
+    return positions if rows.repeats is None else positions.repeat(rows.repeats.numpy())
 
 
-def _prompt_parts(step: ScheduledStep, running: Running) -> Iterator[PromptPart]:
+def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:
     """The chunks of prompts that asked; a token that is decoded is never one of them."""
     first_row = len(step.decodes)
     for entry in step.chunks:
-        state, _ = running[entry.request.request_id]
+        state = cast(RequestState, entry.request)
         if state.params.prompt_logprobs is not None:
             yield PromptPart(state, entry, first_row)
         first_row += entry.num_tokens

@@ -1,12 +1,18 @@
-"""What fits: the KV cache of a model, and the longest sequence that it takes."""
+"""What fits into memory: the KV cache, the longest sequence, the largest step.
 
+The largest step is estimated first, from below, and on a GPU it is run once to see.
+"""
+
+import ctypes
+import platform
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from pyengine.cache import BlockManager
+from pyengine.cache import BlockManager, StepBuffers
 from pyengine.cache.kv_pool import (
     KVCacheSpec,
     KVPool,
@@ -17,8 +23,17 @@ from pyengine.cache.kv_pool import (
 )
 from pyengine.cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
 from pyengine.core.errors import ConfigurationError
-from pyengine.engine.engine import ModelFacts
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.intake import ModelFacts
 from pyengine.models import LoadedModel
+from pyengine.runner import HostArrays, RunnerLimits, StepLogits
+from pyengine.runner.model_runner import ModelRunner
+from pyengine.sampling import Sampler, SamplingState
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Numbers of `mallopt` (glibc, malloc.h)."""
+_KEPT = 1 << 30
+_LARGEST = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +126,138 @@ def model_facts(
         limited_by=limited_by,
         max_num_seqs=settings.max_num_seqs,
     )
+
+
+def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: LoadedModel) -> None:
+    """Raise `ConfigurationError` where the largest step can't fit into the available memory.
+
+    What it takes is estimated from below: the inputs, which exist twice; of the activations four
+    hidden states per token; the logits. Nothing is allocated.
+    """
+    available = settings.available_memory
+    tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
+    text = loaded.config.get_text_config()
+    per_token = 2 * 8 * (2 + limits.num_groups)
+    hidden = 4 * text.hidden_size * loaded.dtype.itemsize
+    per_sequence = 2 * 4 * limits.num_groups * limits.max_blocks_per_seq + 4 * loaded.vocab_size
+    useful = min(tokens, sequences * settings.max_model_len)  # no step has more
+    for_sequences = sequences * per_sequence
+    needed = tokens * per_token + useful * hidden + for_sequences
+    if available is None or needed <= available:
+        return
+    asked = f"max_num_batched_tokens={tokens} and max_num_seqs={sequences}"
+    fitting = (available - for_sequences) // (per_token + hidden)
+    if fitting >= sequences:
+        way_out = f"at most max_num_batched_tokens={fitting} would fit"
+    else:
+        way_out = "give fewer max_num_seqs, or a smaller max_model_len"
+    raise ConfigurationError(
+        f"the largest step does not fit into memory: {asked} take at least {_gib(needed)} beside "
+        f"weights and KV pool, {_gib(available)} are available on {loaded.device}; {way_out}"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+class MemoryMeter(Protocol):
+    """Tells how much memory something takes at its worst moment."""
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """Bytes that are allocated while `run` runs, beyond those that are before it."""
+        ...
+
+
+class CudaMeter:
+    """What torch's allocator hands out on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def peak(self, run: Callable[[], object]) -> int:
+        """See `MemoryMeter.peak`. The allocator's cache is empty afterwards."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        taken = torch.cuda.max_memory_allocated(self._device) - before
+        torch.cuda.empty_cache()
+        return taken
+
+
+class LargestStep:
+    """A plan of as many sequences and tokens as a step may have, all of them new prompts.
+
+    Their tables are full of the trash block and no token is kept, so a pool of one block will do.
+    """
+
+    def __init__(self, limits: RunnerLimits, arrays: HostArrays, trash_block: int) -> None:
+        self.num_tokens = limits.max_num_batched_tokens
+        self.num_sequences = self.num_samples = min(limits.max_num_seqs, self.num_tokens)
+        self._arrays = arrays
+        self._trash_block = trash_block
+
+    def copies(self) -> list[tuple[int, int]]:
+        """None."""
+        return []
+
+    def fill(self, buffers: StepBuffers, /) -> None:
+        """Write the step into the arrays; `buffers` stand over the same memory."""
+        arrays, tokens, count = self._arrays, self.num_tokens, self.num_sequences
+        arrays.slot_mapping[:, :tokens] = -1
+        arrays.block_tables[:, :count] = self._trash_block
+        row = 0
+        for sequence in range(count):
+            length = tokens // count + (sequence < tokens % count)
+            arrays.positions[row : row + length] = range(length)
+            row += length
+            arrays.query_start_loc[sequence + 1] = row
+            arrays.seq_lens[sequence] = length
+            arrays.logits_indices[sequence] = row - 1
+
+
+def activation_bytes(
+    runner: ModelRunner, limits: RunnerLimits, trash_block: int, vocab_size: int, meter: MemoryMeter
+) -> int:
+    """Bytes that the largest step takes: forward pass, logits, and sampling at its most costly.
+
+    `runner` may stand over a pool of a single block, whose trash block is `trash_block`. Raises
+    `ConfigurationError` where that is more than there is.
+    """
+    plan = LargestStep(limits, runner.buffers.arrays, trash_block)
+    params = SamplingParams(temperature=1, top_p=0.9, logprobs=1, frequency_penalty=0.1)
+    states = [
+        SamplingState(params, [0], seed=row, vocab_size=vocab_size)
+        for row in range(plan.num_samples)
+    ]
+
+    def run() -> None:
+        logits: StepLogits = runner.prepare(plan)(None)
+        Sampler()(logits.sampling, states)
+
+    try:
+        return meter.peak(run)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"the largest step, of max_num_batched_tokens={limits.max_num_batched_tokens} and "
+            f"max_num_seqs={limits.max_num_seqs}, does not fit into the device's memory ({error}); "
+            "give less of both"
+        ) from error
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep up to 1 GiB that was freed, and use it again; whether it will.
+
+    Every operator of a forward pass allocates its result and frees its inputs. By default glibc
+    returns what is free at the end of its heap to the system each time, and the next operator pays
+    for fresh pages: a fifth of a prefill. This is a setting of the process, as there is one heap;
+    other C libraries are left as they are.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    kept = libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+    found = libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)  # else it is no longer adjusted
+    return bool(kept and found)

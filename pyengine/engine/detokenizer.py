@@ -1,8 +1,13 @@
-"""Tokens to text, one at a time: whole characters only, and stop strings found on the way."""
+"""Tokens to text as they come: whole characters only, and stop strings found on the way."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import lru_cache, partial
+from typing import Any, Protocol, TypeAlias
+
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_PER_CHARACTER = 4
@@ -11,10 +16,17 @@ _LONGEST_WINDOW = 24
 _KEPT_TOKENS = 12
 """How much a window keeps when it is shortened; a multiple of every length of a character, so
 that a text spelled byte by byte is not cut inside one over and over."""
+_SHORTEST_CONTEXT = 6
+"""How many tokens of what came before are looked at first, for text that can stand for it."""
+
+_Decode: TypeAlias = Callable[[list[int]], str]
 
 
 class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """What is needed of a Hugging Face tokenizer.
+
+    One that has a ``backend_tokenizer`` of the tokenizers library is used through that.
+    """
 
     def decode(
         self,
@@ -31,14 +43,17 @@ class StopMatch:
     """A stop string was found; the text has been cut there."""
 
     stop: str
+    num_tokens: int
+    """How many tokens of the output there are up to the one that completed it, that included."""
 
 
 class IncrementalDetokenizer:
-    """The text of one growing completion.
+    """The text of one growing completion of a prompt.
 
     ``text`` holds every character that is complete. ``stable_text`` leaves out an end that may
     yet turn out to be the beginning of a stop string: it only ever grows, so it is what may be
-    streamed. ``finish`` makes the two equal.
+    streamed. ``finish`` makes the two equal. The text is what the tokens add to that of the
+    prompt: for some tokenizers the first word begins with a space only if something precedes it.
 
     Stop strings end the text where they begin, or behind them with
     ``include_stop_str_in_output``. Of several, the one that is complete first counts, whatever
@@ -50,45 +65,72 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         *,
+        prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = _WindowDecoder(tokenizer, skip_special_tokens)
-        self._stop = tuple(stop)
+        self._decoder = _decoder(tokenizer, skip_special_tokens, prompt_token_ids)
+        self._stops = _StopSearch(tuple(stop)) if stop else None
         self._includes_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._text = ""
-        self._num_searched = 0
+        self._pieces: list[str] = []
+        self._length = 0
+        self._num_taken = 0
         self._is_finished = False
 
     @property
     def text(self) -> str:
         """All complete characters so far."""
-        return self._text
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
 
     @property
     def stable_text(self) -> str:
         """The part of ``text`` that no stop string can take back."""
-        if self._is_finished or self._includes_stop:
-            return self._text
-        return self._text[: len(self._text) - _length_held_back(self._text, self._stop)]
+        return self.text[: self._stable_length()]
+
+    def take_new_text(self) -> str:
+        """The stable text that was not there when this was last called; costs no more than that."""
+        stable, wanted = self._stable_length(), self._length - self._num_taken
+        end: list[str] = []
+        for piece in reversed(self._pieces):
+            if wanted <= 0:
+                break
+            end.append(piece if len(piece) <= wanted else piece[-wanted:])
+            wanted -= len(piece)
+        new = "".join(reversed(end))[: max(0, stable - self._num_taken)]
+        self._num_taken += len(new)
+        return new
 
     def append(self, token_id: int) -> StopMatch | None:
         """Add one token; say which stop string it completed, if any.
 
         Raises ``RuntimeError`` after a match or :meth:`finish`: the text has ended.
         """
+        return self.append_many([token_id])
+
+    def append_many(self, token_ids: list[int]) -> StopMatch | None:
+        """Add tokens up to one that completes a stop string; those behind it don't count.
+
+        The result is that of adding them one by one, for less. Raises ``RuntimeError`` after a
+        match or :meth:`finish`.
+        """
         if self._is_finished:
-            raise RuntimeError(f"token {token_id} comes after the end of the text")
-        self._num_tokens += 1
-        self._text += self._decoder.push(token_id)
-        if self._num_tokens <= self._min_tokens:
-            self._num_searched = len(self._text)
+            raise RuntimeError(f"token {token_ids[0]} comes after the end of the text")
+        if self._stops is None:
+            self._add(self._decoder.push(token_ids), len(token_ids))
             return None
-        return self._cut_at_stop()
+        num_free = self._min_tokens - self._num_tokens  # tokens that no match may end with
+        if num_free > 0:
+            piece = self._decoder.push(token_ids[:num_free])
+            self._stops.skip(piece)
+            self._add(piece, min(num_free, len(token_ids)))
+            token_ids = token_ids[num_free:]
+        return self._append_searched(self._stops, token_ids) if token_ids else None
 
     def finish(self) -> None:
         """End the text; bytes that never became a character appear as U+FFFD.
@@ -96,18 +138,126 @@ class IncrementalDetokenizer:
         May be called more than once, and after a match, where it changes nothing.
         """
         if not self._is_finished:
-            self._text += self._decoder.flush()
+            self._add(self._decoder.flush(), 0)
             self._is_finished = True
 
-    def _cut_at_stop(self) -> StopMatch | None:
-        found = _first_match(self._text, self._stop, self._num_searched)
-        self._num_searched = len(self._text)
-        if found is None:
+    def _add(self, piece: str, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        if piece:
+            self._pieces.append(piece)
+            self._length += len(piece)
+
+    def _append_searched(self, stops: "_StopSearch", token_ids: list[int]) -> StopMatch | None:
+        piece = self._decoder.push(token_ids)
+        if stops.find(piece) is None:
+            stops.skip(piece)
+            self._add(piece, len(token_ids))
             return None
-        start, stop = found
-        self._text = self._text[: start + len(stop) if self._includes_stop else start]
+        for piece in self._decoder.pieces(token_ids):
+            self._add(piece, 1)
+            found = stops.find(piece)
+            if found is not None:
+                break
+            stops.skip(piece)
+        else:
+            raise AssertionError("the tokens' texts, one by one, lack what they have together")
+        stop, num_behind = found
+        self._length -= num_behind + (0 if self._includes_stop else len(stop))
+        self._pieces = [self.text[: self._length]]
         self._is_finished = True
-        return StopMatch(stop)
+        return StopMatch(stop, self._num_tokens)
+
+    def _stable_length(self) -> int:
+        if self._stops is None or self._is_finished or self._includes_stop:
+            return self._length
+        return self._length - self._stops.length_held_back()
+
+
+def _decoder(
+    tokenizer: Tokenizer, skip_special_tokens: bool, before: Sequence[int]
+) -> "_StreamDecoder | _WindowDecoder":
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, RustTokenizer):
+        return _StreamDecoder(backend, skip_special_tokens, before)
+    # Cleaning up would change text that was given out: "Hello ," to "Hello,".
+    decode = partial(
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+    return _WindowDecoder(decode, _context(decode, before))
+
+
+def _context(decode: _Decode, before: Sequence[int]) -> list[int]:
+    """Return the last tokens of `before`, enough of them for what follows to be decoded as it is.
+
+    Some of their text must be whole characters. As a rule these are a few tokens, however many
+    there are.
+    """
+    count = _SHORTEST_CONTEXT
+    while True:
+        tail = [int(token) for token in before[-count:]]
+        if count >= len(before) or decode(tail).strip(_REPLACEMENT):
+            return tail
+        count *= 2
+
+
+class _StreamDecoder:
+    """Text by the tokenizers library's own stream, as long as it ends in whole characters.
+
+    The stream holds back all that came since, until the text does; for bytes that are no text,
+    for ever, and it decodes tokens that have no text again and again. So where it gives
+    nothing, or fails, a window takes over until its text is whole again.
+    """
+
+    def __init__(
+        self, backend: RustTokenizer, skip_special_tokens: bool, before: Sequence[int]
+    ) -> None:
+        self._backend = backend
+        self._skip_special_tokens = skip_special_tokens
+        self._decode: _Decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
+        self._tokens = _context(self._decode, before)
+        """All tokens, from some of the prompt's on."""
+        self._stream = DecodeStream(self._tokens, skip_special_tokens)
+        self._window: _WindowDecoder | None = None
+        if self._decode(self._tokens).endswith(_REPLACEMENT):  # the stream would give it out again
+            self._window = _WindowDecoder(self._decode, self._tokens)
+        self._last_pieces: list[str] | None = None
+
+    def push(self, token_ids: list[int]) -> str:
+        """Return the characters that are complete now and were not before."""
+        if self._window is None:
+            try:
+                piece = self._stream.step(
+                    self._backend, token_ids[0] if len(token_ids) == 1 else token_ids
+                )
+            except Exception:  # the text so far became another by these tokens
+                piece = None
+            if piece is not None:
+                self._tokens += token_ids
+                self._last_pieces = None
+                return piece
+            self._window = _WindowDecoder(self._decode, _context(self._decode, self._tokens))
+        piece = self._window.push(token_ids)
+        self._tokens += token_ids
+        self._last_pieces = self._window.pieces(token_ids)
+        if self._window.is_settled:
+            self._stream = DecodeStream(self._window.tokens, self._skip_special_tokens)
+            self._window = None
+        return piece
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return what each of the tokens that were pushed last gave."""
+        if self._last_pieces is not None:
+            return self._last_pieces
+        before = self._tokens[: len(self._tokens) - len(token_ids)]
+        window = _WindowDecoder(self._decode, _context(self._decode, before))
+        window.push(token_ids)
+        return window.pieces(token_ids)
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        return "" if self._window is None else self._window.flush()
 
 
 class _WindowDecoder:
@@ -118,46 +268,68 @@ class _WindowDecoder:
     together, and what is new at the end of their text is given out. Where a text does not end
     in a whole character, ``decode`` says U+FFFD; that is held back as long as further bytes may
     complete it.
+
+    The window begins with tokens that came before, whose text is not given out. If it ends
+    inside a character, that character is, once it is complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        self._window_text = ""
-        self._num_given = 0  # characters of the window's text that were given out
+    def __init__(self, decode: _Decode, before: list[int]) -> None:
+        self._decode = decode
+        self._window = list(before)
+        self._window_text = decode(before)
+        self._text_before = self._window_text  # until the first piece is given out
+        # characters of the window's text that were given out
+        self._num_given = len(self._window_text.rstrip(_REPLACEMENT))
         self._num_waiting = 0  # tokens since the text ended in a whole character
+        self._last_pieces: list[str] = []
 
-    def push(self, token_id: int) -> str:
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is held back."""
+        return self._num_given == len(self._window_text)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the next ones are decoded with."""
+        return self._window
+
+    def push(self, token_ids: list[int]) -> str:
         """Return the characters that are complete now and were not before."""
+        self._last_pieces = [self._push(token) for token in token_ids]
+        return "".join(self._last_pieces)
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return what each of the tokens that were pushed last gave."""
+        return self._last_pieces
+
+    def _push(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._decode(self._window)
+        text = str(self._decode(self._window))
         if text == self._window_text and not self._decode([token_id, token_id]):
             self._window.pop()  # a token without text wherever it stands, as special ones
             return ""
         self._window_text = text
         settled = self._settled_length(text)
+        if settled > self._num_given:
+            self._pass_what_came_before()
         piece = text[self._num_given : settled]
         self._num_given = max(self._num_given, settled)
-        if len(self._window) > _LONGEST_WINDOW:
+        if len(self._window) > _LONGEST_WINDOW and not self._text_before:
             self._shorten_window()
         return piece
 
+    def _pass_what_came_before(self) -> None:
+        """If that ended in U+FFFD, see whether it was one, or a part of a character."""
+        if self._window_text.startswith(self._text_before):
+            self._num_given = max(self._num_given, len(self._text_before))
+        self._text_before = ""
+
     def flush(self) -> str:
         """Return what was held back."""
+        self._pass_what_came_before()
         piece = self._window_text[self._num_given :]
         self._num_given = len(self._window_text)
         return piece
-
-    def _decode(self, token_ids: list[int]) -> str:
-        # Cleaning up would change text that was given out: "Hello ," to "Hello,".
-        return str(
-            self._tokenizer.decode(
-                token_ids,
-                skip_special_tokens=self._skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
-        )
 
     def _settled_length(self, text: str) -> int:
         """Return how many characters of ``text`` no further token can change."""
@@ -187,24 +359,64 @@ class _WindowDecoder:
             self._num_given = len(tail_text) - num_held_back
 
 
-def _first_match(text: str, stops: Sequence[str], num_searched: int) -> tuple[int, str] | None:
-    """Return start and stop string of the match that ends first, behind ``num_searched``."""
-    matches = []
-    for stop in stops:
-        start = text.find(stop, max(0, num_searched - len(stop) + 1))
-        if start >= 0:
-            matches.append((start + len(stop), start, stop))
-    if not matches:
+class _StopSearch:
+    """Looks for stop strings at the end of a growing text, of which it keeps as much as it needs.
+
+    The cost per character follows the number of their lengths, not that of the strings.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = _prepared(stops)
+        self._tail = ""
+
+    def skip(self, piece: str) -> None:
+        """Take note of text in which no match counts."""
+        longest = self._stops.lengths[0]
+        self._tail = (self._tail + piece)[1 - longest :] if longest > 1 else ""
+
+    def find(self, piece: str) -> tuple[str, int] | None:
+        """Return the match that ends first in `piece`, and the number of characters behind it."""
+        stops, tail = self._stops, self._tail
+        text = tail + piece
+        for end in range(len(tail) + 1, len(text) + 1):
+            if text[end - 1] in stops.last_characters:
+                for length in stops.lengths:
+                    if length <= end and text[end - length : end] in stops.strings:
+                        return text[end - length : end], len(text) - end
         return None
-    _, start, stop = min(matches)
-    return start, stop
+
+    def length_held_back(self) -> int:
+        """Return the length of the longest end of the text with which a stop string begins."""
+        tail, ordered = self._tail, self._stops.ordered
+        for start, character in enumerate(tail):
+            if character in self._stops.first_characters:
+                end = tail[start:]
+                at = bisect_left(ordered, end)
+                if at < len(ordered) and ordered[at] == end:  # it came too early to count
+                    at += 1
+                if at < len(ordered) and ordered[at].startswith(end):
+                    return len(end)
+        return 0
 
 
-def _length_held_back(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` with which a stop string begins."""
-    longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
-    for length in range(longest, 0, -1):
-        end = text[-length:]
-        if any(len(stop) > length and stop.startswith(end) for stop in stops):
-            return length
-    return 0
+@dataclass(frozen=True, slots=True)
+class _StopStrings:
+    strings: frozenset[str]
+    ordered: list[str]
+    lengths: list[int]
+    """Each once, the longest first."""
+    first_characters: frozenset[str]
+    last_characters: frozenset[str]
+
+
+@lru_cache(maxsize=8)
+def _prepared(stops: tuple[str, ...]) -> _StopStrings:
+    """Return what the search needs; samples of a request, and requests alike, share it."""
+    strings = frozenset(stops)
+    return _StopStrings(
+        strings=strings,
+        ordered=sorted(strings),
+        lengths=sorted({len(stop) for stop in strings}, reverse=True),
+        first_characters=frozenset(stop[0] for stop in strings),
+        last_characters=frozenset(stop[-1] for stop in strings),
+    )

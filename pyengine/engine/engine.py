@@ -2,48 +2,43 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from random import Random
-from typing import Any
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from time import monotonic
+from typing import Any, Protocol, cast
 
 import torch
 
 from pyengine.cache import BlockManager, Ledger
-from pyengine.core.errors import DeviceMemoryError, EngineDeadError, InvalidRequestError
+from pyengine.core.errors import (
+    BrokenLogitsError,
+    DeviceMemoryError,
+    EngineDeadError,
+    InvalidRequestError,
+    PyEngineError,
+    RequestFailedError,
+    WorkerError,
+)
 from pyengine.core.outputs import RequestOutput
-from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.batch import Batch, make_batch
-from pyengine.engine.pipeline import Flight, Pipeline
-from pyengine.engine.request_state import Completion, EndConditions, RequestState
-from pyengine.sampling import SamplingState, TokenLogprobs
-from pyengine.scheduler import ScheduledStep, Scheduler
+from pyengine.engine.batch import BatchMaker, Rows
+from pyengine.engine.executor import Executor, StepResults, SubmittedStep
+from pyengine.engine.intake import Intake, ModelFacts
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.recovery import FaultFinder, LimitRecovery
+from pyengine.engine.request import OutputSink, RequestState, Sample
+from pyengine.scheduler import Scheduler, StalledError
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What requests are checked against.
-
-    `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
-    in words what set it: the model's positions, the pool, or the caller.
-    """
-
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    limited_by: str
-    max_num_seqs: int
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: ids of the requests that got tokens, and outputs of those that ended."""
+    """What a step gave: how many tokens, and the requests that it ended."""
 
-    progressed: list[str]
-    finished: list[RequestOutput]
-    num_new_tokens: int
+    num_new_tokens: int = 0
+    finished: list[RequestState] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +50,24 @@ class EngineStats:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_new_tokens: int
+    """Tokens generated so far."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt that was checked: its token ids, and its text if it came as text."""
+class EngineObserver(Protocol):
+    """Somebody who looks on, for metrics. Called in the thread that runs the steps."""
 
-    token_ids: list[int]
-    text: str | None = None
+    def on_arrival(self, request: RequestState) -> None:
+        """A request was queued."""
+        ...
+
+    def on_step(self, result: StepResult) -> None:
+        """A step was run."""
+        ...
+
+    def on_finish(self, request: RequestState) -> None:
+        """A request has ended, in whatever way; its times are those of `RequestMetrics`."""
+        ...
 
 
 class Engine:
@@ -72,7 +77,7 @@ class Engine:
         self,
         manager: BlockManager,
         scheduler: Scheduler,
-        pipeline: Pipeline,
+        executor: Executor,
         facts: ModelFacts,
         *,
         tokenizer: Any = None,
@@ -80,16 +85,21 @@ class Engine:
     ) -> None:
         self._manager = manager
         self._scheduler = scheduler
-        self._pipeline = pipeline
-        self._facts = facts
-        self._tokenizer = tokenizer
-        self._seeds = Random(seed)
-        self._states: dict[str, RequestState] = {}
-        self._running: dict[str, tuple[RequestState, Completion]] = {}
-        """By the id under which the scheduler knows each sample."""
-        self._batch: Batch | None = None
-        self._in_flight: Flight | None = None
+        self._executor = executor
+        self.intake = Intake(facts, tokenizer=tokenizer, seed=seed)
+        self._requests: dict[str, RequestState] = {}
+        """Unfinished ones, by id."""
+        self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._numbers = count()
+        self._batches = BatchMaker()
+        self._unread: Rows | None = None
+        """Where the last step's tokens were kept."""
+        self._in_flight: SubmittedStep | None = None
         """The step that runs while the caller has the results of the one before."""
+        self._faults = FaultFinder()
+        self._memory = LimitRecovery(scheduler.limits)
+        self._observers: list[EngineObserver] = []
+        self._num_new_tokens = 0
         self._is_stepping = False
         self._death = ""
         """Why no step can run any more, if so."""
@@ -99,164 +109,188 @@ class Engine:
         """Whether any request is unfinished."""
         return self._scheduler.has_work
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise `InvalidRequestError` for a request that cannot be served."""
-        ids, facts = prompt.token_ids, self._facts
-        if not ids:
-            raise InvalidRequestError("the prompt is empty: it needs at least one token")
-        if len(ids) >= facts.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens; with one token of output at most "
-                f"{facts.max_model_len - 1} fit ({facts.limited_by}); shorten the prompt"
-            )
-        for position, token in enumerate(ids):
-            if not 0 <= token < facts.vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token} at position {position} of the prompt is outside the "
-                    f"vocabulary of {facts.vocab_size} tokens"
-                )
-        if params.n > facts.max_num_seqs:
-            raise InvalidRequestError(
-                f"n={params.n} completions of one prompt run at once, and max_num_seqs="
-                f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
-            )
-        params.check_vocabulary(facts.vocab_size)
-        longest = facts.max_model_len - len(ids)
-        max_output = longest if params.max_tokens is None else min(params.max_tokens, longest)
-        params.check_sizes(len(ids), max_output, facts.vocab_size)
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequestError(
-                f"stop={list(params.stop)} needs a tokenizer, this model has none: "
-                "use stop_token_ids"
-            )
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks."""
+        return self._scheduler.num_waiting
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
-        """Queue a request. Raises `InvalidRequestError` if it cannot be served."""
-        self.check(prompt, params)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        completions = [
-            self._completion(index, request_id, prompt, params, seed) for index in range(params.n)
-        ]
-        state = RequestState(completions, params, prompt=prompt.text, tokenizer=self._tokenizer)
-        # In this order an interrupt leaves nothing that `abort` does not find.
-        self._states[request_id] = state
-        self._running[request_id] = (state, completions[0])
-        self._scheduler.add(completions[0].request)
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens generated so far, by all requests."""
+        return self._num_new_tokens
 
-    def _completion(
-        self, index: int, request_id: str, prompt: Prompt, params: SamplingParams, seed: int
-    ) -> Completion:
-        """The `index`-th sample of a request; each draws from a seed of its own."""
-        eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
-        longest = self._facts.max_model_len - len(prompt.token_ids)
-        sampling = SamplingState(
-            params,
-            prompt.token_ids,
-            seed=(seed + index) % 2**64,
-            vocab_size=self._facts.vocab_size,
-            stop_ids=self._facts.eos_token_ids,
-        )
-        ends = EndConditions(
-            stop_ids=eos_ids | set(params.stop_token_ids),
-            eos_ids=eos_ids,
-            max_output=longest if params.max_tokens is None else min(params.max_tokens, longest),
-        )
-        request = Request(
-            request_id=request_id if index == 0 else f"{request_id}#{index}",
-            prompt_token_ids=prompt.token_ids,
-            read_cache=params.prompt_logprobs is None,  # they need the logits of every position
-            num_samples=params.n if index == 0 else 1,
-            max_tokens=len(prompt.token_ids) + ends.max_output,
-        )
-        return Completion(index, request, params, sampling, ends, self._tokenizer)
+    @property
+    def unfinished(self) -> list[RequestState]:
+        """Requests that have not ended, in the order in which they came."""
+        return list(self._requests.values())
 
-    def output(self, request_id: str) -> RequestOutput:
-        """What an unfinished request has given so far."""
-        return self._states[request_id].output()
+    @property
+    def death(self) -> str:
+        """Why no step can be run any more; empty as long as they can."""
+        return self._death
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell `observer` of every request and step from now on."""
+        self._observers.append(observer)
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
+        if state.request_id in self._requests:
+            raise InvalidRequestError(
+                f"request id {state.request_id!r} is in use: give another one, or none"
+            )
+        self._requests[state.request_id] = state
+        try:
+            self._scheduler.add(state.samples[0])
+            if state.deadline is not None:
+                heappush(self._deadlines, (state.deadline, next(self._numbers), state))
+        except BaseException:  # Ctrl-C, too: all or nothing
+            self._scheduler.finish(state.samples)
+            del self._requests[state.request_id]
+            raise
+        for observer in self._observers:
+            observer.on_arrival(state)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: float = 0,
+        sink: OutputSink | None = None,
+    ) -> RequestState:
+        """Make and queue a request; its outputs go to `sink`."""
+        state = self.intake.request(request_id, prompt, params, priority=priority)
+        state.sink = sink
+        self.add(state)
+        return state
 
     def step(self) -> StepResult:
         """Run one step: schedule, run and sample, commit, hand out.
 
         With overlap the next step is scheduled and started before this one's tokens are waited
         for; it decodes them all the same. If anything fails on the way, the step is rolled back,
-        with the one after it, and no request has changed. One that was too large for the device's
-        memory is planned again, smaller; `DeviceMemoryError` is raised when it cannot be smaller.
-        Once the device has failed, this and every later call raises `EngineDeadError`.
+        with the one after it, and no request has changed. Who was in it is looked at more closely
+        then: a request on which the forward pass fails again ends with the finish reason "error",
+        and the others go on. A step that was too large for the device's memory is planned again,
+        smaller; `DeviceMemoryError` is raised when it cannot be smaller. Once the device has
+        failed, this and every later call raises `EngineDeadError`.
         """
         self._is_stepping = True
         try:
-            return self._step()
+            result = self._step()
         finally:
             self._is_stepping = False
             self._settle()
+        for observer in self._observers:
+            observer.on_step(result)
+        return result
 
     def _step(self) -> StepResult:
         if self._death:
             raise EngineDeadError(self._death)
-        flight = self._in_flight or self._launch(None)
-        if flight is None:
-            return StepResult([], [], 0)
-        self._in_flight = flight
-        following = self._launch(flight) if self._pipeline.depth > 1 else None
+        self._end_overdue()
+        now = self._in_flight or self._launch(None)
+        if now is None:
+            return StepResult()
+        self._in_flight = now
+        is_overlapped = self._executor.depth > 1 and not self._faults.is_searching
+        following = self._launch(now) if is_overlapped else None
         self._in_flight = following
-        num_tokens = flight.step.plan.num_tokens
         try:
-            logits, sampled = flight.result()
-            self._scheduler.commit(flight.step, flight.batch.own_tokens(sampled.token_ids))
+            results = now.result()
+            tokens = now.batch.own_tokens(results.sampled.token_ids)
+            self._scheduler.commit(now.step, tokens.numpy())
         except BaseException as error:
+            num_tokens = now.step.plan.num_tokens
             self._roll_back(following)
-            self._roll_back(flight)
-            if isinstance(error, torch.OutOfMemoryError):
-                self._shrink(num_tokens, error)
-                return StepResult([], [], 0)
-            if isinstance(error, torch.AcceleratorError):
-                self._death = (
-                    f"the device failed: {error}; no request was lost, but nothing can run on it "
-                    "any more: make a new LLM in a new process"
-                )
-                raise EngineDeadError(self._death) from error
-            raise
-        flight.batch.collect_prompt_logprobs(logits)
-        return self._collect(flight.batch, sampled.token_ids.tolist(), sampled.logprobs)
+            self._roll_back(now)
+            if isinstance(error, BrokenLogitsError):
+                broken = dict.fromkeys([now.batch.samples[row].state for row in error.rows])
+                for state in broken:
+                    self._fail(state, error)
+                return StepResult()
+            self._failed(cast(list[Sample], now.step.jobs), num_tokens, error)
+            return StepResult()
+        self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
+        if self._faults.is_searching:
+            self._faults.succeeded(cast(list[Sample], now.step.jobs))
+        return self._collect(now, results)
 
-    def _launch(self, before: Flight | None) -> Flight | None:
+    def _launch(self, before: SubmittedStep | None) -> SubmittedStep | None:
         """Schedule the next step and put it into the device's queue.
 
         `before` is the step that is there already. None: there is nothing to do, or this has to
         wait until the tokens of `before` are known.
         """
-        if before is not None and before.batch.is_awaited:
+        held = self._faults.held() if self._faults.is_searching else frozenset()
+        try:
+            step = self._scheduler.schedule(ahead=before is not None, without=held)
+        except StalledError as error:
+            self._fail(cast(Sample, error.job).state, error)
             return None
-        step = self._scheduler.schedule(ahead=before is not None)
         if step is None:
+            self._faults.release()
             return None
         try:
-            return self._pipeline.launch(step, self._batch_of(step), before)
-        except BaseException:
-            self._batch = None
+            batch = self._batches.batch(step)
+            return self._executor.submit(step, batch, before)
+        except BaseException as error:
+            num_tokens = step.plan.num_tokens
+            samples = cast(list[Sample], step.jobs)
+            self._batches.forget()
             self._scheduler.rollback(step)
-            raise
+            self._failed(samples, num_tokens, error)
+            return None
 
-    def _roll_back(self, flight: Flight | None) -> None:
+    def _roll_back(self, submitted: SubmittedStep | None) -> None:
         """Undo a step, once the device is through with it."""
-        if flight is None:
+        if submitted is None:
             return
-        flight.work.wait()
-        self._batch = self._in_flight = None
-        if flight.step.plan.is_open:
-            self._scheduler.rollback(flight.step)
+        submitted.work.wait()
+        self._in_flight = None
+        self._batches.forget()
+        if submitted.step.plan.is_open:
+            self._scheduler.rollback(submitted.step)
+
+    def _failed(self, samples: list[Sample], num_tokens: int, error: BaseException) -> None:
+        """See how to go on after a step that failed and was rolled back; raise where that is not
+        possible."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._shrink(num_tokens, error)
+            return
+        if isinstance(error, torch.AcceleratorError):
+            self._death = (
+                f"the device failed: {error}; no request was lost, but nothing can run on it "
+                "any more: make a new LLM in a new process"
+            )
+            raise EngineDeadError(self._death) from error
+        is_ours = isinstance(error, PyEngineError) and not isinstance(error, WorkerError)
+        if is_ours or not isinstance(error, Exception):
+            if isinstance(error, EngineDeadError):
+                self._death = str(error)
+            raise error
+        verdict = self._faults.failed(samples)
+        if verdict.is_hopeless:
+            raise error
+        if verdict.culprit is not None:
+            self._fail(verdict.culprit, error)
+        else:
+            _log.warning("a step failed and is tried again with others: %r", error)
 
     def _shrink(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
         """Go on with smaller steps after one of `num_tokens` tokens that did not fit."""
-        if not self._scheduler.shrink(num_tokens):
+        limits = self._memory.smaller(num_tokens)
+        if limits is None:
             raise DeviceMemoryError(
                 f"a step of {num_tokens} token does not fit into the device's memory ({error}); "
                 "give the KV pool less: a smaller gpu_memory_utilization, kv_cache_memory or "
                 "num_blocks"
             ) from error
-        limits = self._scheduler.limits
+        self._scheduler.limits = limits
         _log.warning(
-            "a step of %d tokens did not fit into the device's memory (%s); from now on "
+            "a step of %d tokens did not fit into the device's memory (%s); for now "
             "max_num_batched_tokens=%d and max_num_seqs=%d",
             num_tokens,
             error,
@@ -268,73 +302,125 @@ class Engine:
 
     def _settle(self) -> None:
         """If nobody is left whom the running step could serve, see that it is over."""
-        if not self._running and not self._is_stepping:
+        if not self._requests and not self._is_stepping:
+            self._batches.forget()  # they hold what has ended
+            self._unread = None
             self._roll_back(self._in_flight)
 
-    def _batch_of(self, step: ScheduledStep) -> Batch:
-        """The batch of the step before, if the same jobs decode again and nothing else happens."""
-        batch = self._batch
-        if batch is None or step.chunks or step.decodes is not batch.decodes:
-            self._batch = make_batch(step, self._running)
-        else:
-            self._batch = batch.following()
-        return self._batch
-
-    def _collect(
-        self, batch: Batch, tokens: list[int], logprobs: list[TokenLogprobs | None]
-    ) -> StepResult:
-        """Hand every token to its completion, fork new samples, end what is done."""
-        ended = [
-            one
-            for one, token, logprob in zip(batch.completions, tokens, logprobs, strict=True)
-            if one.finish_reason is None  # else it was aborted meanwhile
-            and one.append(token, logprob)
-        ]
-        for state in batch.beginners:
-            if self._states.get(state.request.request_id) is state:  # else it was aborted
+    def _collect(self, submitted: SubmittedStep, results: StepResults) -> StepResult:
+        """Hand every token to its sample, fork new samples, end what is done, tell who waits."""
+        batch, rows = submitted.batch, submitted.batch.rows
+        batch.hand_out(results.prompt_logprobs)
+        tokens = results.sampled.token_ids.numpy()
+        if self._unread is not rows and self._unread is not None:
+            self._unread.read()
+        self._unread = rows
+        kept = rows.keep(tokens, batch.positions)
+        ended = [rows.samples[row] for row, token in kept if self._append(rows, row, token)]
+        logprobs = results.sampled.logprobs
+        if rows.loud:
+            drawn = tokens.tolist()
+            ended += [
+                rows.samples[row]
+                for row in rows.loud
+                if self._append(rows, row, drawn[row], logprobs[row])
+            ]
+        for state in rows.beginners:
+            if not state.is_finished or state.samples[0] in ended:  # else it was aborted
                 self._begin(state)
-        progressed = [one for one in batch.request_ids if one in self._states]
-        return StepResult(progressed, self._finish(ended) if ended else [], len(tokens))
+        finished = self._finish(ended) if ended else []
+        for state in dict.fromkeys([rows.samples[row].state for row in rows.loud]):
+            if state.sink is not None and state.sink.streams:
+                news = state.take_news()
+                if news is not None:
+                    state.sink.put(news)
+        self._num_new_tokens += len(tokens)
+        return StepResult(len(tokens), finished)
+
+    @staticmethod
+    def _append(rows: Rows, row: int, token: int, logprobs: Any = None) -> bool:
+        """Give a sample its token; whether that ends it. One that was aborted gets none."""
+        sample = rows.samples[row]
+        return sample.finish_reason is None and sample.append(token, logprobs)
 
     def _begin(self, state: RequestState) -> None:
         """Start the samples after the first, those that did not end with their first token."""
-        state.begin()
-        if len(state.completions) == 1:
-            return
-        others = [one for one in state.unfinished if one.index > 0]
-        samples = [(one.request, one.token_ids[-1]) for one in others]
-        self._scheduler.fork(state.request.request_id, samples)
-        for one in others:
-            self._running[one.request.request_id] = (state, one)
+        state.first_token_time = monotonic()
+        if len(state.samples) > 1:
+            assert self._unread is not None
+            self._unread.read()
+            others = [one for one in state.unfinished if one.index > 0]
+            self._scheduler.fork(state.samples[0], [(one, one.token_ids[-1]) for one in others])
 
-    def _finish(self, ended: list[Completion]) -> list[RequestOutput]:
-        """Take completions out that have ended; outputs of the requests that are through."""
-        ids = [one.request.request_id for one in ended if one.request.request_id in self._running]
-        states = dict.fromkeys(self._running[one][0] for one in ids)
-        self._end(ids)
-        through = [state for state in states if state.is_finished]
+    def _finish(self, ended: list[Sample]) -> list[RequestState]:
+        """Take samples out that have ended; the requests that are through."""
+        self._scheduler.finish(ended)
+        through = [
+            state for state in dict.fromkeys([one.state for one in ended]) if state.is_finished
+        ]
         for state in through:
-            state.end()
-            del self._states[state.request.request_id]
-        return [state.output() for state in through]
+            self._take_out(state)
+        return through
 
-    def _end(self, request_ids: list[str]) -> None:
-        self._scheduler.finish(request_ids)
-        for request_id in request_ids:
-            self._running.pop(request_id, None)
-        if not self._running:
-            self._batch = None  # it holds what has ended
-            self._settle()
+    def _take_out(self, state: RequestState) -> None:
+        """Forget a request that has ended, and tell whoever waits for it."""
+        state.finished_time = monotonic()
+        self._requests.pop(state.request_id, None)
+        sink = state.sink
+        if sink is not None:
+            output = state.take_news() if sink.streams else state.output()
+            if output is not None:
+                sink.put(output)
+        for observer in self._observers:
+            observer.on_finish(state)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """End requests early; ids that are not in flight are passed over."""
-        states = [self._states.pop(one) for one in request_ids if one in self._states]
-        for state in states:
-            self._end([one.request.request_id for one in state.completions])
-            for one in state.unfinished:
-                one.finish("abort")
-            state.end()
-        return [state.output() for state in states]
+    def output(self, state: RequestState) -> RequestOutput:
+        """What a request has given so far."""
+        if self._unread is not None:
+            self._unread.read()
+        return state.output()
+
+    def abort(
+        self, states: Iterable[RequestState], *, stop_reason: str | None = None
+    ) -> list[RequestState]:
+        """End requests early; returns those that had not ended. May be called while a step runs."""
+        live = [one for one in states if self._requests.get(one.request_id) is one]
+        if live and self._unread is not None:
+            self._unread.read()
+        for state in live:
+            self._scheduler.finish(state.samples)
+            state.finish("abort", stop_reason)
+            self._take_out(state)
+        self._faults.forget(live)
+        self._settle()
+        return live
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        """End a request that cannot be served, because of `error`."""
+        _log.warning("request %r failed: %r", state.request_id, error)
+        if self._unread is not None:
+            self._unread.read()
+        self._scheduler.finish(state.samples)
+        state.error = f"{type(error).__name__}: {error}"
+        state.finish("error")
+        self._faults.forget([state])
+        sink, state.sink = state.sink, None
+        self._take_out(state)
+        if sink is not None:
+            message = f"request {state.request_id!r} failed: {state.error}"
+            failure = RequestFailedError(message, [state.output()])
+            failure.__cause__ = error
+            sink.fail(failure)
+
+    def _end_overdue(self) -> None:
+        """End requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= monotonic():
+            *_, state = heappop(self._deadlines)
+            self.abort([state], stop_reason="deadline")
+        if len(self._deadlines) > 2 * len(self._requests) + 64:  # most have ended in time
+            live = [one for one in self._deadlines if one[2].finished_time is None]
+            heapify(live)
+            self._deadlines = live
 
     def stats(self) -> EngineStats:
         """The ledger and the counters as of now."""
@@ -344,4 +430,5 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
+            num_new_tokens=self._num_new_tokens,
         )

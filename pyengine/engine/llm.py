@@ -1,23 +1,25 @@
 """Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from threading import Event
 from time import monotonic
 from typing import Any
 
 from tqdm import tqdm
 
-from pyengine.cache import TraceError
-from pyengine.core.errors import ConfigurationError
+from pyengine.core.errors import InvalidRequestError, RequestFailedError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
-from pyengine.engine.assembly import build_engine
-from pyengine.engine.engine import EngineStats, Prompt
+from pyengine.engine.collector import OutputCollector
+from pyengine.engine.engine import Engine
+from pyengine.engine.frontend import Frontend
 from pyengine.engine.prompts import (
+    ChatOptions,
     Message,
+    Prompt,
     PromptLike,
     as_conversations,
     as_list,
@@ -25,9 +27,13 @@ from pyengine.engine.prompts import (
     parse_prompt,
     render_chat,
 )
+from pyengine.engine.request import RequestState
+from pyengine.engine.shared import held_interrupts
+
+Priorities = float | Sequence[float]
 
 
-class LLM:
+class LLM(Frontend):
     """A model, its KV cache and the engine that runs them.
 
     `LLM(model, **settings)`: `model` is a hub id, a local folder, a GGUF file, or None for the
@@ -36,6 +42,9 @@ class LLM:
     of the free memory. With `layer_groups`, layers whose attention slides give back the blocks
     behind their window: a block is one of a group of layers then, and a sequence takes blocks for
     each group; without it one block holds all layers and none is given back.
+
+    Any thread may call any method at any time: requests of all callers run in the same steps, and
+    each gets its own answers. Nothing runs while nobody waits.
 
     With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
     among them: on CUDA one device each, on the CPU a share of the cores each. The others end with
@@ -49,19 +58,11 @@ class LLM:
 
     @takes_settings
     def __init__(self, settings: EngineSettings) -> None:
-        parts = build_engine(settings)
-        self.model_path: Path = parts.loaded.path
-        self.tokenizer: Any = parts.loaded.tokenizer
-        self._manager = parts.manager
-        self._engine = parts.engine
-        self._team = parts.team
-        self._description = parts.description
-        self._ids = count()
+        super().__init__(settings)
 
     def close(self) -> None:
         """End the processes that the model is divided over; in one process there are none."""
-        if self._team is not None:
-            self._team.close()
+        self._end_processes()
 
     def __enter__(self) -> "LLM":
         return self
@@ -71,145 +72,228 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Priorities = 0,
     ) -> list[RequestOutput]:
         """Continue every prompt; results in the order of the prompts.
 
-        A prompt is text, a list of token ids, or `{"prompt_token_ids": ...}`. One set of
-        sampling parameters serves all, or one each. Raises `InvalidRequestError` if any of them
-        cannot be served: then none was run.
+        A prompt is text, token ids (a list or an array), or a mapping with `prompt` or
+        `prompt_token_ids` and perhaps a `cache_salt`: only prompts with the same salt share cached
+        blocks. One set of sampling parameters serves all, or one each; None: what the model's
+        `generation_config.json` says (`get_default_sampling_params`). Of all that wait, those of a
+        smaller `priority` come first. Whatever `output_kind` says, results are whole.
+
+        Raises `InvalidRequestError` if any prompt cannot be served: then none was run; and
+        `RequestFailedError`, which has all outputs, if the forward pass failed on any of them.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        return self._run(parsed, sampling_params, use_tqdm)
+        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
 
-    def chat(
+    def generate_iter(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Priorities = 0,
+    ) -> Iterator[RequestOutput]:
+        """Continue every prompt; each result as soon as it is whole, in the order of their ends.
+
+        `RequestOutput.index` says which prompt it is of. A request that fails is a result, too:
+        its `error` says why. Leaving the loop early ends the others.
+        """
+        parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        states = self._requests(parsed, sampling_params, priority)
+        return self._results(states)
+
+    def chat(  # noqa: PLR0913
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Priorities = 0,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, by the model's chat template."""
+        """Answer one conversation or several, by the model's chat template.
+
+        `tools` are JSON schemas of functions that the model may call, `chat_template` replaces the
+        model's own template, `chat_template_kwargs` are variables for it. With
+        `continue_final_message` (and without `add_generation_prompt`) the model goes on with the
+        last message.
+        """
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template=chat_template,
+            variables=chat_template_kwargs,
+        )
         parsed = [
-            Prompt(
-                token_ids=render_chat(
-                    conversation, self.tokenizer, add_generation_prompt=add_generation_prompt
-                )
-            )
+            Prompt(token_ids=render_chat(conversation, self.tokenizer, options))
             for conversation in as_conversations(messages)
         ]
-        return self._run(parsed, sampling_params, use_tqdm)
+        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
 
     def stream(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: float = 0,
     ) -> Iterator[RequestOutput]:
         """Continue one prompt; every item holds the text so far, the last one is finished.
 
-        A request that cannot be served is refused at once. Leaving the loop early ends it.
+        With `output_kind=RequestOutputKind.DELTA` an item holds what is new. A request that cannot
+        be served is refused at once. Leaving the loop early ends it. Several streams may be read in
+        any order: each has its own answer.
         """
         parsed = parse_prompt(prompt, self.tokenizer)
-        params = match_params(sampling_params, 1)
-        self._engine.check(parsed, params[0])
-        return self._stream(parsed, params)
+        (params,) = match_params(sampling_params, 1, self._default_params)
+        return self._stream(self._request(parsed, params, priority=priority))
 
-    def _stream(self, prompt: Prompt, params: list[SamplingParams]) -> Iterator[RequestOutput]:
-        with self._submitted([prompt], params):
-            while self._engine.has_work:
-                result = self._engine.step()
-                yield from result.finished or map(self._engine.output, result.progressed)
-
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's answer."""
-        return render_chat(messages, self.tokenizer, add_generation_prompt=True)
-
-    def stats(self) -> EngineStats:
-        """The block manager's ledger and counters, and what the scheduler is at."""
-        return self._engine.stats()
-
-    @contextmanager
-    def recording(self, path: str | Path) -> Iterator[None]:
-        """Record what the block manager does meanwhile, for `pyengine trace replay`.
-
-        Only before the first request. Raises `ConfigurationError` after it, or if the file cannot
-        be written.
-        """
-        with _writing(path):
-            self._manager.record(path)
+    def _stream(self, state: RequestState) -> Iterator[RequestOutput]:
+        wake = Event()
+        items = OutputCollector(state.params.output_kind, lambda _: wake.set())
+        state.sink = items
         try:
-            yield
+            self._shared.submit([state])
+            while items.has_item or not items.is_over:
+                self._shared.run_until(lambda: items.has_item, wake)
+                item = items.get()
+                if item is not None:
+                    yield item
         finally:
-            with _writing(path):
-                self._manager.stop_recording()
+            self._abandon([state])
 
-    def describe(self) -> dict[str, object]:
-        """Versions, device, attention backend and why, and the size of the KV pool."""
-        return dict(self._description)
-
-    def _run(
+    def _requests(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        params = match_params(sampling_params, len(prompts))
-        for prompt, one in zip(prompts, params, strict=True):
-            self._engine.check(prompt, one)
-        done: dict[str, RequestOutput] = {}
-        with self._submitted(prompts, params) as ids, _Progress(len(ids), use_tqdm) as progress:
-            while self._engine.has_work:
-                result = self._engine.step()
-                done.update((output.request_id, output) for output in result.finished)
-                progress.update(result.num_new_tokens, result.finished)
-        return [done[request_id] for request_id in ids]
+        priority: Priorities,
+    ) -> list[RequestState]:
+        """A request for each prompt, all of them checked."""
+        params = match_params(sampling_params, len(prompts), self._default_params)
+        several = priority if isinstance(priority, Sequence) else repeat(priority, len(prompts))
+        priorities = list(several)
+        if len(priorities) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
+                "one for each"
+            )
+        states = [
+            self._request(prompt, one, priority=priority)
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+        ]
+        for place, state in enumerate(states):
+            state.place = place
+        return states
 
-    @contextmanager
-    def _submitted(
-        self, prompts: list[Prompt], params: list[SamplingParams]
-    ) -> Iterator[list[str]]:
-        """Queue requests; whatever happens (Ctrl-C too), none is left behind."""
-        ids: list[str] = []
+    def _results(self, states: list[RequestState]) -> Iterator[RequestOutput]:
+        """Run requests; each one's output when it has ended."""
+        results = _Results()
+        for state in states:
+            state.sink = results
+        left = len(states)
         try:
-            for prompt, one in zip(prompts, params, strict=True):
-                ids.append(str(next(self._ids)))
-                self._engine.add_request(ids[-1], prompt, one)
-            yield ids
+            self._shared.submit(states)
+            while left:
+                self._shared.run_until(lambda: bool(results), results.wake)
+                for output in results.taken():
+                    left -= 1
+                    yield output
         finally:
-            self._engine.abort(ids)
+            self._abandon(states)
+
+    def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[int, RequestOutput] = {}
+        with _Progress(len(states), self._engine, use_tqdm) as progress:
+            for output in self._results(states):
+                done[output.index] = output
+                progress.update(output)
+        outputs = [done[place] for place in range(len(states))]
+        failed = [one for one in outputs if one.error is not None]
+        if failed:
+            raise RequestFailedError(
+                f"{len(failed)} of {len(outputs)} requests failed, the first at position "
+                f"{failed[0].index}: {failed[0].error}; the outputs of all are in this error's "
+                "`outputs`",
+                outputs,
+            )
+        return outputs
+
+    def _abandon(self, states: list[RequestState]) -> None:
+        """Whatever happened (Ctrl-C too, a second one as well), none is left behind."""
+        unfinished = [state for state in states if state.finished_time is None]
+        if unfinished:
+            with held_interrupts():
+                self._shared.abort(unfinished)
 
 
-@contextmanager
-def _writing(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except (TraceError, OSError) as error:
-        raise ConfigurationError(f"cannot record into {path}: {error}") from error
+class _Results:
+    """Where the requests of one call bring their outputs. See `OutputSink`."""
+
+    streams = False
+
+    def __init__(self) -> None:
+        self.wake = Event()
+        self._outputs: deque[RequestOutput] = deque()
+        self._error: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs) or self._error is not None
+
+    def put(self, output: RequestOutput) -> None:
+        """See `OutputSink.put`."""
+        self._outputs.append(output)
+        self.wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """See `OutputSink.fail`. One request that failed alone is a result as others are."""
+        if isinstance(error, RequestFailedError):
+            self._outputs.extend(error.outputs)
+        else:
+            self._error = error
+        self.wake.set()
+
+    def taken(self) -> Iterator[RequestOutput]:
+        """What has come; raises the error that ended the others, once that was read."""
+        while self._outputs:
+            yield self._outputs.popleft()
+        if self._error is not None:
+            raise self._error
 
 
 class _Progress:
     """The bar of `generate`: prompts done, tokens per second, share of prompt tokens cached."""
 
-    def __init__(self, num_prompts: int, use_tqdm: bool) -> None:
-        self._bar = tqdm(total=num_prompts, disable=not use_tqdm, unit="prompt", dynamic_ncols=True)
-        self._start = monotonic()
-        self._new = self._cached = self._prompt = 0
+    def __init__(self, num_prompts: int, engine: Engine, use_tqdm: bool) -> None:
+        self._bar = tqdm(total=num_prompts, unit="prompt", dynamic_ncols=True) if use_tqdm else None
+        self._engine = engine
+        self._start, self._before = monotonic(), engine.num_new_tokens
+        self._cached = self._prompt = 0
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
-    def update(self, new_tokens: int, finished: list[RequestOutput]) -> None:
-        """Take the outcome of one step."""
-        self._new += new_tokens
-        self._cached += sum(output.num_cached_tokens for output in finished)
-        self._prompt += sum(len(output.prompt_token_ids) for output in finished)
-        if self._bar.disable:
+    def update(self, output: RequestOutput) -> None:
+        """Take a result."""
+        if self._bar is None:
             return
-        rate = self._new / max(monotonic() - self._start, 1e-9)
+        self._cached += output.num_cached_tokens
+        self._prompt += len(output.prompt_token_ids)
+        new = self._engine.num_new_tokens - self._before
+        rate = new / max(monotonic() - self._start, 1e-9)
         share = self._cached / max(self._prompt, 1)
         self._bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
-        self._bar.update(len(finished))
+        self._bar.update()

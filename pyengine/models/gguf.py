@@ -1,105 +1,191 @@
 """GGUF files: checked, dequantised once into a safetensors folder, then loaded from there."""
 
 import hashlib
-import struct
+import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from pyengine.core.distribution import needs_engine_extra
 from pyengine.core.errors import ModelLoadError
-from pyengine.models.cache_folder import build_once, cache_root
-from pyengine.models.quiet import quiet_transformers
+from pyengine.models.boundary import load_errors, quiet_transformers
+from pyengine.models.cache_folder import (
+    CACHE_VARIABLE,
+    build_once,
+    cache_root,
+    discard,
+    readable_size,
+)
+from pyengine.models.config import empty_model
+from pyengine.models.gguf_header import GGUFHeader, read_header
+from pyengine.models.weights import check_weights
 
 CONVERSION_VERSION = 1
 """Part of the name of every converted folder: raise it when the conversion changes."""
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of key-value pairs
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NUM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def converted_gguf(path: Path) -> Path:
     """The safetensors folder for a GGUF file, converted on first use.
 
-    The folder is found again by the file's absolute path, size and time of change. Raises
-    `ModelLoadError` for a file that is no GGUF, is damaged, or of an unknown architecture.
+    The folder is found again by the file's absolute path, size and time of change. It keeps the
+    number format of the file; what is quantised becomes float16, whose 11 bits hold more than any
+    quantised weight has. Raises `ModelLoadError` for a file that is no GGUF, is damaged, or of an
+    unknown architecture, and where the disk has no room for the result.
     """
-    check_gguf(path)
-    status = path.stat()
-    identity = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION_VERSION}"
+    with load_errors(f"{path} cannot be read"):
+        status = path.stat()
+        identity = f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION_VERSION}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return convert_once(path, cache_root() / "models" / f"{path.stem}-{key}", label=path.name)
+    target = cache_root() / "models" / f"{path.stem[:100]}-{key}-own"
+    return convert_once(path, target, label=path.name)
 
 
-def check_gguf(path: Path) -> None:
-    """Raise `ModelLoadError` unless `path` starts like a GGUF file that can be read.
+def convert_once(path: Path, target: Path, *, label: str, dtype: str | None = None) -> Path:
+    """Return `target`, after converting the GGUF file at `path` into it if it is not there.
 
-    Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    `dtype` names the number format of the result; None: see `converted_gguf`. A result that was
+    damaged since is made again.
     """
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-        raise ModelLoadError(
-            f"{path} is not a GGUF file: it starts with {head[:4]!r}, not {_MAGIC!r} "
-            f"({path.stat().st_size} bytes); download it again or name another model"
-        )
-    _, version, _, _ = _HEADER.unpack(head)
-    if version not in _VERSIONS:
-        raise ModelLoadError(
-            f"{path} is a GGUF file of version {version}; versions {_VERSIONS} can be read"
-        )
-
-
-def convert_once(path: Path, target: Path, *, label: str) -> Path:
-    """Return `target`, after converting the GGUF file at `path` into it if it is not there."""
+    if target.is_dir() and _is_damaged(target):
+        with load_errors(f"{target} is damaged and cannot be removed", way_out="; delete it"):
+            discard(target)
+        print(f"pyengine: {target} was damaged, it is made again", file=sys.stderr)
+    if target.is_dir():
+        return target
+    header = read_header(path)
+    chosen = dtype or _PLAIN.get(header.main_type, "float16")
+    num_bytes = header.num_elements * _NUM_BYTES[chosen]
 
     def build(folder: Path) -> None:
-        print(f"pyengine: preparing {label}, once (some seconds) ...", file=sys.stderr)
+        print(
+            f"pyengine: preparing {label}, once ({readable_size(num_bytes)} of {chosen} in "
+            f"{target.parent}) ...",
+            file=sys.stderr,
+        )
         started = time.monotonic()
-        _convert(path, folder)
+        _convert(path, folder, header, chosen)
         seconds = time.monotonic() - started
         print(f"pyengine: {label} is ready in {target} ({seconds:.0f} s)", file=sys.stderr)
 
-    return build_once(target, build)
+    return build_once(target, build, num_bytes=num_bytes)
 
 
-def _convert(path: Path, folder: Path) -> None:
-    """Dequantise to float32 and save model and tokenizer to `folder`.
+def _is_damaged(folder: Path) -> bool:
+    """Whether a converted folder lost something of what every one has."""
+    try:
+        check_weights(folder)
+        json.loads((folder / "config.json").read_bytes())
+    except (ModelLoadError, OSError, ValueError):
+        return True
+    return not (folder / "tokenizer_config.json").is_file()
 
-    The file is read by a link in a folder of its own: what lies beside it has no say.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with quiet_transformers(), tempfile.TemporaryDirectory(prefix="pyengine-") as alone:
-        (Path(alone) / path.name).symlink_to(path.resolve())
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                alone, gguf_file=path.name, trust_remote_code=False
-            )
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                alone,
-                gguf_file=path.name,
-                dtype=torch.float32,
-                trust_remote_code=False,
-            )
-        except ImportError as error:
-            raise ModelLoadError(
-                f"reading GGUF files needs {error.name or 'gguf'}: pip install 'pyengine[engine]'"
-            ) from error
-        except Exception as error:  # whatever the readers trip over in a damaged file
-            raise ModelLoadError(
-                f"the GGUF file {path} could not be converted: {error}; it may be damaged (then "
-                "download it again) or of an architecture that transformers cannot read"
-            ) from error
-        # The weights are plain now; save_pretrained refuses what still claims to be quantised.
+def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
+    """Dequantise to `dtype` and save model and tokenizer to `folder`."""
+    with quiet_transformers():
+        model, tokenizer = _read(path, header, dtype)
+        # The weights are plain now; save_pretrained refuses what still claims otherwise.
         for attribute in ("quantization_config", "_pre_quantization_dtype"):
             if hasattr(model.config, attribute):
                 delattr(model.config, attribute)
         model.hf_quantizer = None
         model.is_quantized = False
         model.config.architectures = [type(model).__name__]
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        way_out = f"; set {CACHE_VARIABLE} to a folder that can be written and has room"
+        with load_errors(f"{path} cannot be stored in {folder.parent}", way_out=way_out):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            if header.main_type not in _PLAIN and dtype != "float32":
+                _declare_bfloat16(folder / "config.json")
+
+
+def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
+    """The model and the tokenizer in a GGUF file.
+
+    It is read by a link in a folder of its own: what lies beside it has no say.
+    """
+    from transformers import AutoTokenizer
+
+    way_out = (
+        "; it may be damaged (then download it again) or of an architecture that transformers "
+        "cannot read"
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="pyengine-") as alone,
+        load_errors(f"the GGUF file {path} could not be converted", way_out=way_out),
+    ):
+        link = Path(alone) / path.name
+        link.symlink_to(path.resolve())
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                alone, gguf_file=path.name, trust_remote_code=False
+            )
+            _refuse_other_size(link, path, header)
+            return _dequantised(link, path, dtype), tokenizer
+        except ImportError as error:
+            missing = error.name or "gguf"
+            raise ModelLoadError(needs_engine_extra("reading GGUF files", missing)) from error
+
+
+def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
+    """Raise where the model that the header describes is much larger than the file.
+
+    Up to twice as many weights: whether the output shares its weights with the embedding is not in
+    this configuration.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name, trust_remote_code=False)
+    num_weights = sum(one.numel() for one in empty_model(config).parameters())
+    if num_weights > 2 * header.num_elements:
+        raise ModelLoadError(
+            f"{path} describes a model of {num_weights} weights and holds {header.num_elements}: "
+            "it is damaged or was cut, get it again"
+        )
+
+
+def _dequantised(link: Path, path: Path, dtype: str) -> Any:
+    """The model in a GGUF file with weights of `dtype`; bfloat16 where float16 cannot hold them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loading: Any = AutoModelForCausalLM.from_pretrained(
+        link.parent,
+        gguf_file=link.name,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused here, by name
+    )
+    model, info = loading
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(
+            f"{path}: the weights {name} have the shape {list(found)}, and its header asks for "
+            f"{list(wanted)}: it is damaged, get it again"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ModelLoadError(
+            f"{path} lacks the weights of {missing[0]} ({len(missing)} tensors are missing), which "
+            "its own header asks for: it is damaged or was cut, get it again"
+        )
+    bad = [name for name, one in model.named_parameters() if not one.isfinite().all()]
+    if bad and dtype == "float16":
+        return _dequantised(link, path, "bfloat16")
+    if bad:
+        raise ModelLoadError(
+            f"{path}: the weights {bad[0]} hold NaN or infinity ({len(bad)} tensors do): it is "
+            "damaged, get it again"
+        )
+    return model
+
+
+def _declare_bfloat16(config: Path) -> None:
+    """Say that the model is to be run in bfloat16: it has the range that float16 lacks."""
+    settings = json.loads(config.read_bytes())
+    settings["dtype"] = "bfloat16"
+    config.write_text(json.dumps(settings, indent=2))

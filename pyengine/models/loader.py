@@ -1,22 +1,41 @@
 """A model and its tokenizer in memory, and the few facts that the engine needs of them."""
 
-import json
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from pyengine.core.errors import ModelLoadError
-from pyengine.models.placement import resolve_device, resolve_dtype
-from pyengine.models.quiet import paused_gc, quiet_transformers
-from pyengine.models.sharding import kv_shards
+from pyengine.models.boundary import (
+    code_asked_for,
+    foreign_code,
+    load_errors,
+    paused_gc,
+    quiet_transformers,
+    read_json,
+)
+from pyengine.models.config import (
+    default_sampling,
+    empty_model,
+    eos_token_ids,
+    max_model_len,
+    read_config,
+)
+from pyengine.models.placement import kv_shards, resolve_device, resolve_dtype
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.models.weights import check_weights
+from pyengine.models.weights import WeightHeaders, check_number_formats, check_weights
 
+_log = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAYER = re.compile(r"\.(\d+)\.")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
-_STRETCHED_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +45,8 @@ class LoadedModel:
     `tokenizer` is None for a folder without one: then prompts are token ids. `eos_token_ids`
     end a generation. `max_model_len` is the number of positions, `vocab_size` the number of
     token ids that the model knows. Where the model is divided over processes, this is one
-    process's part, which has 1 / `kv_shards` of the KV heads.
+    process's part, which has 1 / `kv_shards` of the KV heads. `default_sampling` holds the fields
+    of `SamplingParams` that the model's generation_config.json sets.
     """
 
     model: Any
@@ -39,6 +59,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     kv_shards: int = 1
+    default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def config(self) -> Any:
@@ -47,75 +68,47 @@ class LoadedModel:
 
 
 def load_model(
-    model: str | Path | None,
+    model: str | Path | ModelSource | None,
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     tensor_parallel_size: int = 1,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> LoadedModel:
     """Load a hub id, a local folder, a GGUF file, or (None) the embedded default.
 
+    `revision` and `token` are for the hub, as in `resolve_source`, whose result is taken too.
     Weights are mapped from the safetensors files, never initialised first. With a
     `tensor_parallel_size` above 1, every process of torch's default group, which has as many,
     calls this at the same time and gets its part of the model. Raises `ModelLoadError` for a
-    model that is missing, damaged or of an unsupported kind, and `ConfigurationError` for a
-    device or dtype that cannot be had.
+    model that is missing, damaged or of an unsupported kind (docs/models.md lists them), and
+    `ConfigurationError` for a device or dtype that cannot be had.
     """
     where = resolve_device(device)
     with paused_gc():
-        source = resolve_source(model)
-        check_weights(source.folder)
-        with quiet_transformers():
-            return _load(source, where, dtype, tensor_parallel_size)
-
-
-def read_config(folder: Path) -> Any:
-    """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
-
-    Code that the folder brings along is never run.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    asked = _code_asked_for(folder / "config.json", "AutoConfig")
-    try:
-        if asked and _read_json(folder / "config.json").get("model_type") not in CONFIG_MAPPING:
-            raise _foreign_code(folder / "config.json", asked)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"{folder / 'config.json'} cannot be used: {error}") from error
-    _refuse_unpageable(config, folder)
-    return config
+        source = resolve_source(model, revision=revision, token=token)
+        try:
+            with quiet_transformers():
+                return _load(source, where, dtype, tensor_parallel_size)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{error}{source.way_out}") from error
 
 
 def _load(
     source: ModelSource, device: torch.device, dtype: str | torch.dtype, shards: int
 ) -> LoadedModel:
-    from transformers import AutoModelForCausalLM
-
     folder = source.folder
-    config = read_config(folder)
+    headers = check_weights(folder)
+    config = read_config(folder, headers)
+    quantised = getattr(config, "quantization_config", None) is not None
+    check_number_formats(headers, folder, quantised=quantised)
     resolved_dtype = resolve_dtype(dtype, config, device)
-    placement = _placement(device, shards)
-    try:
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=False,
-            dtype=resolved_dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            **placement,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"the model in {folder} could not be loaded: {error}") from error
-    model, info = loading
-    _refuse_missing(info, folder)
-    if getattr(model, "_is_stateful", False):
-        raise ModelLoadError(
-            f"{type(model).__name__} ({folder}) keeps a recurrent state, which a paged KV cache "
-            "does not hold: this model is not supported"
-        )
-    model.eval()
+    transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
+    with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
+        model = _load_weights(folder, config, resolved_dtype, _placement(device, shards))
+    if not source.is_converted or resolved_dtype == torch.float16:
+        _refuse_not_finite(model, folder)
     tokenizer = _load_tokenizer(folder)
     text = config.get_text_config()
     return LoadedModel(
@@ -123,12 +116,13 @@ def _load(
         tokenizer=tokenizer,
         path=folder,
         name=source.name,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-        max_model_len=_max_model_len(text, folder),
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
         device=device,
         dtype=resolved_dtype,
         kv_shards=kv_shards(config, shards),
+        default_sampling=default_sampling(folder),
     )
 
 
@@ -141,8 +135,65 @@ def _placement(device: torch.device, shards: int) -> dict[str, Any]:
     return {} if device.type == "cpu" else {"device_map": {"": device}}
 
 
-def _refuse_missing(info: Any, folder: Path) -> None:
-    """Raise where the files lack tensors, which transformers would fill with random numbers."""
+def _load_weights(folder: Path, config: Any, dtype: torch.dtype, placement: dict[str, Any]) -> Any:
+    """The model of `config` with the weights of the folder, ready to run."""
+    from transformers import AutoModelForCausalLM
+
+    loading: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        trust_remote_code=False,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        **placement,
+    )
+    model, info = loading
+    _refuse_unpageable(model, folder)
+    _refuse_other_tensors(model, info, folder)
+    model.eval()
+    return model
+
+
+def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> str:
+    """Raise where the model of `config` has more weights than the files, or other numbers of them.
+
+    transformers would fill what does not fit with random numbers before it says so. Returns what
+    is to be said if loading fails all the same: shapes that differ, of as many weights, may be
+    meant so.
+    """
+    with load_errors(f"{folder / 'config.json'} cannot be used"):
+        model = empty_model(config)
+        num_weights = sum(one.numel() for one in model.parameters())
+    if num_weights > headers.num_bits:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} describes a model of {num_weights} weights, and the files "
+            f"have {headers.num_bytes} bytes: the two are not of the same model"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        return ""  # packed: another shape by the same name
+    transposed = ""
+    for name, one in model.named_parameters():
+        found = headers.tensors.get(name)
+        if found is None or found.shape == tuple(one.shape):
+            continue
+        differ = (
+            f"the weights {name} in {folder} have the shape {list(found.shape)}, and "
+            f"config.json asks for {list(one.shape)}: the two are not of the same model"
+        )
+        if prod(found.shape) != one.numel():
+            raise ModelLoadError(differ)
+        transposed = transposed or f"; {differ}"
+    return transposed
+
+
+def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
+    """Raise where files and model do not agree in tensors; name those that are merely not used.
+
+    What the files lack, transformers fills with random numbers. Layers that config.json does not
+    count are left out, and half a model answers; layers for predicting further tokens are meant
+    to be left out.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -150,16 +201,65 @@ def _refuse_missing(info: Any, folder: Path) -> None:
             f"the weights in {folder} lack {missing[0]}{more}, which config.json asks for: "
             "the two are not of the same model, or a file is missing"
         )
+    unread = sorted(info["unexpected_keys"])
+    text = model.config.get_text_config()
+    stacks = {_LAYER.sub(".#.", name, count=1) for name in model.state_dict()}
+    last = text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", None) or 0)
+    for name in unread:
+        layer = _LAYER.search(name)
+        if layer and int(layer[1]) >= last and _LAYER.sub(".#.", name, count=1) in stacks:
+            raise ModelLoadError(
+                f"the weights in {folder} have a layer {layer[1]} ({name}), and config.json says "
+                f"num_hidden_layers={text.num_hidden_layers}: the two are not of the same model"
+            )
+    if unread:
+        _log.warning(
+            "%s: %d tensors are not part of a %s and are left out: %s",
+            *(folder, len(unread), type(model).__name__),
+            ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else ""),
+        )
 
 
-def _refuse_unpageable(config: Any, folder: Path) -> None:
-    """Raise for layers whose attention is neither full nor a sliding window."""
-    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    foreign = sorted(layer_types - _PAGEABLE_LAYERS)
-    if foreign:
+@torch.no_grad()
+def _refuse_not_finite(model: Any, folder: Path) -> None:
+    """Raise for weights that are NaN or infinite: every answer would be token 0.
+
+    One sum per tensor, for which the weights are read once more: a tenth of a second for 135
+    million of them that are in memory. The processes of a divided model add up together: all of
+    them come here, and all of them raise.
+    """
+    weights = [(name, one) for name, one in model.named_parameters() if one.dtype in _DTYPES]
+    sums = [one.sum(dtype=torch.float32) for _, one in weights]
+    for (name, one), total in zip(weights, sums, strict=True):
+        if not total.isfinite() and not one.isfinite().all():
+            raise ModelLoadError(
+                f"the weights {name} in {folder} hold NaN or infinity, in {one.dtype}: the file is "
+                "damaged, or dtype='bfloat16' or 'float32' is what the model needs"
+            )
+
+
+def _refuse_unpageable(model: Any, folder: Path) -> None:
+    """Raise for a model whose layers keep a state, or look at tokens that come later.
+
+    Attention that is not causal says so in its module (`is_causal`), or transformers reads it in
+    the configuration. Its mask never reaches an attention of our own, so it would answer nonsense.
+    """
+    name = f"{type(model).__name__} ({folder})"
+    if getattr(model, "_is_stateful", False):
         raise ModelLoadError(
-            f"the model in {folder} ({config.model_type}) has layers of type {', '.join(foreign)}; "
-            f"supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
+            f"{name} keeps a recurrent state, which a paged KV cache does not hold: "
+            "this model is not supported"
+        )
+    looking_ahead = [
+        layer
+        for layer in model.get_decoder().modules()
+        if getattr(layer, "layer_idx", None) is not None
+        and getattr(layer, "is_causal", True) is False
+    ]
+    if looking_ahead or not getattr(model.config.get_text_config(), "is_causal", True):
+        raise ModelLoadError(
+            f"{name} attends to later tokens too: it is made to embed or classify text, not to "
+            "generate it, and is not supported"
         )
 
 
@@ -170,67 +270,18 @@ def _load_tokenizer(folder: Path) -> Any:
     import transformers
     from transformers import AutoTokenizer
 
-    settings = folder / "tokenizer_config.json"
-    if asked := _code_asked_for(settings, "AutoTokenizer"):
-        named = str(_read_json(settings).get("tokenizer_class")).removesuffix("Fast")
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path)
+    if asked := code_asked_for(settings, "AutoTokenizer"):
+        named = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
-            raise _foreign_code(settings, asked)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the Rust library raises bare Exception on a bad file
-        raise ModelLoadError(f"the tokenizer in {folder} could not be loaded: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it is missing or damaged, which others report."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _code_asked_for(path: Path, purpose: str) -> str:
-    """The Python that the file at `path` wants to be run for `purpose`, in words; "" if none."""
-    wanted = _read_json(path).get("auto_map")
-    if isinstance(wanted, dict):
-        wanted = wanted.get(purpose)
-    names = wanted if isinstance(wanted, list) else [wanted]
-    return ", ".join(sorted({str(name) for name in names if name}))
-
-
-def _foreign_code(path: Path, asked: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"{path} asks for Python code of its own ({asked}), and pyengine never runs code out of "
-        "model folders: choose a model that transformers itself knows"
-    )
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a generation, by the generation configuration and the tokenizer."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(declared if isinstance(declared, list) else [declared])
-    ids.add(getattr(tokenizer, "eos_token_id", None))
-    return frozenset(token for token in ids if token is not None)
-
-
-def _max_model_len(text: Any, folder: Path) -> int:
-    """Positions that the model can tell apart.
-
-    Dynamic and LongRoPE scaling choose their frequencies by the longest sequence of the batch.
-    Past the original length they would change under keys that are cached already, so such
-    models run up to their original length.
-    """
-    positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        raise ModelLoadError(
-            f"{folder / 'config.json'} does not say max_position_embeddings (found {positions!r}): "
-            "the number of positions must be known to size the KV cache"
-        )
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _STRETCHED_ROPE:
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        return min(positions, original or positions)
-    return positions
+            raise foreign_code(path, asked)
+    with load_errors(f"the tokenizer in {folder} could not be loaded"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})
+        if wanted and not any((folder / name).is_file() for name in (*wanted, "tekken.json")):
+            raise ModelLoadError(
+                f"the tokenizer in {folder} has no vocabulary: none of {', '.join(wanted)} is "
+                "there; download the model again, or without tokenizer_config.json give token ids"
+            )
+        return tokenizer

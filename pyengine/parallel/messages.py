@@ -22,6 +22,7 @@ import torch
 from pyengine.attention import AttentionNeeds
 from pyengine.cache import StepBuffers
 from pyengine.cache.layer_groups import LayerGroups
+from pyengine.models import ModelSource
 from pyengine.runner import HostArrays, Plan, RunnerLimits
 
 Int64Array = npt.NDArray[np.int64]
@@ -38,7 +39,7 @@ class RankSetup:
     rank: int
     size: int
     store: Path
-    model: Path
+    model: ModelSource
     device: str
     dtype: torch.dtype | str
 

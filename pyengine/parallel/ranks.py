@@ -25,20 +25,30 @@ from pyengine.runner import ModelRunner
 
 _MEETING_TIME = timedelta(seconds=60)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOCAL_RANK = "LOCAL_RANK"
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 @contextmanager
-def loopback_only() -> Iterator[None]:
-    """Gloo's sockets are bound to this machine's loopback inside, unless the user chose."""
-    if _GLOO_INTERFACE in os.environ:
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = "lo"
+def rank_environment(rank: int) -> Iterator[None]:
+    """The environment in which a rank meets the others and loads; afterwards it is as before.
+
+    Gloo's sockets are bound to this machine's loopback, unless the user chose. transformers takes
+    the CUDA device whose number is `LOCAL_RANK`, of rank 0 as of any other.
+    """
+    ours = {_LOCAL_RANK: str(rank)}
+    if _GLOO_INTERFACE not in os.environ:
+        ours[_GLOO_INTERFACE] = "lo"
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        os.environ.pop(_GLOO_INTERFACE, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def join(setup: RankSetup) -> None:

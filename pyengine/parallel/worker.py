@@ -34,8 +34,8 @@ from pyengine.parallel.ranks import (
     Readiness,
     StepAbandoned,
     join,
-    loopback_only,
     make_runner,
+    rank_environment,
     threads_per_rank,
 )
 from pyengine.runner import ModelRunner
@@ -119,7 +119,7 @@ def _start(setup: RankSetup, connection: Connection) -> Worker:
     threads = threads_per_rank(setup.size)
     if threads is not None:
         torch.set_num_threads(threads)
-    with loopback_only():
+    with rank_environment(setup.rank):
         join(setup)
         loaded = load_model(
             setup.model,

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 
 from pyengine.core.errors import EngineDeadError
+from pyengine.parallel.interrupts import InterruptWatch
 from pyengine.parallel.messages import CARRY_ON, Failed, RankSetup, Report, RunnerSetup
 
 WORKER = "pyengine.parallel.worker"
@@ -64,7 +65,10 @@ class Workers:
         on_death: Callable[[], None],
         module: str = WORKER,
     ) -> None:
+        self._owner = os.getpid()
         self._fate = _Fate()
+        self.interrupts = InterruptWatch(lambda: self.kill("interrupted within a step"))
+        """Ends the workers where Ctrl-C cannot end what this process waits for."""
         self._workers: list[_Worker] = []
         self._last_words = ""
         try:
@@ -84,7 +88,17 @@ class Workers:
             raise
 
     def check(self) -> None:
-        """Raise `EngineDeadError` if a worker has ended, or all were told to."""
+        """Raise `EngineDeadError` if a worker has ended, or all were told to.
+
+        So it is in a fork of rank 0: the workers are not its own, and an answer that it takes is
+        one that rank 0 waits for.
+        """
+        if os.getpid() != self._owner:
+            raise EngineDeadError(
+                f"this engine belongs to process {self._owner}, of which this one "
+                f"({os.getpid()}) is a fork: make a new LLM here, or start the process by "
+                "multiprocessing's method 'spawn'"
+            )
         if self._fate.is_over.is_set() or self._fate.is_wanted:
             raise self.death()
 
@@ -168,6 +182,7 @@ class Workers:
     def close(self) -> None:
         """Close the connections, which ends the workers; kill who has not ended then."""
         self._fate.is_wanted = True
+        self.interrupts.close()
         for worker in self._workers:
             worker.connection.close()
         deadline = monotonic() + _ENDING_TIME
@@ -181,17 +196,14 @@ class Workers:
 
 def _start(rank: int, module: str) -> _Worker:
     ours, theirs = Pipe()
-    settings = {
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # as it is here
-        "LOCAL_RANK": str(rank),  # by which transformers takes a CUDA device
-    }
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # as it is here
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             process_group=0,  # Ctrl-C in a terminal goes to rank 0 alone
-            env={**os.environ, **settings},
+            env={**os.environ, "PYTHONPATH": path},
         )
     return _Worker(rank, process, ours)
 

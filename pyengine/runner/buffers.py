@@ -1,7 +1,17 @@
-"""The inputs of a step: allocated once, filled in place by the block manager."""
+"""The inputs of a step: allocated once, filled in place by the block manager.
 
-from dataclasses import dataclass
+Where the device has memory of its own, the arrays of a step are copied there. The tables on the
+host have room for the longest sequence there may be; what is copied is as wide as the longest table
+in the step::
+
+    host, filled in place     staging, pinned          device
+    [G, S, max_blocks]   ->   [G, B, width]       ->   [G, B, width]
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,30 +51,68 @@ class HostArrays:
     logits_indices: npt.NDArray[np.int64]
 
 
+_WIDTHS = 64
+"""Tables are cut to a multiple of this many blocks: steps of one size use the same views then."""
+
+Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+Upload: TypeAlias = Callable[[Pairs], Callable[[], object]]
+"""Copies each source on the host to its target on the device, in the order of the device's queue.
+What it returns waits until the sources may be written to again."""
+
+
+def upload_in_stream(pairs: Pairs) -> Callable[[], object]:
+    """Queue copies from pinned memory on the current CUDA stream. See `Upload`."""
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize
+
+
+def upload_at_once(pairs: Pairs) -> Callable[[], object]:
+    """Copy on the host: there is nothing to wait for. See `Upload`."""
+    for source, target in pairs:
+        target.copy_(source)
+    return _nothing
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A step in the host buffers, and what has to go from there to the device."""
+    """A step in the host buffers, and what has to go from there to the device.
+
+    `tables` are staged, to be copied into memory of their own; None: the device reads the host's.
+    """
 
     inputs: StepInputs
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    copies: Pairs
+    tables: torch.Tensor | None
+    buffers: "InputBuffers"
 
     def upload(self) -> StepInputs:
         """Bring the step to the device, in the order of its queue."""
-        for source, target in self.copies:
-            target.copy_(source, non_blocking=True)
-        return self.inputs
+        if self.tables is None:
+            return self.inputs
+        tables = torch.empty_like(self.tables, device=self.inputs.input_ids.device)
+        self.buffers.start_upload([*self.copies, (self.tables, tables)])
+        return replace(self.inputs, block_tables=tables)
 
 
 class InputBuffers:
     """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
 
     On the CPU the twins are the host buffers themselves, and nothing is copied; with `apart` they
-    are memory of their own there too, as a graph's inputs must be.
+    are memory of their own there too, as a graph's inputs must be. A block has `block_size` tokens.
     """
 
     def __init__(
         self,
         limits: RunnerLimits,
+        block_size: int,
         device: torch.device,
         *,
         beside: "InputBuffers | None" = None,
@@ -76,26 +124,35 @@ class InputBuffers:
         buffers; on the device they come one after the other.
         """
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
-        groups, width = limits.num_groups, limits.max_blocks_per_seq
+        groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
             "input_ids": ((tokens,), torch.int64),
             "positions": ((tokens,), torch.int64),
             "slot_mapping": ((groups, tokens), torch.int64),
             "query_start_loc": ((sequences + 1,), torch.int32),
             "seq_lens": ((sequences,), torch.int32),
-            "block_tables": ((groups, sequences, width), torch.int32),
             "logits_indices": ((sequences,), torch.int64),
         }
+        self._pins = device.type == "cuda"
         self._host = {
-            name: torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            name: torch.zeros(shape, dtype=dtype, pin_memory=self._pins)
             for name, (shape, dtype) in shapes.items()
         }
-        self._device = self._host
-        if device.type != "cpu" or apart:
-            self._device = beside._device if beside else _like(self._host, device)
-        self.arrays = HostArrays(**{name: host.numpy() for name, host in self._host.items()})
-        self._sizes = (0, 0, 0)
-        self._filled = self._views(*self._sizes)
+        tables = torch.zeros((groups, sequences, self._max_width), dtype=torch.int32)
+        self.arrays = HostArrays(
+            **{name: host.numpy() for name, host in self._host.items()},
+            block_tables=tables.numpy(),
+        )
+        self._tables, self._block_size, self._device = tables, block_size, device
+        self._is_apart = device.type != "cpu" or apart
+        self._twins = self._host
+        if self._is_apart:
+            self._twins = beside._twins if beside else _like(self._host, device)
+        self._staging = torch.empty(0, dtype=torch.int32)
+        self._upload: Upload = upload_in_stream if self._pins else upload_at_once
+        self._wait_for_upload: Callable[[], object] = _nothing
+        self._sizes: tuple[int, int, int, int] | None = None
+        self._filled: FilledStep | None = None
 
     @cached_property
     def step_buffers(self) -> StepBuffers:
@@ -107,21 +164,46 @@ class InputBuffers:
     def fill(self, plan: Plan) -> FilledStep:
         """Let `plan` write its step. Only the rows of this step will be copied.
 
+        If the step that was here before is still being copied, this waits until it is not: a step
+        that was rolled back, or that samples nothing, has been waited for by nobody.
         A pending token is written as `-1 - row` (see `ModelRunner`). The result refers to the
         buffers: it is valid until the next call.
         """
+        self._wait_for_upload()
+        self._wait_for_upload = _nothing
         plan.fill(self.step_buffers)
-        sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples)
-        if sizes != self._sizes:
-            self._filled = self._views(*sizes)
-            self._sizes = sizes
+        width = self._width(plan.num_sequences) if self._is_apart else self._max_width
+        sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples, width)
+        if self._filled is None or sizes != self._sizes:
+            self._filled, self._sizes = self._views(*sizes), sizes
+        if self._filled.tables is not None:  # contiguous, as torch would wait for copies of others
+            staged = self._filled.inputs.host_block_tables
+            np.copyto(staged, self.arrays.block_tables[:, : plan.num_sequences, :width])
         return self._filled
 
-    def device_inputs(self, tokens: int, sequences: int, samples: int) -> StepInputs:
-        """The device's side of a step of this size; what is in it, a later step may overwrite."""
-        return self._views(tokens, sequences, samples).inputs
+    def start_upload(self, pairs: Pairs) -> None:
+        """Copy to the device; the next `fill` waits until that has been done."""
+        self._wait_for_upload = self._upload(pairs)
 
-    def _views(self, tokens: int, sequences: int, samples: int) -> FilledStep:
+    def fixed_inputs(self, size: int) -> StepInputs:
+        """The device's side of a decode step of so many sequences, in memory that never moves.
+
+        Its tables have room for all that a sequence may have; the host's are one block wide.
+        """
+        inputs = self._views(size, size, size, 1).inputs
+        return replace(inputs, block_tables=self._fixed_tables[:, :size])
+
+    @cached_property
+    def _fixed_tables(self) -> torch.Tensor:
+        return torch.zeros_like(self._tables, device=self._device)
+
+    def _width(self, sequences: int) -> int:
+        """The columns of the longest table, rounded up, so that views can be used again."""
+        longest = int(self.arrays.seq_lens[:sequences].max(initial=0))
+        blocks = -(-longest // self._block_size)
+        return min(self._max_width, max(1, -(-blocks // _WIDTHS)) * _WIDTHS)
+
+    def _views(self, tokens: int, sequences: int, samples: int, width: int) -> FilledStep:
         """The buffers of a step of this size, and what to copy from the host to the device.
 
         Decoding has the same size step after step, and then they are used again.
@@ -132,27 +214,38 @@ class InputBuffers:
             "slot_mapping": tokens,
             "query_start_loc": sequences + 1,
             "seq_lens": sequences,
-            "block_tables": sequences,
             "logits_indices": samples,
         }
         views: dict[str, torch.Tensor] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, count in rows.items():
-            by_group = name in ("slot_mapping", "block_tables")
+            by_group = name == "slot_mapping"
             part = (slice(None), slice(count)) if by_group else slice(count)
-            source, views[name] = self._host[name][part], self._device[name][part]
-            if self._device is not self._host:  # each group is a copy, as they lie apart
+            source, views[name] = self._host[name][part], self._twins[name][part]
+            if self._is_apart:  # each group is a copy, as they lie apart
                 pairs = (
                     zip(source, views[name], strict=True) if by_group else [(source, views[name])]
                 )
                 copies += pairs
+        tables = self._tables[:, :sequences, :width]
+        staged = self._staged(sequences, width) if self._is_apart else None
         inputs = StepInputs(
             **views,
+            block_tables=tables if staged is None else staged,
             host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
             host_seq_lens=self.arrays.seq_lens[:sequences],
-            host_block_tables=self.arrays.block_tables[:, :sequences],
+            host_block_tables=(tables if staged is None else staged).numpy(),
         )
-        return FilledStep(inputs, copies)
+        return FilledStep(inputs, copies, staged, self)
+
+    def _staged(self, sequences: int, width: int) -> torch.Tensor:
+        """Room for the tables of a step, `[G, sequences, width]`, side by side."""
+        groups = len(self._tables)
+        size = groups * sequences * width
+        if size > len(self._staging):
+            room = min(self._tables.numel(), 1 << (size - 1).bit_length())
+            self._staging = torch.empty(room, dtype=torch.int32, pin_memory=self._pins)
+        return self._staging[:size].view(groups, sequences, width)
 
 
 def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -122,7 +122,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _captured(self, size: int, recorder: Recorder) -> _Graph:
-        inputs = self._pad(self._buffers.device_inputs(size, size, size), 0)
+        inputs = self._pad(self._buffers.fixed_inputs(size), 0)
         plan = self._backend.graph_plan(inputs)
 
         def compute() -> torch.Tensor:
@@ -140,7 +140,8 @@ class DecodeGraphs:
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """The logits of a step that `fits`: `[B, vocab]`, valid until the next call.
 
-        `inputs` are on the device, in the buffers that the graphs read.
+        `inputs` are on the device, in the buffers that the graphs read, but for the tables: those
+        are as wide as the step's longest, and copied into the first columns of the graph's.
         """
         count = len(inputs.seq_lens)
         graph = self._graphs[self._sizes[bisect_left(self._sizes, count)]]
@@ -151,6 +152,8 @@ class DecodeGraphs:
             host_block_tables=inputs.host_block_tables,
         )
         graph.inputs.input_ids[:count].copy_(inputs.input_ids)  # what was pending is known now
+        width = inputs.block_tables.shape[2]
+        graph.inputs.block_tables[:, :count, :width].copy_(inputs.block_tables)
         graph.plan.refresh(self._pad(host, count))
         return graph.replay()[:count]
 

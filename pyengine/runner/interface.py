@@ -53,7 +53,7 @@ class StepLogits:
 
 Forward: TypeAlias = Callable[[torch.Tensor | None], StepLogits]
 """Run a prepared step. The argument: int64 `[S]` on the device, what the step before sampled, of
-which this one computes some; None if it computes known tokens only."""
+which this one computes some; None, or none at all, if it computes known tokens only."""
 
 
 class Runner(Protocol):

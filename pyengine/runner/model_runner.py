@@ -12,6 +12,7 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.paged import on_device, upload
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
@@ -43,9 +44,10 @@ class ModelRunner:
         self._backend = backend
         self._compiled: CompiledForward | None = None
         apart = recorder is not None
-        self.buffers = InputBuffers(limits, pool.device, apart=apart)
+        size, device = pool.block_size, pool.device
+        self.buffers = InputBuffers(limits, size, device, apart=apart)
         """Those that the next step is written into."""
-        self._other_buffers = InputBuffers(limits, pool.device, beside=self.buffers, apart=apart)
+        self._other_buffers = InputBuffers(limits, size, device, beside=self.buffers, apart=apart)
         _switch_to_paged_attention(self._model)
         self._recorder = recorder
         self._max_num_seqs = limits.max_num_seqs
@@ -58,7 +60,8 @@ class ModelRunner:
         After `compile`, if that is wanted too.
         """
         if self._recorder is not None:
-            self.graphs.capture(graph_sizes(self._max_num_seqs), self._recorder)
+            with on_device(self._pool.device):
+                self.graphs.capture(graph_sizes(self._max_num_seqs), self._recorder)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the forward pass of decodes, and say so on standard error: it takes a while.
@@ -68,7 +71,8 @@ class ModelRunner:
         """
         name, start = type(self._model).__name__, monotonic()
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
-        self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
+        with on_device(self._pool.device):
+            self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
         print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
@@ -81,20 +85,24 @@ class ModelRunner:
         is_decode = extra is None and plan.num_tokens == plan.num_samples
         is_graph = is_decode and self.graphs.fits(plan)
 
-        def forward(sampled: torch.Tensor | None) -> StepLogits:
+        def compute(sampled: torch.Tensor | None) -> StepLogits:
             self._pool.copy_blocks(copies)
             inputs = filled.upload()
-            if sampled is not None:
+            if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
             if is_graph:
                 logits = self.graphs.run(inputs)
             else:
                 if extra is not None:
-                    rows = torch.from_numpy(extra).to(inputs.logits_indices.device)
+                    rows = upload(extra, inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
                 logits = self._forward(inputs, self._backend.plan(inputs), is_decode=is_decode)
             return StepLogits(logits[:num_samples], logits[num_samples:])
+
+        def forward(sampled: torch.Tensor | None) -> StepLogits:
+            with on_device(self._pool.device):
+                return compute(sampled)
 
         return forward
 

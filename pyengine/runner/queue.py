@@ -4,11 +4,51 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
+from pyengine.attention.paged import on_device
+
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Work(Generic[T]):
+class Work(Protocol[T_co]):
     """Something that was submitted, and what has come of it."""
+
+    def result(self) -> T_co:
+        """Wait; return what the work returned or raise what it raised."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it is over, however it ended."""
+        ...
+
+
+class DoneWork(Generic[T]):
+    """Work that is over."""
+
+    __slots__ = ("_error", "_result")
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        """Do the work."""
+        self._error: BaseException | None = None
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        """See `Work.result`."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+
+
+class ThreadWork(Generic[T]):
+    """Work that a thread does."""
 
     __slots__ = ("_future",)
 
@@ -16,11 +56,11 @@ class Work(Generic[T]):
         self._future = future
 
     def result(self) -> T:
-        """Wait; return what the work returned or raise what it raised."""
+        """See `Work.result`."""
         return self._future.result()
 
     def wait(self) -> None:
-        """Wait until it is over, however it ended."""
+        """See `Work.wait`."""
         self._future.exception()
 
 
@@ -35,17 +75,17 @@ class DeviceQueue(Protocol):
 class InlineQueue:
     """Runs work at once, in the caller's thread.
 
-    For the CPU without overlap, and for CUDA, where to run it is to put it into the stream.
+    For the CPU without overlap, and for CUDA, where to run it is to put it into the stream of
+    `device`: that is the current one of the thread meanwhile, whichever thread it is.
     """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
 
     def submit(self, work: Callable[[], T]) -> Work[T]:
         """See `DeviceQueue.submit`."""
-        future: Future[T] = Future()
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-        return Work(future)
+        with on_device(self._device):
+            return DoneWork(work)
 
 
 class ThreadQueue:
@@ -56,4 +96,4 @@ class ThreadQueue:
 
     def submit(self, work: Callable[[], T]) -> Work[T]:
         """See `DeviceQueue.submit`."""
-        return Work(self._executor.submit(work))
+        return ThreadWork(self._executor.submit(work))

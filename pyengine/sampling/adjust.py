@@ -1,11 +1,12 @@
-"""Changes to single logits: barred stop tokens, bias, penalties.
+"""Changes to single logits: allowed tokens, barred tokens, bias, penalties.
 
 Each touches few tokens of a row, so they are gathered, changed and put back by flat index
 (row * vocabulary + token): the cost follows the number of tokens a request has seen, not the
 vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,74 +15,123 @@ import torch
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import Positions
 
+_Ids: TypeAlias = npt.NDArray[np.int64]
+
 _LARGEST = torch.finfo(torch.float32).max
 """What overflows becomes this, not infinite: a row with an infinite logit has no distribution."""
 
 
-def adjusted_logits(
-    logits: torch.Tensor, states: Sequence[SamplingState], positions: Positions
-) -> torch.Tensor:
-    """Return the logits to choose from: float32 [B, V], or ``logits`` itself if none changes.
+class Adjustments:
+    """What changes the logits of a batch; worked out once, good for many steps.
 
-    In vLLM's order: stop tokens barred by ``min_tokens`` become -inf, then the bias is added,
-    then penalties apply. ``positions[i]`` is the place of row i's token in its output.
-    ``logits`` [B, V] is never written to.
+    In vLLM's order: tokens that are not allowed, bad words, and stop tokens before
+    ``min_tokens`` become -inf, then the bias is added, then penalties apply.
     """
-    rows = list(zip(states, positions, strict=True))
-    if not any(state.changes_logits(position) for state, position in rows):
-        return logits
-    adjusted = logits.to(torch.float32, copy=True).contiguous()
-    flat, vocab_size = adjusted.view(-1), adjusted.shape[1]
-    barred = {
-        row: state.stop_ids
-        for row, (state, position) in enumerate(rows)
-        if state.must_go_on(position)
-    }
-    if barred:
-        flat.index_fill_(0, _flat_index(barred, vocab_size, flat.device), -torch.inf)
-    _add_bias(flat, vocab_size, states)
-    _apply_penalties(flat, vocab_size, states)
-    return adjusted
+
+    def __init__(self, states: Sequence[SamplingState]) -> None:
+        rows = dict(enumerate(states))
+        self._allowed = _Cells({row: one.allowed_ids for row, one in rows.items()})
+        self._barred = _Cells({row: one.barred_ids for row, one in rows.items()})
+        self._stops = _Cells({row: one.stop_ids for row, one in rows.items()})
+        self._stops_until = np.array([one.params.min_tokens for one in states])[self._stops.rows]
+        self._bias = _Cells({row: one.bias_ids for row, one in rows.items()})
+        self._bias_values = torch.from_numpy(np.concatenate([one.bias_values for one in states]))
+        self._worded = [(row, one) for row, one in rows.items() if one.bad_words]
+        self._penalties = _Penalties(rows)
+
+    def apply(self, logits: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Return the logits to choose from: float32 [B, V], or ``logits`` itself if none changes.
+
+        ``positions[i]`` is the place of row i's token in its output. ``logits`` [B, V] is never
+        written to.
+        """
+        stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
+        words = {row: ids for row, one in self._worded if len(ids := one.barred_by_output())}
+        is_static = len(self._allowed) or len(self._barred) or len(self._bias)
+        if not (is_static or stops.any() or words or self._penalties.is_due):
+            return logits
+        adjusted = logits.to(torch.float32, copy=True).contiguous()
+        flat, vocab_size = adjusted.view(-1), adjusted.shape[1]
+        if len(self._allowed):
+            index = self._allowed.index(vocab_size, flat.device)
+            kept = flat[index]
+            rows = torch.from_numpy(np.unique(self._allowed.rows)).to(flat.device)
+            adjusted.index_fill_(0, rows, -torch.inf)
+            flat[index] = kept
+        if len(self._barred):
+            flat.index_fill_(0, self._barred.index(vocab_size, flat.device), -torch.inf)
+        if words:
+            flat.index_fill_(0, _Cells(words).index(vocab_size, flat.device), -torch.inf)
+        if stops.any():
+            index = self._stops.index(vocab_size, flat.device)
+            if not stops.all():
+                index = index[torch.from_numpy(stops).to(flat.device)]
+            flat.index_fill_(0, index, -torch.inf)
+        if len(self._bias):
+            index = self._bias.index(vocab_size, flat.device)
+            flat[index] = (flat[index] + self._bias_values.to(flat.device)).clamp_(max=_LARGEST)
+        self._penalties.apply(flat, vocab_size)
+        return adjusted
 
 
-def _flat_index(
-    ids_by_row: dict[int, npt.NDArray[np.int64]], vocab_size: int, device: torch.device
-) -> torch.Tensor:
-    """Return the flat index of every (row, token id): int64 [n], rows in the dict's order."""
-    shifted = [ids + row * vocab_size for row, ids in ids_by_row.items()]
-    return torch.from_numpy(np.concatenate(shifted)).to(device)
+class _Cells:
+    """Places in a table of logits: (row, token id), in the order of `ids_by_row`."""
+
+    def __init__(self, ids_by_row: Mapping[int, _Ids]) -> None:
+        several = [ids for ids in ids_by_row.values() if len(ids)]
+        lengths = [len(ids) for ids in ids_by_row.values()]
+        self.rows: _Ids = np.repeat(np.array([*ids_by_row], dtype=np.int64), lengths)
+        self._ids: _Ids = np.concatenate(several) if several else np.empty(0, dtype=np.int64)
+        self._made: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def index(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """Their flat index: int64 [n]; raises `ValueError` for ids that a row does not have."""
+        if self._made is None or self._made[0] != vocab_size or self._made[1].device != device:
+            if len(self._ids) and not 0 <= self._ids.min() <= self._ids.max() < vocab_size:
+                raise ValueError(
+                    f"token ids {self._ids.min()} to {self._ids.max()} in rows of "
+                    f"{vocab_size} logits"
+                )
+            index = torch.from_numpy(self.rows * vocab_size + self._ids).to(device)
+            self._made = (vocab_size, index)
+        return self._made[1]
 
 
-def _add_bias(flat: torch.Tensor, vocab_size: int, states: Sequence[SamplingState]) -> None:
-    ids = {row: state.bias_ids for row, state in enumerate(states) if len(state.bias_ids)}
-    if ids:
-        values = torch.from_numpy(np.concatenate([states[row].bias_values for row in ids]))
-        index = _flat_index(ids, vocab_size, flat.device)
-        flat[index] = (flat[index] + values.to(flat.device)).clamp_(max=_LARGEST)
-
-
-def _apply_penalties(flat: torch.Tensor, vocab_size: int, states: Sequence[SamplingState]) -> None:
+class _Penalties:
     """Repetition first, then frequency and presence.
 
     Repetition as in CTRL (Keskar et al. 2019), with the sign taken into account so that a
     penalised logit always falls; frequency and presence as in OpenAI's API.
     """
-    seen = {
-        row: state.counts
-        for row, state in enumerate(states)
-        if state.counts is not None and len(state.counts.ids)
-    }
-    if not seen:
-        return
-    divisors, offsets = [], []
-    for row, counts in seen.items():
-        params, times = states[row].params, counts.counts
-        divisors.append(np.full(len(times), params.repetition_penalty, dtype=np.float32))
-        offsets.append(params.frequency_penalty * times + params.presence_penalty * (times > 0))
-    divisor = torch.from_numpy(np.concatenate(divisors)).to(flat.device)
-    offset = torch.from_numpy(np.concatenate(offsets).astype(np.float32)).to(flat.device)
-    ids = {row: counts.ids for row, counts in seen.items()}
-    index = _flat_index(ids, vocab_size, flat.device)
-    values = flat[index]
-    penalised = torch.where(values > 0, values / divisor, values * divisor) - offset
-    flat[index] = penalised.clamp_(max=_LARGEST)
+
+    def __init__(self, states: Mapping[int, SamplingState]) -> None:
+        penalised = {row: one for row, one in states.items() if one.counts is not None}
+        params = [one.params for one in penalised.values()]
+        self._rows = list(penalised)
+        self._counts = [one.counts for one in penalised.values() if one.counts is not None]
+        self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+        self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+        self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether any token has been counted."""
+        return any(map(len, self._counts))
+
+    def apply(self, flat: torch.Tensor, vocab_size: int) -> None:
+        """Change the logits of the counted tokens in place; `flat` is float32 [B * V]."""
+        if not self.is_due:
+            return
+        seen = {row: one.ids for row, one in zip(self._rows, self._counts, strict=True)}
+        index = _Cells(seen).index(vocab_size, flat.device)
+        times = np.concatenate([one.counts for one in self._counts])
+        row = np.repeat(np.arange(len(self._counts)), [len(one) for one in self._counts])
+        offset = self._frequency[row] * times + self._presence[row] * (times > 0)
+        divisor = torch.from_numpy(self._repetition[row]).to(flat.device)
+        values = flat[index]
+        penalised = torch.where(values > 0, values / divisor, values * divisor)
+        penalised -= torch.from_numpy(offset).to(flat.device)
+        flat[index] = penalised.clamp_(max=_LARGEST)

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.sampling.adjust import Adjustments
+from pyengine.sampling.draw_cpu import Columns
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.uniform import seeds_of
 
 
 class SamplingBatch:
@@ -18,10 +20,9 @@ class SamplingBatch:
     """
 
     __slots__ = (
+        "adjustments",
         "depends_on_output",
         "draws",
-        "may_change_logits",
-        "random_rows",
         "states",
         "vocab_size",
         "wanted",
@@ -31,13 +32,18 @@ class SamplingBatch:
         self.states = tuple(states)
         self.vocab_size = max([state.vocab_size for state in states], default=0)
         """The largest of them."""
-        self.may_change_logits = any([state.may_change_logits for state in states])
         self.depends_on_output = any([state.depends_on_output for state in states])
-        self.random_rows = [at for at, one in enumerate(states) if one.params.temperature > 0]
-        """Rows that are drawn; the others are greedy."""
-        self.draws = DrawBatch([states[row] for row in self.random_rows])
-        counts = [state.params.num_logprobs(state.vocab_size) for state in states]
-        self.wanted = {row: count for row, count in enumerate(counts) if count is not None}
+        may_change_logits = any([state.may_change_logits for state in states])
+        self.adjustments = Adjustments(self.states) if may_change_logits else None
+        """``None``: tokens are chosen from the model's own logits."""
+        random_rows = [row for row, state in enumerate(states) if state.is_drawn]
+        self.draws = DrawBatch(states, random_rows) if random_rows else None
+        """Rows that are drawn; the others are greedy. ``None``: all are."""
+        self.wanted = {
+            row: state.num_logprobs
+            for row, state in enumerate(states)
+            if state.num_logprobs is not None
+        }
         """How many log-probabilities each row asks for, of those that do."""
 
     def __len__(self) -> int:
@@ -61,38 +67,45 @@ class DrawSettings:
 
 
 class DrawBatch:
-    """Requests that draw their tokens, one row each."""
+    """The requests of a batch that draw their tokens; ``rows`` are their places in it."""
 
-    __slots__ = ("_settings", "seeds", "states")
+    __slots__ = ("_settings", "columns", "rows", "seeds")
 
-    def __init__(self, states: Sequence[SamplingState]) -> None:
-        self.states = tuple(states)
-        self.seeds: npt.NDArray[np.uint64] = seeds_of([state.seed for state in states])
+    def __init__(self, states: Sequence[SamplingState], rows: Sequence[int]) -> None:
+        self.rows = np.array(rows, dtype=np.int64)
+        self.seeds: npt.NDArray[np.uint64] = np.array(
+            [states[row].seed for row in rows], dtype=np.uint64
+        )
+        self.columns = _columns([states[row] for row in rows])
         self._settings: dict[tuple[int, int, torch.device], DrawSettings] = {}
 
     def __len__(self) -> int:
-        return len(self.states)
+        return len(self.rows)
 
-    def rows(self, rows: slice, device: torch.device) -> DrawSettings:
-        """The settings of these rows, made when they are first asked for."""
+    def settings(self, rows: slice, device: torch.device) -> DrawSettings:
+        """The settings of these of its requests, made when they are first asked for."""
         key = (rows.start, rows.stop, device)
         if key not in self._settings:
-            self._settings[key] = _settings(self.states[rows], device)
+            self._settings[key] = _settings(self.columns, rows, device)
         return self._settings[key]
 
 
-def _settings(states: Sequence[SamplingState], device: torch.device) -> DrawSettings:
-    params = [state.params for state in states]
+def _columns(states: Sequence[SamplingState]) -> Columns:
+    table = np.array([state.draw_settings for state in states], dtype=np.float64).T.copy()
+    temperature, min_p, top_k, top_p = table[:, :, None]
+    return Columns(temperature, min_p, top_k.astype(np.int64), top_p)
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
-    top_k = [max(0, min(one.params.top_k, one.vocab_size)) for one in states]
+def _settings(columns: Columns, rows: slice, device: torch.device) -> DrawSettings:
+    def moved(column: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(column).to(device)
+
+    min_p, top_k, top_p = columns.min_p[rows], columns.top_k[rows], columns.top_p[rows]
     return DrawSettings(
-        temperature=column([p.temperature for p in params]),
-        min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
-        top_k=torch.tensor(top_k, device=device).unsqueeze(1) if any(top_k) else None,
-        top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
-        largest_k=max(top_k, default=0) or 1,
-        has_bare_top_p=any(p.top_p < 1 and p.top_k <= 0 for p in params),
+        temperature=moved(columns.temperature[rows]),
+        min_p=moved(min_p) if (min_p > 0).any() else None,
+        top_k=moved(top_k) if (top_k > 0).any() else None,
+        top_p=moved(top_p) if (top_p < 1).any() else None,
+        largest_k=int(top_k.max(initial=0)) or 1,
+        has_bare_top_p=bool(((top_p < 1) & (top_k == 0)).any()),
     )

@@ -6,9 +6,12 @@ short top-k or a full sort). The draw then walks the remaining tokens by id. Tog
 :mod:`pyengine.sampling.uniform` this makes a row's token a function of that row alone.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.sampling.batch import DrawBatch, DrawSettings
+from pyengine.sampling.draw_cpu import draw_on_cpu
 from pyengine.sampling.uniform import Positions, uniforms
 
 _CHUNK_ELEMENTS = 1 << 22
@@ -18,17 +21,31 @@ _NUCLEUS_HEAD = 512
 
 
 def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.Tensor:
-    """Return one drawn token per row: int64 [R], on the logits' device.
+    """Return one drawn token for each row of the batch: int64 [R], on the logits' device.
 
-    ``logits`` are float32 [R, V], those of requests with a temperature above 0; ``positions[i]``
-    is the place of row i's token in its output, which its random number depends on. The draw is by
-    inverse transform: the first token, in order of id, at which the cumulated weight exceeds
-    u times the total, in float64.
+    ``logits`` are [B, V], among them the batch's rows; ``positions[i]`` is the place of row i's
+    token in its output, which its random number depends on. The draw is by inverse transform:
+    the first token, in order of id, at which the cumulated weight exceeds u times the total, in
+    float64.
     """
-    numbers = torch.from_numpy(uniforms(batch.seeds, positions)).unsqueeze(1)
+    numbers = uniforms(batch.seeds, np.asarray(positions)[batch.rows])
+    if logits.device.type == "cpu":
+        return torch.from_numpy(draw_on_cpu(logits.detach(), batch.rows, batch.columns, numbers))
+    if len(batch) < len(logits):
+        logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
+    return draw_on_device(logits.float(), batch, numbers)
+
+
+def draw_on_device(
+    logits: torch.Tensor, batch: DrawBatch, numbers: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    """Do the same without ever waiting for the device; ``logits`` float32 [R, V]."""
+    columns = torch.from_numpy(numbers).unsqueeze(1)
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     parts = [
-        _draw_chunk(logits[part], batch.rows(part, logits.device), numbers[part].to(logits.device))
+        _draw_chunk(
+            logits[part], batch.settings(part, logits.device), columns[part].to(logits.device)
+        )
         for part in (slice(start, start + rows) for start in range(0, len(batch), rows))
     ]
     return torch.cat(parts)

@@ -5,7 +5,10 @@ All of the model's own distribution: raw logits, before bias, penalties and temp
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.core.outputs import Logprob
@@ -13,6 +16,8 @@ from pyengine.sampling.host import HostCopy
 
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are worked on in chunks of about so many logits; a float32 copy of one is 16 MiB."""
+_CHUNK_ROWS = 64
+"""And of so many rows at most."""
 _TIE_SLACK = 16
 """How many more candidates than asked for are looked at, to see all equal logits."""
 
@@ -49,11 +54,12 @@ class PendingLogprobs:
     """Log-probabilities that the device computes: one token per row, and the best ``top[i]``.
 
     ``logits`` are raw, [T, V] of any floating type (computed in float32); ``token_ids`` int64
-    [T]; ``top`` holds T counts from 0 to V.
+    [T]; ``top`` holds T counts from 0 to V. The work is queued at once, in slices of rows, so
+    that its memory does not follow T; the logits are not kept, the caller may drop them.
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]) -> None:
-        rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+        rows = max(1, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // logits.shape[1]))
         token_ids = token_ids.to(logits.device)
         chunks = [slice(start, start + rows) for start in range(0, len(top), rows)]
         self._top = [top[chunk] for chunk in chunks]
@@ -81,15 +87,54 @@ def token_logprobs(
     return PendingLogprobs(logits, token_ids, top).result()
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Some positions of a prompt whose logits are asked what they say about the next token."""
+
+    next_token_ids: Sequence[int] | npt.NDArray[np.int64]
+    """The prompt's tokens at the positions after these."""
+    top: int
+    """How many of the most probable tokens to report with them, from 0 to V."""
+
+    def __len__(self) -> int:
+        return len(self.next_token_ids)
+
+
+class PendingPromptLogprobs:
+    """What the device finds out about the prompts of a step.
+
+    ``logits`` [T, V] are the raw rows of the parts, one part after the other. They are read when
+    this is made, and not kept: a step that makes it while it runs may drop them.
+    """
+
+    def __init__(self, logits: torch.Tensor, parts: Sequence[PromptRows]) -> None:
+        if len(logits) != sum(map(len, parts)):
+            raise ValueError(
+                f"{len(logits)} rows of logits for {sum(map(len, parts))} positions of prompts"
+            )
+        self._parts = parts
+        ids = [np.asarray(part.next_token_ids, dtype=np.int64) for part in parts]
+        self._pending: PendingLogprobs | None = None
+        if len(logits):
+            top = [part.top for part in parts for _ in range(len(part))]
+            self._pending = PendingLogprobs(logits, torch.from_numpy(np.concatenate(ids)), top)
+
+    def result(self) -> list[list[TokenLogprobs]]:
+        """Wait for them; one list per part, one entry per position."""
+        entries = iter(() if self._pending is None else self._pending.result())
+        return [list(islice(entries, len(part))) for part in self._parts]
+
+
 def prompt_logprobs(
-    logits: torch.Tensor, next_token_ids: Sequence[int], top_k: int
+    logits: torch.Tensor, next_token_ids: Sequence[int], top: int
 ) -> list[TokenLogprobs]:
     """Return what each prompt position said about the prompt token that follows it.
 
     ``logits`` [T, V] are the raw rows of positions p to p+T-1, ``next_token_ids`` the T tokens
-    of positions p+1 to p+T; ``top_k`` from 0 to V.
+    of positions p+1 to p+T; ``top`` from 0 to V.
     """
-    return token_logprobs(logits, torch.tensor(next_token_ids), [top_k] * len(next_token_ids))
+    (entries,) = PendingPromptLogprobs(logits, [PromptRows(next_token_ids, top)]).result()
+    return entries
 
 
 def _chunk(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
@@ -120,12 +165,13 @@ def _best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
     """
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
-    head = min(count + _TIE_SLACK, logits.shape[1])
-    values, ids = logits.topk(head)
-    complete = values[:, -1] < values[:, count - 1]
-    is_device = logits.device.type != "cpu"
-    if head < logits.shape[1] and (is_device or not bool(complete.all())):
-        return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    head = count + _TIE_SLACK
+    is_short = head < logits.shape[1] and logits.device.type == "cpu"
+    if is_short:
+        values, ids = logits.topk(head)
+        is_short = bool((values[:, -1] < values[:, count - 1]).all())
+    if not is_short:
+        return logits.sort(dim=1, descending=True, stable=True).indices[:, :count].clone()
     by_id = ids.sort(dim=1).values
     by_value = logits.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices
-    return by_id.gather(1, by_value)[:, :count]
+    return by_id.gather(1, by_value[:, :count])

@@ -1,6 +1,8 @@
 """What the sampler remembers of one request, from submission to its end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from copy import copy
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +10,7 @@ import numpy.typing as npt
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
 
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 _EMPTY_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 _EMPTY_VALUES: npt.NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
@@ -21,7 +24,7 @@ class TokenCounts:
 
     __slots__ = ("_counts", "_ids", "_place")
 
-    def __init__(self, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, prompt_token_ids: Tokens = ()) -> None:
         distinct = np.unique(np.asarray(prompt_token_ids, dtype=np.int64))
         capacity = max(64, 2 * len(distinct))
         self._ids: npt.NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
@@ -39,6 +42,16 @@ class TokenCounts:
         """How often each of ``ids`` was generated; a view, float32 [n]."""
         return self._counts[: len(self._place)]
 
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def copy(self) -> "TokenCounts":
+        """Return counts that grow on their own from here."""
+        made = TokenCounts.__new__(TokenCounts)
+        made._ids, made._counts = self._ids.copy(), self._counts.copy()
+        made._place = self._place.copy()
+        return made
+
     def add(self, token: int) -> None:
         """Count one generated token."""
         place = self._place.setdefault(token, len(self._place))
@@ -53,13 +66,22 @@ class SamplingState:
     """One request's settings and history, as far as choosing the next token needs them.
 
     Made at submission and kept until the request ends. It depends on generated tokens only, not
-    on steps or blocks, so a preempted request goes on where it was.
+    on steps or blocks, so a preempted request goes on where it was. The prompt is read only for
+    a repetition penalty, and never kept.
     """
 
     __slots__ = (
+        "allowed_ids",
+        "bad_words",
+        "barred_ids",
         "bias_ids",
         "bias_values",
         "counts",
+        "depends_on_output",
+        "draw_settings",
+        "is_drawn",
+        "may_change_logits",
+        "num_logprobs",
         "params",
         "seed",
         "stop_ids",
@@ -70,69 +92,111 @@ class SamplingState:
     def __init__(
         self,
         params: SamplingParams,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Tokens,
         *,
         seed: int,
         vocab_size: int,
         stop_ids: Iterable[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Resolve ``params`` for a vocabulary of ``vocab_size`` tokens.
 
         ``seed`` feeds every draw (the caller picks one where ``params.seed`` is ``None``).
         ``stop_ids``, and ``params.stop_token_ids`` with them, cannot be drawn before
         ``params.min_tokens`` tokens; those that the vocabulary does not have can never be drawn.
+        ``bad_words`` are those of ``params`` as tokens (:func:`tokens_of_words`).
         Raises :class:`InvalidRequestError` for token ids of ``params`` outside the vocabulary,
         and where no token would be left to draw.
         """
         params.check_vocabulary(vocab_size)
         self.params = params
-        self.seed = seed
+        self.seed = seed % 2**64
         self.vocab_size = vocab_size
+        self.is_drawn = params.temperature > 0
+        """Whether its tokens are drawn; otherwise the most probable is taken."""
+        top_k = max(0, min(params.top_k, vocab_size))
+        self.draw_settings = (params.temperature, params.min_p, top_k, params.top_p)
+        """Temperature, min-p, top-k (0: off) and top-p."""
+        self.num_logprobs = params.num_logprobs(vocab_size)
+        """How many log-probabilities each token reports; ``None``: not even its own."""
+        self.token_ids: list[int] = []
+        """The generated tokens."""
         self.counts: TokenCounts | None = None
         """Kept only if a penalty is asked for."""
+        self.stop_ids = self.allowed_ids = self.barred_ids = self.bias_ids = _EMPTY_IDS
+        self.bias_values = _EMPTY_VALUES
+        self.bad_words: list[tuple[int, ...]] = []
+        """Sequences of several tokens whose last may not come behind the others."""
+        self.depends_on_output = False
+        """Whether the next token cannot be chosen before the one before it is known."""
+        self.may_change_logits = False
+        """Whether any token, now or later, is chosen from other logits than the model's own."""
+        if bad_words or params.changes_logits:
+            self._resolve_changes(prompt_token_ids, stop_ids, bad_words)
+
+    def _resolve_changes(
+        self, prompt_token_ids: Tokens, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]
+    ) -> None:
+        params, vocab_size = self.params, self.vocab_size
         if params.has_penalties:
             repeats = params.repetition_penalty != 1
             self.counts = TokenCounts(prompt_token_ids if repeats else ())
-        self.stop_ids = _EMPTY_IDS
-        """Tokens that may not come yet: int64 [n]; empty unless ``min_tokens`` is set."""
-        if params.min_tokens > 0:
-            own = {*stop_ids, *params.stop_token_ids}
-            distinct = sorted(token for token in own if 0 <= token < vocab_size)
-            self.stop_ids = np.array(distinct, dtype=np.int64)
-        if len(self.stop_ids) >= vocab_size:
-            raise InvalidRequestError(
-                f"min_tokens={params.min_tokens} leaves nothing to draw: all {vocab_size} tokens "
-                "of the vocabulary are stop tokens"
-            )
-        self.bias_ids, self.bias_values = _EMPTY_IDS, _EMPTY_VALUES
+        if params.min_tokens > 0:  # tokens that may not come yet
+            self.stop_ids = _within({*stop_ids, *params.stop_token_ids}, vocab_size)
+        if params.allowed_token_ids is not None:  # the only tokens that may come, where not empty
+            self.allowed_ids = _within({*params.allowed_token_ids}, vocab_size)
+        words = [tuple(word) for word in bad_words if all(0 <= one < vocab_size for one in word)]
+        self.bad_words = [word for word in words if len(word) > 1]
+        # Words of one token: those that may never come.
+        self.barred_ids = _within({word[0] for word in words if len(word) == 1}, vocab_size)
         if params.logit_bias:
             self.bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
             self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
-        self.token_ids: list[int] = []
-        """The generated tokens."""
+        self.depends_on_output = self.counts is not None or bool(self.bad_words)
+        self.may_change_logits = self.depends_on_output or any(
+            map(len, (self.stop_ids, self.allowed_ids, self.barred_ids, self.bias_ids))
+        )
+        if self.may_change_logits:
+            self._check_choice()
+
+    def _check_choice(self) -> None:
+        """Raise :class:`InvalidRequestError` if no token can be drawn, now or at all."""
+        barred = np.union1d(self.stop_ids, self.barred_ids)
+        if len(self.allowed_ids):
+            left, of = len(np.setdiff1d(self.allowed_ids, barred)), "allowed_token_ids"
+        else:
+            left, of = self.vocab_size - len(barred), f"all {self.vocab_size} tokens"
+        if left == 0:
+            raise InvalidRequestError(
+                f"min_tokens={self.params.min_tokens} and bad_words leave nothing to draw: "
+                f"{of} are stop tokens or bad words"
+            )
+
+    def sibling(self, seed: int) -> "SamplingState":
+        """Return the state of another sample of the same prompt, with a seed of its own.
+
+        It starts without output. For less than making it anew: what stays the same is shared.
+        """
+        if self.token_ids:
+            raise ValueError(f"{len(self.token_ids)} tokens were generated: it has begun")
+        made = copy(self)
+        made.seed, made.token_ids = seed % 2**64, []
+        made.counts = None if self.counts is None else self.counts.copy()
+        return made
 
     @property
     def num_output(self) -> int:
         """How many tokens were generated; the position of the next draw."""
         return len(self.token_ids)
 
-    def must_go_on(self, position: int) -> bool:
-        """Whether `min_tokens` still bars stop tokens from being the output's `position`-th."""
-        return position < self.params.min_tokens and len(self.stop_ids) > 0
-
-    @property
-    def depends_on_output(self) -> bool:
-        """Whether the next token cannot be chosen before the one before it is known."""
-        return self.counts is not None
-
-    @property
-    def may_change_logits(self) -> bool:
-        """Whether any token, now or later, is chosen from other logits than the model's own."""
-        return self.counts is not None or len(self.bias_ids) > 0 or len(self.stop_ids) > 0
-
-    def changes_logits(self, position: int) -> bool:
-        """Whether the output's `position`-th token is chosen from other logits than the model's."""
-        return self.counts is not None or len(self.bias_ids) > 0 or self.must_go_on(position)
+    def barred_by_output(self) -> npt.NDArray[np.int64]:
+        """The tokens that would complete a bad word behind what was generated: int64 [n]."""
+        barred = {
+            word[-1]
+            for word in self.bad_words
+            if tuple(self.token_ids[1 - len(word) :]) == word[:-1]
+        }
+        return _within(barred, self.vocab_size)
 
     def append(self, token: int) -> int:
         """Take note of a generated token; returns how many there are. Once for each, in order."""
@@ -140,3 +204,35 @@ class SamplingState:
         if self.counts is not None:
             self.counts.add(token)
         return len(self.token_ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take note of several generated tokens, in order."""
+        self.token_ids.extend(tokens)
+        if self.counts is not None:
+            for token in tokens:
+                self.counts.add(token)
+
+
+def _within(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Return those of `ids` that the vocabulary has, sorted: int64 [n]."""
+    if not ids:
+        return _EMPTY_IDS
+    return np.array(sorted(one for one in ids if 0 <= one < vocab_size), dtype=np.int64)
+
+
+def tokens_of_words(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:
+    """Return the token sequences that spell words, at the beginning of a text and after a space.
+
+    Raises :class:`InvalidRequestError` where there are words and no tokenizer.
+    """
+    if words and tokenizer is None:
+        raise InvalidRequestError(
+            f"bad_words={list(words[:3])} needs a tokenizer, this model has none: use logit_bias"
+        )
+    spelled: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if tokens:
+                spelled[tokens] = None
+    return list(spelled)

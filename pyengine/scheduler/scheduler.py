@@ -1,4 +1,4 @@
-"""First come, first served, over exact counts of blocks.
+"""By priority, then first come, first served, over exact counts of blocks.
 
 What it promises (the tests carry the numbers):
 
@@ -8,8 +8,10 @@ What it promises (the tests carry the numbers):
    fits beside what the admitted ones still need.
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
 5. Each token is hashed at most once.
-6. Nothing starves: admission follows the order of arrival and reads exact counts only.
-7. Out of blocks, the newest request that really frees some is preempted, by recomputation.
+6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
+   only. (Those of a lower priority wait for as long as others keep coming before them.)
+7. Out of blocks, the last request in that order that really frees some is preempted, by
+   recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
@@ -17,10 +19,10 @@ and 5 are its doing; the order of calls below makes 3, 4, 6 and 7.
 """
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +31,19 @@ import numpy.typing as npt
 from pyengine.cache import BlockManager, NoBudget, NoRoom, Prefilled, Redirect
 from pyengine.cache import Sequence as CachedSequence
 from pyengine.core.errors import ConfigurationError, PyEngineError
-from pyengine.core.request import Request
 from pyengine.scheduler.step import Job, ScheduledStep
+from pyengine.scheduler.waiting import WaitingQueue
 
-_by_arrival = attrgetter("arrival")
+_by_order = attrgetter("order")
+_NOBODY: frozenset[Job] = frozenset()
 
 
 class StalledError(PyEngineError):
-    """Requests wait, none runs, and none can be admitted: something else holds the blocks."""
+    """A request waits, none runs, and it cannot be admitted: something else holds the blocks."""
+
+    def __init__(self, message: str, job: Job) -> None:
+        super().__init__(message)
+        self.job = job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +76,18 @@ class _Decodes(NamedTuple):
 
 
 class Scheduler:
-    """Decides what each step computes. `waiting` and `running` are in order of arrival."""
+    """Decides what each step computes. Who waits and who runs is in order."""
 
     def __init__(self, manager: BlockManager, limits: SchedulerLimits) -> None:
         self._manager = manager
         self._groups = manager.groups
         self._limits = limits
-        self._waiting: deque[Job] = deque()
+        self._waiting = WaitingQueue()
         self._running: list[Job] = []
-        self._jobs: dict[str, Job] = {}
-        self._decodes = _Decodes()
+        self._decodes = [_Decodes(), _Decodes()]
+        self._newest: ScheduledStep | None = None
+        self._is_steady = False
+        """All who run were decoded by the newest step, and nobody has come or gone since."""
         self._arrivals = 0
         self._num_preemptions = 0
 
@@ -102,61 +111,66 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._running or self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises `ValueError` for an id that is in use."""
-        if request.request_id in self._jobs:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        sequence = self._manager.sequence(
+    def add(self, job: Job) -> None:
+        """Queue the first sample of a request."""
+        request = job.request
+        job.sequence = self._manager.sequence(
             request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
         )
-        arrival = (self._arrivals, 0)
-        num_tokens = len(request.prompt_token_ids)
-        job = Job(request, sequence, arrival, request.num_samples, num_tokens)
         self._arrivals += 1
-        self._jobs[request.request_id] = job
-        self._waiting.append(job)
+        job.order = (request.priority, self._arrivals, job.index)
+        self._waiting.add(job)
 
-    def fork(self, request_id: str, samples: Sequence[tuple[Request, int]]) -> None:
-        """Let further samples run beside a request that has just got its first token.
+    def fork(self, parent: Job, samples: Sequence[tuple[Job, int]]) -> None:
+        """Let further samples run beside the one that has just got its first token.
 
         They stand on its prompt's blocks; each has its own first token. A partial last block is
         copied when they part.
         """
-        parent = self._jobs[request_id]
         parent.num_seats = 1
         prompt = parent.num_tokens - 1
-        for place, (request, token) in enumerate(samples, start=1):
-            sequence = parent.sequence.fork(prompt)
-            sequence.append([token])
-            arrival = (parent.arrival[0], place)
-            job = Job(request, sequence, arrival, 1, prompt + 1, parent.num_computed)
-            self._jobs[request.request_id] = job
-            insort(self._running, job, key=_by_arrival)
+        for job, token in samples:
+            job.sequence = parent.sequence.fork(prompt)
+            job.sequence.append([token])
+            job.order = (*parent.order[:2], job.index)
+            job.num_tokens, job.num_computed = prompt + 1, parent.num_computed
+            insort(self._running, job, key=_by_order)
             job.is_running = True
+        self._is_steady = False
 
-    def schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
+    def schedule(
+        self, *, ahead: bool = False, without: Collection[Job] = _NOBODY
+    ) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to do.
 
         The caller runs it and then calls `commit`, or `rollback` if that failed.
 
-        With `ahead` the step before is still open: this one decodes what that one samples. None
-        then also means that this step has to wait for that one, because somebody must be
-        preempted: whose blocks an open step uses cannot be.
+        With `ahead` the step before is still open: this one decodes what that one samples, but for
+        jobs whose tokens must be known first. None then also means that this step has to wait for
+        that one, because somebody must be preempted: whose blocks an open step uses cannot be.
+
+        Jobs in `without` take no part; nobody is admitted past one of them that waits.
 
         Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
         """
         if not self.has_work:
             return None
+        before = self._newest if ahead else None
         plan = self._manager.begin_step(self._limits.max_num_batched_tokens)
         step = ScheduledStep(plan, ahead)
         try:
             preemptions = self._num_preemptions
-            self._plan_decodes(step)
-            self._plan_chunks(step)
+            out = {*without, *before.awaited} if before is not None else without
+            self._plan_decodes(step, out)
+            self._plan_chunks(step, without)
             if self._num_preemptions == preemptions:  # never admit into a pool that is too small
-                self._admit(step)
+                self._admit(step, without)
             if not step.decodes and not step.chunks:
+                if without:
+                    raise _NoPlanAheadError
                 self._nothing_planned(step)
+            self._newest = step
+            self._is_steady = not out and not step.chunks and step.decodes is self._decodes[0].jobs
         except _NoPlanAheadError:
             self.rollback(step)
             return None
@@ -165,51 +179,67 @@ class Scheduler:
             raise
         return step
 
-    def _plan_decodes(self, step: ScheduledStep) -> None:
+    def _plan_decodes(self, step: ScheduledStep, out: Collection[Job]) -> None:
         """One token for every job that has one left to compute: they come first (promise 4)."""
-        jobs, sequences = self._current_decodes(step.is_ahead)
+        jobs, sequences = self._current_decodes(step.is_ahead, out)
         while jobs:
             misfits = step.plan.decode(sequences)
             if not misfits:
                 step.add_decodes(jobs)
                 return
-            out = set(misfits)
-            step.add_decodes(tuple(job for at, job in enumerate(jobs) if at not in out))
+            unplanned = set(misfits)
+            step.add_decodes(tuple(job for at, job in enumerate(jobs) if at not in unplanned))
             left = [jobs[at] for at in misfits]
             victim = self._make_room(step, left[0])
             jobs = tuple(job for job in left if job is not victim)
             sequences = [job.sequence for job in jobs]
 
-    def _current_decodes(self, ahead: bool) -> _Decodes:
-        """Who decodes next: the same object as before, while they are the same."""
+    def _current_decodes(self, ahead: bool, out: Collection[Job]) -> _Decodes:
+        """Who decodes next: the same object as before, while they are the same.
+
+        Two such objects are kept: with overlap, those who wait for their tokens decode in every
+        other step.
+        """
+        last, before = self._decodes
+        if self._is_steady and not ahead:
+            return last
         jobs = tuple([job for job in self._running if job.num_tokens - job.num_computed == 1])
+        if out:
+            jobs = tuple([job for job in jobs if job not in out])
         if ahead:  # else they would have ended
             jobs = tuple([job for job in jobs if not job.is_complete])
-        if jobs != self._decodes.jobs:
-            self._decodes = _Decodes(jobs, [job.sequence for job in jobs])
-        return self._decodes
+        if jobs == last.jobs:
+            return last
+        found = before if jobs == before.jobs else _Decodes(jobs, [job.sequence for job in jobs])
+        self._decodes = [found, last]
+        return found
 
-    def _plan_chunks(self, step: ScheduledStep) -> None:
+    def _plan_chunks(self, step: ScheduledStep, without: Collection[Job]) -> None:
         """The next chunk of every admitted prompt that is not through."""
         if len(step.decodes) == len(self._running):
             return
         for job in [job for job in self._running if job.num_uncomputed > 1]:
-            if not job.is_running:  # preempted for an older one just now
+            if not job.is_running or job in without:  # preempted for an older one just now
                 continue
-            answer = step.plan.prefill(job.sequence, self._limits.max_num_batched_tokens)
+            answer = step.plan.prefill(job.sequence, self._most_of(job))
             while isinstance(answer, NoRoom) and self._make_room(step, job) is not job:
-                answer = step.plan.prefill(job.sequence, self._limits.max_num_batched_tokens)
+                answer = step.plan.prefill(job.sequence, self._most_of(job))
             if isinstance(answer, Prefilled):
                 step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
             elif isinstance(answer, NoBudget):
                 return
 
-    def _admit(self, step: ScheduledStep) -> None:
+    def _most_of(self, job: Job) -> int:
+        """Tokens of its prompt that a step computes at most."""
+        return int(min(self._limits.max_num_batched_tokens, job.request.max_chunk))
+
+    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> None:
         """Waiting jobs in their order, as long as whole prompts, budget and seats suffice."""
-        if not self._waiting:
+        job = self._waiting.first()
+        if job is None:
             return
         seats = self._limits.max_num_seqs - sum([job.num_seats for job in self._running])
-        if self._waiting[0].num_seats > seats:
+        if job.num_seats > seats:
             return
         begun = {id(entry.job) for entry in step.chunks if not entry.samples}
         reserve = sum(  # a job that decodes has all its blocks
@@ -217,20 +247,18 @@ class Scheduler:
             for job in self._running
             if job.num_uncomputed > 1 or id(job) in begun
         )
-        while self._waiting and self._waiting[0].num_seats <= seats:
-            job = self._waiting[0]
-            answer = step.plan.prefill(
-                job.sequence, self._limits.max_num_batched_tokens, reserve=reserve
-            )
+        while job is not None and job.num_seats <= seats and job not in without:
+            answer = step.plan.prefill(job.sequence, self._most_of(job), reserve=reserve)
             if not isinstance(answer, Prefilled):
                 return
-            insort(self._running, job, key=_by_arrival)
-            self._waiting.popleft()
+            insort(self._running, job, key=_by_order)
+            self._waiting.discard(job)
             job.is_running = True
             seats -= job.num_seats
             entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
             if not entry.samples:
                 reserve += self._blocks_to_come(job)
+            job = self._waiting.first()
 
     def _blocks_to_come(self, job: Job) -> int:
         """Blocks that the job takes at most for the known tokens that no step computes yet.
@@ -267,41 +295,35 @@ class Scheduler:
         self._put_back(job)
 
     def _put_back(self, job: Job) -> None:
-        job.is_running = False  # never True of one that waits: `finish` relies on it
-        insort(self._waiting, job, key=_by_arrival)
+        job.is_running = self._is_steady = False
+        self._waiting.add(job)
         self._running.remove(job)
-
-    def shrink(self, num_tokens: int) -> bool:
-        """Plan smaller steps from now on, because one of `num_tokens` was too large to run.
-
-        Who does not fit any more is preempted. Returns whether there is a smaller step.
-        """
-        budget = num_tokens // 2
-        if budget == 0:
-            return False
-        seats = min(self._limits.max_num_seqs, budget)
-        self._limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=seats)
-        return True
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The largest step that is planned."""
+        """The largest step that is planned. Who does not fit into a smaller one is preempted."""
         return self._limits
 
+    @limits.setter
+    def limits(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+
     def _nothing_planned(self, step: ScheduledStep) -> None:
-        if step.is_ahead:
+        job = self._waiting.first()
+        if step.is_ahead or job is None:
             raise _NoPlanAheadError
-        job = self._waiting[0]
         if job.num_seats > self._limits.max_num_seqs:
             raise StalledError(
                 f"request {job.request.request_id!r} runs {job.num_seats} samples at once, and "
                 f"since a step was too large for the device's memory only "
                 f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or make room "
-                "on the device"
+                "on the device",
+                job,
             )
         raise StalledError(
             f"request {job.request.request_id!r} of {job.num_tokens} tokens cannot be admitted "
-            f"although nothing runs: {self._manager.ledger()!r}; release leases to go on"
+            f"although nothing runs: {self._manager.ledger()!r}; release leases to go on",
+            job,
         )
 
     def commit(
@@ -311,32 +333,33 @@ class Scheduler:
         redirects = step.plan.commit(sampled)
         for entry in step.chunks:
             request = entry.request
+            if request.scheduled_time is None:
+                request.scheduled_time = monotonic()
             if request.num_preemptions == 0:
                 request.num_cached_tokens += entry.num_cached
         return redirects
 
     def rollback(self, step: ScheduledStep) -> None:
         """Undo a step that did not run: jobs it admitted wait again. The newest one goes first."""
+        self._is_steady = False
         step.rollback()
         for job in step.jobs:
             if job.num_computed == 0 and job.is_running:
                 self._put_back(job)
 
-    def finish(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, finished or aborted; their ready blocks stay in the cache.
+    def finish(self, jobs: Iterable[Job]) -> None:
+        """Forget jobs, finished or aborted; their ready blocks stay in the cache.
 
         May be called while a step is open: what it computes for them is kept in the cache too.
-        Ids that are not known are passed over. An interrupt (Ctrl-C) may have come between any two
+        Jobs that are not here are passed over. An interrupt (Ctrl-C) may have come between any two
         lines of this file: a job is taken from wherever it stands.
         """
-        for request_id in request_ids:
-            job = self._jobs.pop(request_id, None)
-            if job is None:
-                continue
-            if job.sequence.is_live:
-                job.sequence.free()
+        self._is_steady = False
+        for job in jobs:
+            sequence: CachedSequence | None = getattr(job, "sequence", None)
+            if sequence is not None and sequence.is_live:
+                sequence.free()
+            self._waiting.discard(job)
             if job in self._running:
                 self._running.remove(job)
-            if not job.is_running:
-                self._waiting = deque(one for one in self._waiting if one is not job)
             job.is_running = False

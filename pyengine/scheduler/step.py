@@ -7,27 +7,45 @@ from pyengine.cache import Sequence, StepPlan
 from pyengine.core.request import Request
 
 
-@dataclass(slots=True, eq=False)
 class Job:
-    """A request inside the scheduler: its sequence in the manager, and the counts of it.
+    """A sample of a request as the scheduler sees it: its sequence, and the counts of it.
 
-    The counts mirror the manager's, so that planning asks it nothing it has said before. They
-    are those after every step that is open: a token that such a step samples is counted already,
-    although its value is not known yet.
+    The engine's samples are jobs: it is one object from the queue to the last token. The counts
+    mirror the manager's, so that planning asks it nothing it has said before. They are those after
+    every step that is open: a token that such a step samples is counted already, although its
+    value is not known yet.
     """
 
-    request: Request
-    sequence: Sequence
-    arrival: tuple[int, int]
-    """Position in the order of submission, and among its samples: first come, first served."""
-    num_seats: int
-    """Sequences that run for it: itself, and the samples that are to be forked from it."""
-    num_tokens: int
-    """Prompt and output, the tokens that open steps sample included."""
-    num_computed: int = 0
-    """Tokens whose KV is in the cache, or will be by open steps."""
-    is_running: bool = False
-    """Admitted: it holds blocks, or will once the open step is planned."""
+    __slots__ = (
+        "index",
+        "is_running",
+        "num_computed",
+        "num_seats",
+        "num_tokens",
+        "order",
+        "request",
+        "sequence",
+        "waits_for_tokens",
+    )
+
+    def __init__(self, request: Request, index: int = 0, *, waits_for_tokens: bool = False) -> None:
+        self.request = request
+        self.index = index
+        """Position among the samples of its request; the first computes the prompt for all."""
+        self.waits_for_tokens = waits_for_tokens
+        """Its next token cannot be chosen before the value of its last one is known."""
+        self.sequence: Sequence
+        """Made by the scheduler when it is queued or forked."""
+        self.order: tuple[float, int, int] = (request.priority, 0, index)
+        """Priority, position in the order of submission, and among its samples."""
+        self.num_seats = request.num_samples if index == 0 else 1
+        """Sequences that run for it: itself, and the samples that are to be forked from it."""
+        self.num_tokens = len(request.prompt_token_ids)
+        """Prompt and output, the tokens that open steps sample included."""
+        self.num_computed = 0
+        """Tokens whose KV is in the cache, or will be by open steps."""
+        self.is_running = False
+        """Admitted: it holds blocks, or will once the open step is planned."""
 
     @property
     def num_uncomputed(self) -> int:
@@ -38,6 +56,14 @@ class Job:
     def is_complete(self) -> bool:
         """Whether the open steps sample the last token that it may have."""
         return self.num_tokens >= self.request.max_tokens
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether what follows the step that samples it has to wait for the token's value.
+
+        So it is where tokens change what comes after them, and where new samples are forked.
+        """
+        return self.waits_for_tokens or self.num_seats > 1
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +114,11 @@ class ScheduledStep:
     def sampling_jobs(self) -> list[Job]:
         """Those who get a token, in the order of the sampled logits' rows."""
         return [*self.decodes, *(entry.job for entry in self.chunks if entry.samples)]
+
+    @property
+    def awaited(self) -> list[Job]:
+        """Jobs that no step can decode before this one's tokens are known."""
+        return [job for job in self.sampling_jobs if job.is_awaited]
 
     @property
     def entries(self) -> list[Entry]:

@@ -8,7 +8,7 @@ import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.cache.kv_pool import KVPool, kv_cache_specs
-from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
+from pyengine.engine import Engine, Executor, ModelFacts, Prompt
 from pyengine.models import load_model
 from pyengine.runner import ModelRunner, RunnerLimits
 from pyengine.runner.graphs import EagerRecorder
@@ -93,13 +93,13 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
         limited_by="the pool",
         max_num_seqs=8,
     )
-    pipeline = Pipeline(runner, LazyQueue(), depth=depth)
-    engine = Engine(manager, Scheduler(manager, limits), pipeline, facts)
+    executor = Executor(runner, LazyQueue(), depth=depth)
+    engine = Engine(manager, Scheduler(manager, limits), executor, facts)
     for name, (prompt, params) in enumerate(zip(*asked(60), strict=True)):
         engine.add_request(str(name), Prompt(token_ids=prompt), params)
     done: dict[str, RequestOutput] = {}
     while engine.has_work:
-        done.update((one.request_id, one) for one in engine.step().finished)
+        done.update((one.request_id, one.output()) for one in engine.step().finished)
         manager.check()
     assert manager.ledger().active == 0
     return done
@@ -110,3 +110,22 @@ def test_graphs_and_pending_tokens_together_give_the_tokens_of_neither(folder: P
     both = run_by_hand(folder, graphs=True, depth=2)
     for name, one in plain.items():
         assert one.outputs == both[name].outputs
+
+
+def test_a_step_that_samples_nothing_is_followed_by_one_that_does(folder: Path) -> None:
+    """A prompt of one token more than a step takes, alone and beside what decodes."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
+    prompts = [[3 + at % 7 for at in range(33)], [5, 6, 7], [4 + at % 5 for at in range(65)]]
+    sizes: dict[str, Any] = {
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+    }
+    outputs = []
+    for ahead in (False, True):
+        llm = LLM(folder, device="cpu", **sizes, async_scheduling=ahead)
+        alone = [llm.generate([one], params, use_tqdm=False)[0].outputs for one in prompts]
+        together = llm.generate(prompts, params, use_tqdm=False)
+        outputs.append((alone, [one.outputs for one in together]))
+    assert outputs[0] == outputs[1]

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,76 @@ def test_ctrl_c_in_the_middle_of_an_answer() -> None:
     assert process.returncode == 130
     assert b"interrupted" in errors and b"Traceback" not in errors
     assert len(figures(errors.decode())) == 1
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("mapped", ["libtorch_cpu", "tokenizers", "safetensors_rust"])
+def test_a_signal_while_it_imports_and_loads(name: str, mapped: str) -> None:
+    """It comes when the process has mapped that library."""
+    number = signal.Signals[name]
+    process = subprocess.Popen(
+        [PYENGINE, "generate", "Count to 1000.", "--max-tokens", "4000", "--ignore-eos"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    while process.poll() is None and mapped not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(number)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert b"Traceback" not in errors, errors.decode()
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+
+
+def test_a_batch_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    file, target, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
+    lines = [{"prompt": f"Name {n} animals.", "id": f"p{n}"} for n in range(2, 10)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["generate", "--file", str(file), "--max-num-seqs", "2", "--max-tokens", "12"]
+    arguments += ["--temperature", "0.8", "--max-num-batched-tokens", "64"]
+    assert run(*arguments, "--output", str(whole)).returncode == 0
+    process = subprocess.Popen([PYENGINE, *arguments, "--output", str(target)])
+    while process.poll() is None and not (target.exists() and target.read_text().count("\n") > 1):
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    before = target.read_bytes()
+    done = run(*arguments, "--output", str(target), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert target.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+
+    def answers(path: Path) -> dict[str, list[int]]:
+        records = map(json.loads, path.read_text().splitlines())
+        return {record["id"]: record["token_ids"] for record in records}
+
+    assert answers(target) == answers(whole)
+    assert len(answers(whole)) == len(lines)
+
+
+@pytest.mark.parametrize("shell", ["| head -1", "> /dev/full", ">&-"])
+def test_standard_output_that_takes_no_more(shell: str) -> None:
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f'"$@" {shell}',
+            "bash",
+            PYENGINE,
+            "generate",
+            "Hello!",
+            "--max-tokens",
+            "9",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+    assert ("No space left on device" in done.stderr) == ("full" in shell)
 
 
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:

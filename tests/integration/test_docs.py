@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benches.test_block_manager import CASES
 from pyengine import cache
 from pyengine.cache import BlockManager, KvError, Lease, Sequence, StepPlan, Stored
 from tests.support.docs import ROOT, blocks, commands, printed, run, table
@@ -118,22 +119,17 @@ def test_anchors_lead_to_headings() -> None:
     assert set(asked) <= anchors
 
 
-def test_the_table_of_costs_is_what_the_script_prints() -> None:
-    done = subprocess.run(
-        [sys.executable, "benches/calls.py", "--rounds", "2"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        timeout=120,
-    )
-    rows = [
-        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
-        for line in done.stdout.splitlines()
-    ]
+def test_the_table_of_costs_names_what_is_timed() -> None:
     said = table(DOCUMENT, "call", "O(...)")
-    assert [row[:3] for row in rows[2:]] == [row[:3] for row in said]
-    assert all(float(row[3]) > 0 for row in rows[2:] + said)
+    assert [row[:3] for row in said] == [[case.call, case.cost, case.of] for case in CASES]
+    assert all(float(row[3]) > 0 for row in said)
+
+
+def test_what_is_timed_runs() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", "benches"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(CASES)} passed" in done.stdout
 
 
 def test_commands_name_what_exists() -> None:

@@ -92,7 +92,7 @@ class Watched:
         }
         self.llm = LLM(model.folder, **{**defaults, **settings})
         self.peak = 0
-        runner = self.llm._engine._pipeline.runner
+        runner = self.llm._engine._executor.runner
         prepare = runner.prepare
 
         def watched(plan: Any, **rows: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from pyengine.cache import BlockManager, Stats
 from pyengine.core.request import Request
 from pyengine.models.source import resolve_source
-from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.scheduler import Job, Scheduler, SchedulerLimits
 from tests.integration.test_tokens_bbh import ARCHIVE, read
 
 pytestmark = pytest.mark.slow
@@ -51,11 +51,11 @@ def run(prompts: list[Tokens], *, in_flight_sharing: bool) -> Stats:
     manager = BlockManager(NUM_BLOCKS, BLOCK, in_flight_sharing=in_flight_sharing)
     scheduler = Scheduler(manager, LIMITS)
     for number, tokens in enumerate(prompts):
-        scheduler.add(Request(request_id=str(number), prompt_token_ids=tokens))
+        scheduler.add(Job(Request(request_id=str(number), prompt_token_ids=tokens)))
     while (step := scheduler.schedule()) is not None:
         sampling = step.sampling_jobs
         scheduler.commit(step, [0] * len(sampling))
-        scheduler.finish([job.request.request_id for job in sampling])
+        scheduler.finish(sampling)
     manager.check()
     assert manager.stats().evicted_blocks == 0
     return manager.stats()

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.cache import BlockManager
 from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import Engine, ModelFacts, Pipeline, Prompt
+from pyengine.engine import Engine, Executor, ModelFacts, Prompt, RequestState
 from pyengine.engine.capacity import longest_sequence
 from pyengine.runner import Work
+from pyengine.runner.queue import ThreadWork
 from pyengine.scheduler import Scheduler, SchedulerLimits
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
@@ -17,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)
 EOS = 2
 
 
-class LazyWork(Work[Any]):
+class LazyWork(ThreadWork[Any]):
     """Work that is done when somebody asks for its result, and not before."""
 
     def __init__(self, queue: "LazyQueue", work: Callable[[], Any]) -> None:
@@ -53,26 +54,62 @@ class LazyQueue:
             self.waiting.pop(0).run()
 
 
+class Sink:
+    """Keeps what a request gives."""
+
+    def __init__(self, streams: bool = True) -> None:
+        self.streams = streams
+        self.items: list[RequestOutput] = []
+        self.error: Exception | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self.items.append(output)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+
 @dataclass
 class Bench:
     manager: BlockManager
     scheduler: Scheduler
     runner: FakeRunner
     engine: Engine
+    states: dict[str, RequestState] = field(default_factory=dict)
 
     def submit(self, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> None:
         for request_id, tokens in prompts.items():
-            self.engine.add_request(request_id, Prompt(token_ids=tokens), params)
+            state = self.engine.add_request(request_id, Prompt(token_ids=tokens), params)
+            self.states[request_id] = state
+
+    def output(self, name: str) -> RequestOutput:
+        return self.engine.output(self.states[name])
+
+    def abort(self, names: list[str]) -> list[RequestOutput]:
+        """Those that had not ended."""
+        states = [self.states[name] for name in names if name in self.states]
+        return [state.output() for state in self.engine.abort(states)]
+
+    def step(self) -> list[RequestOutput]:
+        """The requests that the step ended."""
+        return [state.output() for state in self.engine.step().finished]
 
     def run(self) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
         for _ in range(10_000):
             if not self.engine.has_work:
                 return done
-            finished = self.engine.step().finished
+            self.engine.step()
             self.manager.check()
-            done.update((output.request_id, output) for output in finished)
+            done.update(self.take_finished())
         raise AssertionError("the engine did not come to an end in 10,000 steps")
+
+    def take_finished(self) -> dict[str, RequestOutput]:
+        """Requests that have ended, in whatever way, since it was last called."""
+        ended = {name: one for name, one in self.states.items() if one.finished_time is not None}
+        for name in ended:
+            del self.states[name]
+        return {name: state.output() for name, state in ended.items()}
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams = GREEDY
@@ -114,6 +151,6 @@ def make_bench(
         max_num_seqs=max_num_seqs,
         limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
     )
-    pipeline = Pipeline(runner, LazyQueue(), depth=depth)
-    engine = Engine(blocks, scheduler, pipeline, facts, tokenizer=tokenizer, seed=seed)
+    executor = Executor(runner, LazyQueue(), depth=depth)
+    engine = Engine(blocks, scheduler, executor, facts, tokenizer=tokenizer, seed=seed)
     return Bench(blocks, scheduler, runner, engine)

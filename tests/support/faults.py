@@ -1,7 +1,7 @@
 """An engine under fault: steps that fail, requests that go, two namespaces. All by one seed."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from pyengine.cache import BlockManager, Redirect
-from pyengine.core.request import Request
-from pyengine.engine import Engine, ModelFacts, Pipeline
+from pyengine.engine import Engine, Executor, ModelFacts
 from pyengine.engine.capacity import longest_sequence
 from pyengine.runner import Forward, StepLogits
-from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
+from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
 from tests.support.engines import EOS, Bench, LazyQueue
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
@@ -87,12 +86,14 @@ class WatchedScheduler(Scheduler):
         """The namespaces of the newest step's entries."""
         self._warm: set[int] = set()
 
-    def add(self, request: Request) -> None:
-        request.namespace = bytes([self.namespaces[request.request_id]])
-        super().add(request)
+    def add(self, job: Job) -> None:
+        job.request.namespace = bytes([self.namespaces[job.request.request_id]])
+        super().add(job)
 
-    def schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
-        step = super().schedule(ahead=ahead)
+    def schedule(
+        self, *, ahead: bool = False, without: Collection[Job] = frozenset()
+    ) -> ScheduledStep | None:
+        step = super().schedule(ahead=ahead, without=without)
         # What the step before computes may be shared before that step ends.
         warm = self._warm | set(self.planned if ahead else ())
         entries = [] if step is None else step.entries
@@ -108,7 +109,7 @@ class WatchedScheduler(Scheduler):
 
     def _namespaces_of(self, step: ScheduledStep | None) -> list[int]:
         entries = [] if step is None else step.entries
-        return [self.namespaces[e.request.request_id.split("#")[0]] for e in entries]
+        return [self.namespaces[e.request.request_id] for e in entries]
 
 
 class FaultyRunner(FakeRunner):
@@ -186,6 +187,6 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         max_num_seqs=setting.seats,
         limited_by="the pool",
     )
-    pipeline = Pipeline(runner, LazyQueue(), depth=setting.depth)
-    engine = Engine(blocks, scheduler, pipeline, facts)
+    executor = Executor(runner, LazyQueue(), depth=setting.depth)
+    engine = Engine(blocks, scheduler, executor, facts)
     return Bench(blocks, scheduler, runner, engine)

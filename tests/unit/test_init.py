@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import pyengine
+from pyengine.core.distribution import needs_engine_extra
 
 
 def python(code: str) -> str:
@@ -37,7 +38,7 @@ def test_llm_without_torch_names_the_extra() -> None:
         "try: pyengine.LLM\n"
         "except ModuleNotFoundError as error: print(error)\n"
     )
-    assert python(code) == "pyengine.LLM needs torch: pip install 'pyengine[engine]'"
+    assert python(code) == needs_engine_extra("pyengine.LLM", "torch")
 
 
 def test_a_defect_of_our_own_is_not_blamed_on_the_extra() -> None:

@@ -37,6 +37,35 @@ def paged(cache, pages, length):
     return cache[pages.long()].flatten(0, 1)[:length]
 
 
+class PlanQueue:
+    """The device as far as plans go: it reads their memory when somebody lets it, not before."""
+
+    def __init__(self):
+        self.planned = self.done = 0
+        self.waiting = []
+        self.is_late = False
+
+    def plan(self, memory):
+        self.planned += 1
+        memory[0] = self.planned
+        self.waiting.append((memory, self.planned))
+        if not self.is_late:
+            self.run()
+
+    def mark(self):
+        place = self.planned
+        return lambda: self.done >= place
+
+    def run(self):
+        for memory, number in self.waiting:
+            assert int(memory[0]) == number, "a plan was written over one that had not been read"
+            self.done = number
+        self.waiting.clear()
+
+
+queue = PlanQueue()
+
+
 class _Wrapper:
     """What both of flashinfer's wrappers have in common."""
 
@@ -49,6 +78,7 @@ class _Wrapper:
         assert kv_layout == "NHD"
         self.settings = settings
         self.plans = 0
+        self._pin_memory_int_workspace_buffer = torch.zeros(1, dtype=torch.int64)
 
     def keep(
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
@@ -60,6 +90,7 @@ class _Wrapper:
         assert int(indptr[-1]) == len(indices)
         assert ((last_page_len >= 1) & (last_page_len <= page_size)).all()
         self.plans += 1
+        queue.plan(self._pin_memory_int_workspace_buffer)
         self.pages = [indices[indptr[b] : indptr[b + 1]].clone() for b in range(len(last_page_len))]
         self.lengths = [
             (len(own) - 1) * page_size + int(last)

@@ -29,16 +29,17 @@ CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype=torc
 LAYER = LayerNeeds(query_heads=4, kv_heads=2, head_dim_k=64, head_dim_v=64)
 LAYERS = (LAYER, replace(LAYER, window=8, softcap=2.0), replace(LAYER, sinks=True))
 LAYERED_NEEDS = AttentionNeeds(device=torch.device("cpu"), layers=LAYERS, dtype=torch.bfloat16)
+FLASHINFER = frozenset({"flashinfer", "tvm_ffi", "requests"})
 
 MACHINES = {
     "no GPU": {"device": torch.device("cpu"), "torch_version": (2, 15)},
     "torch 2.8": {"torch_version": (2, 8)},
     "torch 2.11": {"torch_version": (2, 11)},
     "torch 2.15": {"torch_version": (2, 15)},
-    "flashinfer": {"torch_version": (2, 11), "packages": frozenset({"flashinfer"})},
+    "flashinfer": {"torch_version": (2, 11), "packages": FLASHINFER},
     "flash-attn": {"torch_version": (2, 11), "packages": frozenset({"flash_attn"})},
     "old GPU": {
-        "torch_version": (2, 15), "capability": (7, 5), "packages": frozenset({"flashinfer"}),
+        "torch_version": (2, 15), "capability": (7, 5), "packages": FLASHINFER,
     },
 }  # fmt: skip
 """What differs from a GPU of compute capability 9.0 with bfloat16."""
@@ -143,6 +144,20 @@ def test_a_forced_backend_that_cannot_serve_is_an_error_with_the_reason(
 
 
 @pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ({"tvm_ffi"}, "needs apache-tvm-ffi beside it: pip install apache-tvm-ffi"),
+        ({"tvm_ffi", "requests"}, "apache-tvm-ffi and requests beside it: pip install apache-tvm"),
+    ],
+)
+def test_what_flashinfer_needs_beside_it_is_named(models, missing, words):
+    needs = replace(on_machine(models["llama"], "flashinfer"), packages=FLASHINFER - missing)
+    with pytest.raises(ConfigurationError, match=words):
+        choose_backend("flashinfer", needs)
+    assert words in choose_backend("auto", needs).reason
+
+
+@pytest.mark.parametrize(
     ("backend", "dims", "words"),
     [
         ("flashinfer", (96, 96), "head sizes are 64, 128 and 256, the model has 96"),
@@ -155,7 +170,7 @@ def test_a_forced_backend_that_cannot_serve_is_an_error_with_the_reason(
 def test_a_head_size_that_is_not_served_is_named(models, backend, dims, words):
     needs = on_machine(models["llama"], "torch 2.15")
     layer = replace(needs.layers[0], head_dim_k=dims[0], head_dim_v=dims[1])
-    packages = frozenset({"flashinfer", "flash_attn"})
+    packages = FLASHINFER | {"flash_attn"}
     needs = replace(needs, layers=(needs.layers[0], layer), packages=packages)
     with pytest.raises(ConfigurationError, match=words):
         choose_backend(backend, needs)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from pyengine.attention import flashinfer
-from pyengine.attention.flashinfer import FlashInferBackend
+from pyengine.attention.flashinfer import FlashInferBackend, PlanMemory
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,
@@ -57,3 +57,28 @@ def test_a_wrapper_is_planned_once_per_step_and_kind_of_layer():
         for case in ("plain", "window", "plain", "window", "sinks"):
             step.run(plan, options_of(case))
     assert sorted(wrapper.plans for wrapper in backend._wrappers.values()) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_a_plan_is_not_written_over_one_that_the_device_has_yet_to_read(monkeypatch, with_graphs):
+    """Two steps are open at a time, and each plans for two kinds of layer."""
+    monkeypatch.setattr(fake_kernels, "queue", queue := fake_kernels.PlanQueue())
+    backend = FlashInferBackend(SHAPE.pool())
+    memory = backend.plan_memory = PlanMemory(queue.mark)
+    step = make_step([(1, 9), (1, 4)], SHAPE)
+    plan = backend.graph_plan(step.inputs)
+    if with_graphs:
+        for case in ("plain", "window"):
+            step.run(plan, options_of(case))
+    queue.is_late = True
+    for _ in range(4):
+        for _ in range(2):
+            if with_graphs:
+                plan.refresh(step.inputs)
+            else:
+                plan = backend.plan(step.inputs)
+            for case in ("plain", "window"):
+                step.run(plan, options_of(case))
+        assert len(queue.waiting) == 4
+        queue.run()
+    assert len(memory._lent) <= 4 + 2 * with_graphs, "memory is used again"

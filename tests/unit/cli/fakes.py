@@ -1,8 +1,8 @@
 """An engine without a model: it answers with its prompt, one word at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +30,11 @@ def _output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestO
 
 @dataclass
 class FakeEngine:
-    """Records what it was asked; `interrupt_after` words of a stream come before Ctrl-C."""
+    """Records what it was asked; so many words, or results, come before Ctrl-C."""
 
     chat_template: str | None = "a template"
     longest_prompt: int = 1000
+    words: Sequence[str] = ("The", " answer", " is [red]42[/red]", ".")
     interrupt_after: int | None = None
     counters: dict[str, int] = field(
         default_factory=lambda: {
@@ -45,6 +46,9 @@ class FakeEngine:
     settings: EngineSettings | None = None
     seen: list[Any] = field(default_factory=list)
     params: SamplingParams | None = None
+    several: list[SamplingParams] = field(default_factory=list)
+    failing: set[int] = field(default_factory=set)
+    interruption: BaseException = field(default_factory=KeyboardInterrupt)
     closed: int = 0
     computed: list[int] = field(default_factory=list)
     vocabulary: list[str] = field(default_factory=list)
@@ -89,18 +93,27 @@ class FakeEngine:
         self.counters["allocated_blocks"] += 3
         self.counters["merged_blocks"] += 2
 
-    def generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        self.params = sampling_params
+    def generate_iter(
+        self, prompts: Any, sampling_params: Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """The last prompt ends first."""
+        prompts = list(prompts)
         self.seen += prompts
-        if self.interrupt_after is not None:
-            raise KeyboardInterrupt
+        self.several = list(sampling_params)
+        self.params = self.several[0]
+        ready = [self._ids(prompt) for prompt in prompts]
         self._charge()
-        return [
-            _output(ids, [f"answer to {len(ids)} tokens"], cached=self._cached(ids))
-            for ids in map(self._ids, prompts)
-        ]
+        try:
+            for number, index in enumerate(reversed(range(len(prompts)))):
+                if number == self.interrupt_after:
+                    raise self.interruption
+                ids = ready[index]
+                failed = "no room" if index in self.failing else None
+                words = [] if failed else [f"answer to {len(ids)} tokens"]
+                output = _output(ids, words, cached=self._cached(ids))
+                yield replace(output, index=index, error=failed)
+        finally:
+            self.closed += 1
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -112,7 +125,7 @@ class FakeEngine:
         self._charge()
         try:
             words: list[str] = []
-            for word in ["The", " answer", " is [red]42[/red]", "."]:
+            for word in self.words:
                 if len(words) == self.interrupt_after:
                     raise KeyboardInterrupt
                 words.append(word)

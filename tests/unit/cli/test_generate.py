@@ -90,7 +90,9 @@ def test_results_are_written_as_jsonl(tmp_path: Path) -> None:
     result = run(FakeEngine(), "--raw", "--file", str(source), "--output", str(target))
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
-    records = [json.loads(line) for line in target.read_text().splitlines()]
+    lines_written = target.read_text().splitlines()
+    records = sorted(map(json.loads, lines_written), key=lambda record: record["index"])
+    assert len(records[0].pop("fingerprint")) == 16
     assert records[0] == {
         "index": 0, "id": 7, "prompt": "a b", "text": "answer to 2 tokens", "token_ids": [0],
         "finish_reason": "stop", "num_prompt_tokens": 2, "num_cached_tokens": 0,
@@ -144,6 +146,22 @@ def test_a_model_that_cannot_be_loaded_is_status_1() -> None:
     result = CliRunner().invoke(app, ["generate", "hi"], obj=broken)
     assert result.exit_code == 1
     assert result.stderr == "error: no folder models/x\n"
+
+
+@pytest.mark.parametrize("other", [ImportError, ModelLoadError, OSError, RuntimeError])
+def test_ctrl_c_is_known_behind_the_error_that_it_was_turned_into(other: type[Exception]) -> None:
+    def interrupted(settings: object) -> FakeEngine:
+        try:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise AttributeError("half imported")
+        except AttributeError as error:
+            raise other("could not import module") from error
+
+    result = CliRunner().invoke(app, ["generate", "hi"], obj=interrupted)
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "interrupted"
 
 
 def test_ctrl_c_ends_a_stream_cleanly() -> None:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 from pyengine.cli.app import app
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, option_of
+from tests.support.docs import ROOT, commands
 from tests.unit.cli.fakes import FakeEngine
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -97,3 +98,16 @@ def test_sampling_options_are_fields_of_the_sampling_parameters() -> None:
         engine, "generate", "hi", "--max-tokens", "9", "--stop", "a", "--stop", "b", "--min-p", ".1"
     )
     assert engine.params == SamplingParams(temperature=0, max_tokens=9, stop=("a", "b"), min_p=0.1)
+
+
+def test_the_page_about_the_command_line_names_what_there_is() -> None:
+    shown = {
+        name: CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output
+        for name in ("generate", "chat", "info", "trace replay")
+    }
+    page = (ROOT / "docs/command-line.md").read_text()
+    for option in set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"}:
+        assert any(option in text for text in shown.values()), option
+    for words in commands("docs/command-line.md"):
+        name = " ".join(words[1:3]) if words[1] == "trace" else words[1]
+        assert all(one in shown[name] for one in words if one.startswith("--")), words

@@ -1,6 +1,7 @@
 """Reading prompts: every kind of line, and every kind of bad line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def test_jsonl_takes_strings_and_three_kinds_of_objects(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}', "a message needs role and content as strings"),
         ('{"messages": [{"role": "user", "content": 3}]}', "role and content as strings"),
         ('{"messages": ["hello"]}', "role and content as strings"),
+        (r'{"prompt": "a", "id": "\ud800"}', r"holds '\ud800', which is no character"),
+        (r'"\udfff"', r"holds '\udfff'"),
+        (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', r"holds '\ud83d'"),
+        (r'{"prompt": "a", "\ud800": 1}', r"holds '\ud800'"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"prompt_token_ids": [NaN]}', "holds NaN"),
+        ('{"prompt_token_ids": [Infinity]}', "holds Infinity"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "integer string"),
+        ('{"prompt": null}', "prompt must be a string, found null"),
+        ('{"prompt": ["a"]}', "prompt must be a string"),
+        ('{"prompt": "a", "id": 1.5}', "id must be a string or an integer, found 1.5"),
+        ('{"prompt": "a", "id": []}', "id must be a string or an integer"),
+        ('{"messages": {"role": "user"}}', "messages must be a list"),
+        ('{"prompt": "a\x00b"}', "Invalid control character"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: str, complaint: str) -> None:
@@ -135,6 +150,70 @@ def test_template_choice_concerns_texts_only(
     assert text == ({"prompt_token_ids": chatted} if framed else "one two")
     assert tokens == {"prompt_token_ids": [5, 6]}
     assert messages == {"prompt_token_ids": engine.encode("<u> x")}
+
+
+def test_surrogate_pairs_are_characters(tmp_path: Path) -> None:
+    assert read_prompts(written(tmp_path, r'"\ud83d\ude00"')) == [TextPrompt("\N{GRINNING FACE}")]
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, name: str) -> None:
+    line = '"one"' if name.endswith("jsonl") else "one"
+    path = written(tmp_path, f"{line}\n{line}\n".encode("utf-8-sig"), name)
+    assert read_prompts(path) == [TextPrompt("one")] * 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_utf_16_is_named(tmp_path: Path, encoding: str, name: str) -> None:
+    mark = "\ufeff" if encoding.endswith("be") else ""
+    path = written(tmp_path, f'{mark}"one"\n"two"\n'.encode(encoding), name)
+    with pytest.raises(InvalidRequestError, match=r"is UTF-16 text: give it as UTF-8"):
+        read_prompts(path)
+
+
+def test_a_binary_file_is_refused_by_line(tmp_path: Path) -> None:
+    path = written(tmp_path, bytes(range(256)) * 40, "model.bin")
+    with pytest.raises(InvalidRequestError) as caught:
+        read_prompts(path)
+    assert "nothing was run" in str(caught.value) and len(str(caught.value)) < 4000
+
+
+def test_a_nul_in_a_text_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"line 2: holds a NUL"):
+        read_prompts(written(tmp_path, b"one\ntw\0o\n", "prompts.txt"))
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_line_ends_of_other_systems(tmp_path: Path, name: str) -> None:
+    line = '"one"' if name.endswith("jsonl") else "one"
+    for end in ("\r\n", "\r"):
+        assert read_prompts(written(tmp_path, f"{line}{end}" * 3, name)) == [TextPrompt("one")] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("/", "Is a directory"),
+        ("x" * 5000, "File name too long"),
+        ("/dev/zero", "a line of 64 MiB or more"),
+        ("~nosuchuser/x", "No such file"),
+        ("/dev/null", "holds no prompt"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_is_no_file_of_prompts(path: str, complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        read_prompts(Path(path))
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = written(tmp_path, '"one"')
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("root may read anything")
+    with pytest.raises(InvalidRequestError, match="Permission denied"):
+        read_prompts(path)
 
 
 def test_chat_without_a_template_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Devices without memory for a step, or that fail: smaller steps, errors with the numbers."""
 
 import logging
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from pyengine.core import SamplingParams
 from pyengine.core.errors import DeviceMemoryError, EngineDeadError
 from pyengine.runner import StepLogits
-from pyengine.scheduler import StalledError
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import Fault, continued
 
@@ -51,7 +51,7 @@ def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives() -> 
     bench.submit({"a": [1, 2, 3]})
     with pytest.raises(DeviceMemoryError, match=r"a step of 1 token .* 0 MiB are free.*num_blocks"):
         bench.run()
-    assert bench.engine.abort(["a"])[0].outputs[0].token_ids == []
+    assert bench.abort(["a"])[0].outputs[0].token_ids == []
     bench.assert_all_free()
     bench.runner.run = type(bench.runner).run.__get__(bench.runner)  # type: ignore[method-assign]
     assert bench.generate([[1, 2, 3]])[0].outputs[0].token_ids == continued([1, 2, 3], 8)
@@ -66,14 +66,38 @@ def test_a_device_that_fails_ends_the_engine_and_loses_nothing(depth: int) -> No
         bench.run()
     with pytest.raises(EngineDeadError, match=r"unspecified launch failure.* in a new process"):
         bench.engine.step()
-    (output,) = bench.engine.abort(["a"])
+    (output,) = bench.abort(["a"])
     assert output.outputs[0].token_ids == continued([1, 2, 3], 3)
     bench.assert_all_free()
 
 
-def test_samples_that_no_longer_run_at_once_are_named() -> None:
+def test_samples_that_no_longer_run_at_once_fail_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     bench = small_device(2)
     params = SamplingParams(n=4, temperature=0, max_tokens=3, ignore_eos=True)
     bench.submit({"a": [1, 2, 3]}, params)
-    with pytest.raises(StalledError, match=r"'a' runs 4 samples at once, .* only 1 sequences run"):
-        bench.run()
+    bench.submit({"b": [4]})
+    done = bench.run()
+    assert done["a"].error is not None
+    assert "'a' runs 4 samples at once" in done["a"].error
+    assert "only 2 sequences run" in done["a"].error
+    assert [one.finish_reason for one in done["a"].outputs] == ["error"] * 4
+    assert done["b"].outputs[0].token_ids == continued([4], 8)
+    bench.assert_all_free()
+
+
+def test_limits_recover_when_there_is_memory_again() -> None:
+    """Somebody else's process was on the device for a while."""
+    bench = small_device(10)
+    prompts = [[at] * 9 for at in range(8)]
+    outputs = bench.generate(prompts, replace(GREEDY, max_tokens=20))
+    assert bench.scheduler.limits.max_num_batched_tokens < 16
+    bench.runner.run = type(bench.runner).run.__get__(bench.runner)  # type: ignore[method-assign]
+    outputs += bench.generate(prompts, replace(GREEDY, max_tokens=220))
+    assert bench.scheduler.limits.max_num_batched_tokens == 64
+    assert bench.scheduler.limits.max_num_seqs == 16
+    for prompt, output in zip(prompts * 2, outputs, strict=True):
+        length = len(output.outputs[0].token_ids)
+        assert output.outputs[0].token_ids == continued(prompt, length)
+    bench.assert_all_free()

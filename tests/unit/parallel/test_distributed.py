@@ -2,8 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -15,8 +19,10 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.core.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.engine import Prompt, assembly
-from pyengine.parallel import Team
+from pyengine.engine import Prompt, builder
+from pyengine.engine.recovery import Verdict
+from pyengine.models import LoadedModel, load_model
+from pyengine.parallel import Team, distributed
 from pyengine.parallel.workers import WORKER
 from tests.support import faulty_worker
 from tests.support.processes import workers_left, workers_of
@@ -35,6 +41,12 @@ IN_TIME = 10.0
 """Seconds in which a death must be noticed."""
 GIVEN_UP = 30.0
 """Seconds in which a worker must have given up on the others."""
+INTERRUPTS = """
+import os, signal, sys, time
+for _ in range(int(sys.argv[2])):
+    time.sleep(0.3)
+    os.kill(int(sys.argv[1]), signal.SIGINT)
+"""
 
 
 def prompts() -> list[list[int]]:
@@ -60,13 +72,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3"])
-def test_two_processes_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
+def test_two_processes_give_the_tokens_of_one(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(tmp_path, family, **FAMILIES[family])
     expected = tokens(LLM(folder, **SETTINGS))
+    ranks = []
+
+    def load(*arguments: Any, **settings: Any) -> LoadedModel:
+        ranks.append(os.environ.get("LOCAL_RANK"))
+        return load_model(*arguments, **settings)
+
+    monkeypatch.setattr(distributed, "load_model", load)
     with LLM(folder, **SETTINGS, tensor_parallel_size=2) as llm:
         assert tokens(llm) == expected
         groups = llm.describe()["layer_groups"]
         assert ("window 6" in str(groups)) == (family == "gemma3_text"), groups
+    assert ranks == ["0"], "transformers takes the CUDA device of this number"
     assert workers_left(os.getpid(), IN_TIME) == []
 
 
@@ -119,21 +141,29 @@ class Faults:
     def run(self) -> tuple[list[list[int]], list[BaseException]]:
         """Tokens of every prompt, in spite of steps that fail; and what failed."""
         engine, failures, name = self.llm._engine, [], next(self._rounds)
-        for index, prompt in enumerate(prompts()):
+        states = [
             engine.add_request(f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
-        done = {}
-        while engine.has_work:
-            try:
-                finished = engine.step().finished
-            except (WorkerError, faulty_worker.InjectedError) as error:
-                failures.append(error)
-                if "forward" not in str(error) and self._control.read_text() == "forward":
-                    self.are("calm")
-                continue
-            finally:
+            for index, prompt in enumerate(prompts())
+        ]
+        go_on = engine._failed
+
+        def watched(jobs: Any, num_tokens: int, error: BaseException) -> None:
+            failures.append(error)
+            if "forward" not in str(error) and self._control.read_text() == "forward":
+                self.are("calm")
+            engine._faults.failed = lambda _: (
+                Verdict()
+            )  # steps fail by chance: it is nobody's fault
+            go_on(jobs, num_tokens, error)
+
+        engine._failed = watched
+        try:
+            while engine.has_work:
+                engine.step()
                 self.llm._manager.check()
-            done.update((int(one.request_id.split("-")[1]), one) for one in finished)
-        return [done[index].outputs[0].token_ids for index in range(len(done))], failures
+        finally:
+            engine._failed = go_on
+        return [state.output().outputs[0].token_ids for state in states], failures
 
 
 @pytest.fixture
@@ -142,7 +172,7 @@ def faults(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     control.write_text("calm")
     monkeypatch.setenv(faulty_worker.VARIABLE, str(control))
     team = partial(Team, module="tests.support.faulty_worker")
-    monkeypatch.setattr(assembly, "Team", team)
+    monkeypatch.setattr(builder, "Team", team)
     faults = Faults(llama, control)
     yield faults
     faults.llm.close()
@@ -203,12 +233,90 @@ def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
 def test_a_worker_that_cannot_start_ends_it_too(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(assembly, "Team", partial(Team, module=f"{WORKER}_missing"))
+    monkeypatch.setattr(builder, "Team", partial(Team, module=f"{WORKER}_missing"))
     with pytest.raises(EngineDeadError, match=r"rank 1 .* ended by itself with status 1"):
         LLM(llama, **SETTINGS, tensor_parallel_size=2)
     assert "No module named" in capfd.readouterr().err
     assert workers_left(os.getpid(), IN_TIME) == []
     assert not torch.distributed.is_initialized()
+
+
+def in_a_fork(work: Callable[[], str]) -> str:
+    """What `work` says in a fork of this process, or that it does not come to an end."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # that of the test's own time limit
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(GIVEN_UP))
+            os.write(theirs, work().encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    said = os.read(ours, 4096).decode()
+    os.close(ours)
+    _, status = os.waitpid(child, 0)
+    return said if status == 0 else f"it was ended by {signal.Signals(status).name}"
+
+
+def test_a_fork_is_refused_and_its_parent_goes_on(llama: Path) -> None:
+    with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
+        expected = tokens(llm)
+
+        def ask() -> str:
+            said = []
+            for _ in range(2):
+                try:
+                    said.append(str(tokens(llm)))
+                except EngineDeadError as error:
+                    said.append(str(error))
+            llm.close()
+            return "; ".join(said)
+
+        said = in_a_fork(ask)
+        assert said.count(f"belongs to process {os.getpid()}, of which this one") == 2, said
+        assert "make a new LLM here" in said
+        assert tokens(llm) == expected
+        in_a_fork(lambda: "and again, without a word")
+        assert tokens(llm) == expected
+
+
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize("interrupts", [1, 4])
+def test_ctrl_c_ends_the_wait_for_a_worker_that_was_stopped(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, python_handles_ctrl_c: None, interrupts: int
+) -> None:
+    monkeypatch.setattr("pyengine.parallel.interrupts.PATIENCE", 1.0 if interrupts == 1 else 60.0)
+    with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
+        (worker,) = workers_of(os.getpid())
+        stream = llm.stream([3, 4, 5], SamplingParams(max_tokens=200, ignore_eos=True))
+        next(stream)
+        os.kill(worker, signal.SIGSTOP)
+        words = [sys.executable, "-c", INTERRUPTS, str(os.getpid()), str(interrupts)]
+        started = time.monotonic()
+        with subprocess.Popen(words) as terminal:
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    list(stream)
+            finally:
+                while terminal.poll() is None:
+                    with suppress(KeyboardInterrupt):
+                        terminal.wait()
+        assert time.monotonic() - started < IN_TIME
+        assert workers_left(os.getpid(), IN_TIME) == []
+        with pytest.raises(EngineDeadError, match=r"interrupted within a step.*new LLM"):
+            tokens(llm)
+        ledger = llm.stats().ledger
+        assert (ledger.active, ledger.leased) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [0, -1])

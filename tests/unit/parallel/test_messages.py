@@ -28,7 +28,7 @@ class PlanWithCopies:
 @pytest.mark.parametrize("copies", [[], [(3, 5), (1, 0)]])
 @pytest.mark.parametrize("extra", [None, np.array([0, 4, 2], dtype=np.int64)])
 def test_the_workers_get_what_rank_0_has(copies, extra):
-    ours, theirs = (InputBuffers(LIMITS, torch.device("cpu")) for _ in range(2))
+    ours, theirs = (InputBuffers(LIMITS, 4, torch.device("cpu")) for _ in range(2))
     manager = BlockManager(24, 4, groups=(None, 3))
     long, short = manager.sequence(range(14)), manager.sequence([40, 41, 42])
     plan = manager.begin_step(12)
@@ -54,7 +54,7 @@ def test_the_workers_get_what_rank_0_has(copies, extra):
 
 def packed_token():
     """A step of one token, packed, and the buffers that it came from."""
-    buffers = InputBuffers(LIMITS, torch.device("cpu"))
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"))
     manager = BlockManager(24, 4, groups=(None, 3))
     plan = manager.begin_step(1)
     plan.prefill(manager.sequence([5]), 1)

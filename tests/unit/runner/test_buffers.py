@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from pyengine.cache import BlockManager
 from pyengine.core.errors import ConfigurationError
 from pyengine.runner import InputBuffers, RunnerLimits
+from pyengine.runner.buffers import upload_at_once
 
 LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=4)
 
 
 def test_the_block_manager_fills_the_tensors_that_the_model_reads():
-    buffers = InputBuffers(LIMITS, torch.device("cpu"))
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"))
     manager = BlockManager(8, 4)
     chunked, short = manager.sequence([5, 6, 7, 8, 9, 10]), manager.sequence([11, 12])
     plan = manager.begin_step(6)
@@ -40,7 +42,7 @@ def test_the_block_manager_fills_the_tensors_that_the_model_reads():
 
 def test_every_layer_group_has_its_own_tables_and_slots():
     limits = replace(LIMITS, num_groups=2)
-    buffers = InputBuffers(limits, torch.device("cpu"))
+    buffers = InputBuffers(limits, 4, torch.device("cpu"))
     manager = BlockManager(16, 4, groups=(None, 3))
     sequence = manager.sequence(range(14))
     for chunk in (8, 8):
@@ -70,7 +72,7 @@ def test_a_limit_of_nothing_is_refused(name):
 
 
 def test_steps_of_one_size_share_their_views_and_not_their_contents():
-    buffers = InputBuffers(LIMITS, torch.device("cpu"))
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"))
     manager = BlockManager(8, 4)
     sequence = manager.sequence([5, 6, 7])
     seen = []
@@ -87,3 +89,116 @@ def test_steps_of_one_size_share_their_views_and_not_their_contents():
     ]
     assert seen[1][0] is seen[2][0]
     assert seen[0][0] is not seen[1][0]
+
+
+class Decodes:
+    """A step of decodes whose sequences have so many tokens; blocks count up from 1."""
+
+    def __init__(self, lengths: list[int], buffers: InputBuffers, block_size: int) -> None:
+        self.num_tokens = self.num_sequences = self.num_samples = len(lengths)
+        self.lengths, self.block_size, self.arrays = lengths, block_size, buffers.arrays
+
+    def copies(self):
+        return []
+
+    def fill(self, _buffers):
+        count = self.num_tokens
+        self.arrays.input_ids[:count] = self.lengths
+        self.arrays.seq_lens[:count] = self.lengths
+        for row, length in enumerate(self.lengths):
+            blocks = -(-length // self.block_size)
+            for group, tables in enumerate(self.arrays.block_tables):
+                tables[row, :blocks] = np.arange(1, blocks + 1) + 1000 * group + row
+
+
+class Recording:
+    """Counts the bytes that are copied to the device."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def __call__(self, pairs):
+        for source, target in pairs:
+            assert source.is_contiguous(), "torch would copy it once more, and wait"
+            assert source.shape == target.shape
+            self.num_bytes += source.nbytes
+        return upload_at_once(pairs)
+
+
+ROWS, BLOCK = 256, 16
+
+
+@pytest.mark.parametrize("groups", [1, 7])
+@pytest.mark.parametrize("capacity", [263, 2_560, 8_192])
+def test_what_is_copied_follows_from_the_step_and_not_from_the_longest_there_may_be(
+    groups: int, capacity: int
+) -> None:
+    limits = RunnerLimits(
+        max_num_batched_tokens=ROWS,
+        max_num_seqs=ROWS,
+        max_blocks_per_seq=capacity,
+        num_groups=groups,
+    )
+    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), apart=True)
+    buffers.arrays.block_tables[:] = -7  # stale
+    buffers._upload = recording = Recording()
+    others = ROWS * (8 + 8 + 8 * groups + 4 + 8) + 4 * (ROWS + 1)
+    for longest, width in ((570, 64), (1_024, 64), (1_025, 128), (4_208, min(capacity, 320))):
+        lengths = [570 - row for row in range(ROWS - 1)] + [longest]
+        inputs = buffers.fill(Decodes(lengths, buffers, BLOCK)).upload()
+        assert inputs.block_tables.shape == (groups, ROWS, width)
+        assert recording.num_bytes == others + 4 * groups * ROWS * width
+        recording.num_bytes = 0
+        assert (inputs.host_block_tables == inputs.block_tables.numpy()).all()
+        for row, length in enumerate(lengths):
+            used = -(-length // BLOCK)
+            table = buffers.arrays.block_tables[:, row, :used]
+            assert (inputs.host_block_tables[:, row, :used] == table).all()
+            assert (table > 0).all()
+
+
+class LateStream:
+    """A device that reads its sources as late as it may: when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting = []
+
+    def __call__(self, pairs):
+        self.waiting.append(list(pairs))
+        return self.run
+
+    def run(self) -> None:
+        for pairs in self.waiting:
+            upload_at_once(pairs)
+        self.waiting.clear()
+
+
+def test_a_step_is_not_written_over_one_that_is_still_being_copied():
+    """Nobody waits for the tokens of a step that samples nothing, or that is rolled back."""
+    first = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True)
+    second = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True, beside=first)
+    stream = LateStream()
+    first._upload = second._upload = stream
+    one = first.fill(Decodes([5, 9], first, 4)).upload()
+    second.fill(Decodes([3, 4], second, 4)).upload()
+    assert len(stream.waiting) == 2  # the other buffers have nothing to wait for
+    tables = one.block_tables
+    stream.waiting, behind = stream.waiting[:1], stream.waiting[1:]  # what is on the device so far
+    first.fill(Decodes([13, 1], first, 4))
+    assert one.input_ids.tolist() == [5, 9]
+    assert [row[: -(-n // 4)] for row, n in zip(tables[0].tolist(), (5, 9), strict=True)] == [
+        [1, 2],
+        [2, 3, 4],
+    ]
+    stream.waiting = behind
+    stream.run()
+    assert one.input_ids.tolist() == [3, 4]  # the device's side is the same
+
+
+def test_what_was_never_copied_is_not_waited_for():
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True)
+    buffers._upload = stream = LateStream()
+    for lengths in ([5, 9], [1, 2]):
+        inputs = buffers.fill(Decodes(lengths, buffers, 4))  # rolled back before it was run
+    assert inputs.upload().host_seq_lens.tolist() == [1, 2]
+    assert len(stream.waiting) == 1

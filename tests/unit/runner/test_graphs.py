@@ -9,6 +9,7 @@ import torch
 
 from pyengine.attention.gather import GatherBackend
 from pyengine.core.errors import ConfigurationError
+from pyengine.runner import buffers
 from pyengine.runner.graphs import EagerRecorder, graph_sizes
 from tests.support.static_attention import StaticBackend
 from tests.unit.runner.hand_made import Entry, PagedRun, random_model
@@ -84,6 +85,34 @@ def test_replayed_steps_give_what_eager_ones_give(family: str, grouped: bool) ->
                 run.free += [block for block in table if block != run.pool.num_blocks]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_graph_takes_tables_as_wide_as_the_longest_of_the_step(
+    grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind them in the graph's own tables is of an earlier, longer step."""
+    monkeypatch.setattr(buffers, "_WIDTHS", 1)
+    model = random_model("gpt_oss", **FAMILIES["gpt_oss"])
+    run = PagedRun(
+        model, num_blocks=120, grouped=grouped, backend=StaticBackend, recorder=StubRecorder()
+    )
+    backend = run.runner._backend
+    assert isinstance(backend, StaticBackend)
+    random, widths = Random(3), []
+    for lengths in ([39, 30, 21], [3, 2, 1], [9, 1, 6]):
+        entries, _ = decode(run, lengths, random)
+        _, replayed = run.step(entries, all_rows=False)
+        replayed = replayed.clone()
+        rows, _ = run.step(entries)
+        torch.testing.assert_close(replayed, torch.cat(rows), atol=1e-4, rtol=1e-4)
+        (of_four,) = [plan for plan in backend.plans if len(plan._inputs.seq_lens) == 4]
+        inputs = of_four.refreshed[-1]
+        widths.append((inputs.host_block_tables.shape[2], inputs.block_tables.shape[2]))
+        for entry in entries:
+            for table in entry.tables:
+                run.free += [block for block in table if block != run.pool.num_blocks]
+    assert widths == [(10, 16), (1, 16), (3, 16)]
+
+
 def test_a_padded_batch_gives_the_bits_of_the_same_launches_without_a_capture() -> None:
     results = []
     for recorder in (StubRecorder(), EagerRecorder()):
@@ -126,4 +155,4 @@ def test_a_backend_that_plans_on_the_host_has_no_plan_for_graphs() -> None:
     run = PagedRun(random_model("llama"), backend=GatherBackend)
     assert not run.runner._backend.supports_graphs
     with pytest.raises(ConfigurationError, match=r"cannot be captured .* enforce_eager=True"):
-        run.runner._backend.graph_plan(run.runner.buffers.device_inputs(1, 1, 1))
+        run.runner._backend.graph_plan(run.runner.buffers.fixed_inputs(1))

@@ -1,5 +1,6 @@
 """Every family that transformers ships should run paged with the logits of a plain forward."""
 
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 
 from pyengine.core.errors import ConfigurationError
-from tests.unit.runner.hand_made import Entry, PagedRun, random_model
+from pyengine.runner import model_runner
+from pyengine.runner.graphs import EagerRecorder
+from tests.support.static_attention import StaticBackend
+from tests.unit.runner.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
 WINDOW = {"sliding_window": 6}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -48,6 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 TOLERANCE = 1e-4
+OPEN = nullcontext()
 
 
 def sequences() -> list[list[int]]:
@@ -197,3 +202,29 @@ def test_a_switched_model_refuses_plain_calls():
     PagedRun(model)
     with pytest.raises(ConfigurationError, match="paged=PagedContext"):
         model(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_after_a_step_that_sampled_nothing_no_token_is_pending(with_graphs):
+    """With two steps open the tokens of the first are fed to the second; there may be none."""
+    extras = {"backend": StaticBackend, "recorder": EagerRecorder()} if with_graphs else {}
+    run = PagedRun(random_model("llama"), **extras)
+    tokens = sequences()[0]
+    tables = run.tables(len(tokens))
+    ((rows,), _) = run.step([Entry(tokens, 0, len(tokens), tables)])
+    for start, end in ((0, 7), (7, len(tokens))):
+        plan = HandMadePlan(
+            [Entry(tokens, start, end, tables)], run.runner.buffers.arrays, run.block_size
+        )
+        logits = run.runner.prepare(plan)(torch.empty(0, dtype=torch.int64))
+    torch.testing.assert_close(logits.sampling[0], rows[-1], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_kernels_of_a_second_device_are_launched_there(monkeypatch):
+    """Triton, events and graphs go to the current device, not to that of their tensors."""
+    entered = []
+    monkeypatch.setattr(model_runner, "on_device", lambda device: entered.append(device) or OPEN)
+    run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=EagerRecorder())
+    assert entered == [run.pool.device]  # the capture
+    run.step([Entry([3, 4], 0, 2, run.tables(2))])
+    assert entered == [run.pool.device] * 2

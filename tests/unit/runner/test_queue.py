@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from pyengine.runner import InlineQueue, ThreadQueue
 
@@ -31,3 +32,38 @@ def test_a_thread_runs_beside_its_caller() -> None:
     may_go_on.set()  # an inline queue would never have come here
     assert first.result() is True
     assert second.result() != threading.get_ident()
+
+
+class CurrentDevice:
+    """Stands for `torch.cuda.device`: which device is the current one of the thread."""
+
+    current = threading.local()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.before = getattr(self.current, "device", None)
+        self.current.device = self.device
+
+    def __exit__(self, *_: object) -> None:
+        self.current.device = self.before
+
+
+def test_work_for_a_cuda_device_finds_it_current_in_whatever_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", CurrentDevice)
+    queue, seen = InlineQueue(torch.device("cuda", 1)), []
+
+    def submit() -> None:
+        queue.submit(lambda: seen.append(CurrentDevice.current.device)).result()
+        with pytest.raises(ZeroDivisionError):
+            queue.submit(lambda: 1 // 0).result()
+        seen.append(CurrentDevice.current.device)
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    thread.join()
+    submit()
+    assert seen == [torch.device("cuda", 1), None] * 2

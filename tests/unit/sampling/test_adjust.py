@@ -1,12 +1,16 @@
 """Bias, barred stop tokens and penalties by numbers worked out by hand."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling import adjust
+from pyengine.sampling.adjust import Adjustments
 from pyengine.sampling.state import SamplingState
 
 ROW = [2.0, -2.0, 4.0, -1.0, 0.5]
@@ -18,15 +22,18 @@ def state(
     prompt: tuple[int, ...] = (),
     output: tuple[int, ...] = (),
     stop_ids: tuple[int, ...] = (),
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> SamplingState:
-    made = SamplingState(params, prompt, seed=0, vocab_size=len(ROW), stop_ids=stop_ids)
+    made = SamplingState(
+        params, prompt, seed=0, vocab_size=len(ROW), stop_ids=stop_ids, bad_words=bad_words
+    )
     for token in output:
         made.append(token)
     return made
 
 
 def adjusted_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    return adjust.adjusted_logits(logits, states, [one.num_output for one in states])
+    return Adjustments(states).apply(logits, [one.num_output for one in states])
 
 
 CASES = {
@@ -72,6 +79,26 @@ CASES = {
     ),
     "stop tokens are free after min_tokens": (
         state(SamplingParams(min_tokens=2), output=(1, 1), stop_ids=(2,)),
+        ROW,
+    ),
+    "only allowed tokens are left": (
+        state(SamplingParams(allowed_token_ids=[1, 3, 3], logit_bias={0: 9.0, 1: 1.0})),
+        [-INF, -1.0, -INF, -1.0, -INF],
+    ),
+    "a bad word of one token is barred": (
+        state(SamplingParams(logit_bias={2: 9.0}), bad_words=[(2,), (4, 0)]),
+        [2.0, -2.0, -INF, -1.0, 0.5],
+    ),
+    "a bad word may not be completed": (
+        state(SamplingParams(), prompt=(3,), output=(1, 4), bad_words=[(4, 0), (1, 4, 2), (3, 1)]),
+        [-INF, -2.0, -INF, -1.0, 0.5],
+    ),
+    "a bad word that has not begun bars nothing": (
+        state(SamplingParams(), prompt=(4, 4), output=(4,), bad_words=[(1, 4, 2), (4, 4, 0)]),
+        ROW,
+    ),
+    "bad words outside the vocabulary bar nothing": (
+        state(SamplingParams(), output=(4,), bad_words=[(7,), (4, 5), (4, -1), (-1,)]),
         ROW,
     ),
     "nothing asked": (state(SamplingParams(), prompt=(0,), output=(1,)), ROW),
@@ -128,3 +155,69 @@ def test_the_largest_bias_and_penalty_give_no_nan(penalty: float) -> None:
     got = adjusted_logits(torch.tensor([[3.4e38, -3.4e38, 3.4e38, 0.0, 1.0]]), [one])[0].tolist()
     assert got[2] == got[4] == -INF
     assert all(value < INF for value in got)  # false for NaN too
+
+
+def by_one(
+    logits: torch.Tensor, one: SamplingState, bad_words: list[tuple[int, ...]]
+) -> list[float]:
+    """The changes to one row, token by token."""
+    row, params, output = logits.tolist(), one.params, one.token_ids
+    for token in range(len(row)):
+        allowed = params.allowed_token_ids
+        completes = any(
+            token == word[-1] and (len(word) == 1 or output[1 - len(word) :] == list(word[:-1]))
+            for word in bad_words
+        )
+        is_early = len(output) < params.min_tokens and token in params.stop_token_ids
+        if (allowed is not None and token not in allowed) or completes or is_early:
+            row[token] = -INF
+            continue
+        row[token] += (params.logit_bias or {}).get(token, 0.0)
+        times = output.count(token)
+        if times:  # these requests have no prompt
+            factor = params.repetition_penalty
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        row[token] -= params.frequency_penalty * times + params.presence_penalty * (times > 0)
+    return row
+
+
+tokens = st.integers(0, len(ROW) - 1)
+requests = st.tuples(
+    st.builds(
+        SamplingParams,
+        repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
+        presence_penalty=st.sampled_from([0.0, 1.5]),
+        frequency_penalty=st.sampled_from([0.0, -0.5]),
+        logit_bias=st.none() | st.dictionaries(tokens, st.sampled_from([-3.0, 0.5, 100.0])),
+        min_tokens=st.integers(0, 3),
+        stop_token_ids=st.lists(st.integers(0, 1), max_size=2),
+        allowed_token_ids=st.none() | st.lists(tokens, min_size=1).map(lambda ids: [*ids, 4]),
+    ),
+    st.lists(tokens, max_size=6),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3),
+)
+
+
+@given(batch=st.lists(requests, min_size=1, max_size=6), steps=st.integers(1, 3))
+@settings(max_examples=300)
+def test_batches_against_one_token_at_a_time(batch: list[Any], steps: int) -> None:
+    states = [
+        state(params, output=tuple(output), bad_words=words) for params, output, words in batch
+    ]
+    made = Adjustments(states)
+    for step in range(steps):
+        logits = torch.tensor([ROW] * len(states)).roll(step, 1)
+        got = made.apply(logits, np.array([one.num_output for one in states]))
+        expected = [
+            by_one(row, one, words)
+            for row, one, (_, _, words) in zip(logits, states, batch, strict=True)
+        ]
+        torch.testing.assert_close(got, torch.tensor(expected))
+        for one in states:
+            one.append((7 * step + one.num_output) % len(ROW))
+
+
+def test_ids_beyond_the_logits_are_refused() -> None:
+    one = state(SamplingParams(logit_bias={4: 1.0}))
+    with pytest.raises(ValueError, match="token ids 4 to 4 in rows of 4 logits"):
+        adjusted_logits(torch.tensor([ROW[:4], ROW[:4]]), [one, one])

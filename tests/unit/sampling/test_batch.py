@@ -49,17 +49,21 @@ def test_positions_stand_for_tokens_that_the_states_have_not_been_told() -> None
 
 def test_what_is_known_of_a_batch() -> None:
     batch = SamplingBatch(states(MIXED))
-    assert (len(batch), batch.vocab_size, batch.random_rows) == (6, VOCAB, [2, 3, 4])
+    assert (len(batch), batch.vocab_size) == (6, VOCAB)
+    assert batch.draws is not None
+    assert batch.draws.rows.tolist() == [2, 3, 4]
+    assert SamplingBatch(states(MIXED[:2])).draws is None
     assert batch.wanted == {3: 2}
-    assert batch.may_change_logits
-    assert not SamplingBatch(states([MIXED[0], MIXED[2]])).may_change_logits
+    assert batch.adjustments is not None
+    assert SamplingBatch(states([MIXED[0], MIXED[2]])).adjustments is None
 
 
 def test_settings_that_no_row_asks_for_are_left_out() -> None:
     draws = SamplingBatch(states([MIXED[2], SamplingParams(top_k=9)])).draws
-    settings = draws.rows(slice(0, 2), torch.device("cpu"))
+    assert draws is not None
+    settings = draws.settings(slice(0, 2), torch.device("cpu"))
     assert settings.min_p is None
     assert settings.top_p is None
     assert settings.top_k is not None
     assert (settings.top_k.flatten().tolist(), settings.largest_k) == ([5, 9], 9)
-    assert draws.rows(slice(0, 2), torch.device("cpu")) is settings
+    assert draws.settings(slice(0, 2), torch.device("cpu")) is settings

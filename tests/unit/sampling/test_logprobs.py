@@ -1,12 +1,23 @@
+import gc
 import math
+import weakref
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyengine.core.outputs import Logprob
-from pyengine.sampling.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+from pyengine.sampling.logprobs import (
+    PendingPromptLogprobs,
+    PromptRows,
+    TokenLogprobs,
+    prompt_logprobs,
+    token_logprobs,
+)
 
 ROW = [1.0, 3.0, 3.0, 0.0, 2.0]
 NORMALISER = math.log(sum(math.exp(x) for x in ROW))
@@ -87,6 +98,76 @@ def test_prompt_rows_speak_about_the_next_token() -> None:
     (bare,) = prompt_logprobs(torch.tensor([ROW]), [1], 0)
     assert_same(bare, TokenLogprobs(1, 3 - NORMALISER, 1, (), ()))
     assert prompt_logprobs(torch.empty(0, 5), [], 3) == []
+
+
+def test_several_prompts_of_a_step_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(150, 50, generator=generator).to(torch.bfloat16)
+    parts = [
+        PromptRows(list(range(50)), 3),
+        PromptRows([], 2),
+        PromptRows(np.arange(20, 50), 50),
+        PromptRows([7] * 70, 0),
+    ]
+    pending = PendingPromptLogprobs(logits, parts)
+    expected = [
+        [
+            reference(row, int(token), part.top)
+            for row, token in zip(rows, part.next_token_ids, strict=True)
+        ]
+        for part, rows in zip(parts, (logits[:50], [], logits[50:80], logits[80:]), strict=True)
+        for rows in [[row.double().tolist() for row in rows]]
+    ]
+    logits.fill_(0)  # they may be dropped: everything was read
+    got = pending.result()
+    assert [len(one) for one in got] == [50, 0, 30, 70]
+    for one, wanted in zip(got, expected, strict=True):
+        for entry, other in zip(one, wanted, strict=True):
+            assert_same(entry, other)
+    assert PendingPromptLogprobs(torch.empty(0, 50), []).result() == []
+    with pytest.raises(ValueError, match="3 rows of logits for 2 positions"):
+        PendingPromptLogprobs(logits[:3], [PromptRows([1, 2], 0)])
+
+
+class Sizes(TorchDispatchMode):
+    """Takes note of the tensors that are made, views of `given` left out."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__()
+        self.given = given.data_ptr()
+        self.largest = 0
+        self.made: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor) and not self.is_view(one):
+                self.largest = max(self.largest, one.untyped_storage().nbytes())
+                self.made.add(one)
+        return made
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self.given
+
+
+@pytest.mark.parametrize("top", [0, 5])
+def test_memory_does_not_follow_the_length_of_the_prompt(top: int) -> None:
+    vocab_size = 4000
+    logits = torch.randn(1000, vocab_size).to(torch.bfloat16)
+    whole = weakref.ref(logits)
+    with Sizes(logits) as sizes:
+        pending = PendingPromptLogprobs(logits, [PromptRows([1] * 1000, top)])
+    assert sizes.largest <= 64 * vocab_size * 4
+    gc.collect()
+    storages = {
+        (one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in sizes.made
+    }
+    assert sum(size for _, size in storages) <= 1000 * (8 + 4 + 8 + top * 12) + 4096
+    del logits
+    assert whole() is None
+    assert len(pending.result()[0]) == 1000
 
 
 def test_the_users_form_has_the_token_first_and_each_token_once() -> None:

@@ -1,6 +1,7 @@
 """The vectorised sampler against one row at a time in plain Python."""
 
 import math
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyengine.core.errors import BrokenLogitsError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.sampling import Sampler, SamplingState
 from pyengine.sampling.uniform import uniforms
@@ -104,7 +106,7 @@ def test_the_order_of_the_batch_and_the_chunks_make_no_difference(
     states = [state(choices[i % 5], seed=i) for i in range(40)]
     expected = Sampler()(logits, states).token_ids
     order = torch.randperm(40)
-    monkeypatch.setattr("pyengine.sampling.draw._CHUNK_ELEMENTS", 3 * VOCAB + 5)
+    monkeypatch.setattr("pyengine.sampling.draw_cpu._CHUNK_ELEMENTS", 3 * VOCAB + 5)
     shuffled = Sampler()(logits[order], [states[i] for i in order.tolist()]).token_ids
     assert torch.equal(shuffled, expected[order])
 
@@ -172,6 +174,18 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_greedy_rows_of_every_precision_and_chunk(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.sampling.draw_cpu._CHUNK_ELEMENTS", 3 * VOCAB)
+    logits = (torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    got = Sampler()(logits, [state(SamplingParams(temperature=0))] * 11).token_ids.tolist()
+    assert got == [row.index(max(row)) for row in logits.tolist()]
+    wide = logits.T.contiguous().T  # another order of the same in memory
+    assert Sampler()(wide, [state(SamplingParams(temperature=0))] * 11).token_ids.tolist() == got
+
+
 def test_a_greedy_batch_neither_sorts_nor_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_args: object) -> None:
         raise AssertionError("a greedy batch drew")
@@ -202,11 +216,51 @@ def test_a_barred_token_is_never_drawn() -> None:
     assert set(drawn.tolist()) == {0, 2}
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9, top_k=7)])
-def test_broken_logits_still_give_a_token_of_the_vocabulary(params: SamplingParams) -> None:
-    for value in (math.nan, math.inf, -math.inf):
-        token = int(Sampler()(torch.full((1, VOCAB), value), [state(params)]).token_ids)
-        assert 0 <= token < VOCAB
+EVERY_WAY = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(top_p=0.9, top_k=7),
+    SamplingParams(temperature=0, logit_bias={3: 1.0}),
+    SamplingParams(min_p=0.5, presence_penalty=1.0),
+]
+
+
+@pytest.mark.parametrize("params", EVERY_WAY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_choice_are_named(params: SamplingParams, dtype: torch.dtype) -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[1] = math.nan
+    logits[4] = -math.inf
+    logits[5, 100] = math.nan
+    with pytest.raises(BrokenLogitsError, match="in 3 of 6 rows, the first of which is row 1") as e:
+        Sampler()(logits, [state(params)] * 6)
+    assert e.value.rows == (1, 4, 5)
+    assert pickle.loads(pickle.dumps(e.value)).rows == (1, 4, 5)
+    logits[1] = logits[4] = logits[5] = 0.0
+    assert len(Sampler()(logits, [state(params)] * 6).token_ids) == 6
+
+
+def test_nothing_waits_to_see_whether_a_row_is_broken() -> None:
+    pending = Sampler().launch(torch.full((2, VOCAB), math.nan), [state(SamplingParams())] * 2)
+    assert pending.token_ids.shape == (2,)
+    with pytest.raises(BrokenLogitsError):
+        pending.result()
+
+
+@pytest.mark.parametrize("params", EVERY_WAY)
+def test_an_infinite_logit_is_chosen(params: SamplingParams) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 70] = math.inf
+    assert Sampler()(logits, [state(params)]).token_ids.tolist() == [70]
+
+
+def test_a_request_that_bad_words_leave_no_token_fails_alone() -> None:
+    params = SamplingParams(allowed_token_ids=[3])
+    stuck = SamplingState(params, (), seed=0, vocab_size=VOCAB, bad_words=[(3, 3)])
+    stuck.append(3)
+    with pytest.raises(BrokenLogitsError) as caught:
+        Sampler()(torch.zeros(2, VOCAB), [state(SamplingParams()), stuck])
+    assert caught.value.rows == (1,)
 
 
 def test_logprobs_are_the_models_own_and_only_for_those_who_ask() -> None:
@@ -255,3 +309,10 @@ def test_no_rows_no_tokens() -> None:
     assert sampled.token_ids.shape == (0,)
     assert sampled.token_ids.dtype == torch.int64
     assert sampled.logprobs == []
+
+
+def test_where_nothing_is_sampled_the_tokens_are_on_the_device_all_the_same():
+    """Else nobody would wait for that step: the copy's event is recorded on the device."""
+    pending = Sampler().launch(torch.empty(0, 8, device="meta"), [])
+    assert pending.token_ids.device.type == "meta"
+    assert len(pending.token_ids) == 0

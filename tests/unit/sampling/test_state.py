@@ -1,13 +1,15 @@
+from typing import Any
+
+import numpy as np
 import pytest
 
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling.state import SamplingState, TokenCounts
+from pyengine.sampling.state import SamplingState, TokenCounts, tokens_of_words
+from tests.support.tokenizers import Fast, byte_level, metaspace
 
 
-def state(
-    params: SamplingParams, prompt: tuple[int, ...] = (), **settings: object
-) -> SamplingState:
+def state(params: SamplingParams, prompt: Any = (), **settings: object) -> SamplingState:
     return SamplingState(params, prompt, seed=0, vocab_size=10, **settings)  # type: ignore[arg-type]
 
 
@@ -44,9 +46,8 @@ def test_output_is_counted() -> None:
 def test_stop_tokens_are_barred_until_min_tokens() -> None:
     one = state(SamplingParams(min_tokens=2, stop_token_ids=[4]), stop_ids=[9, 4])
     assert one.stop_ids.tolist() == [4, 9]
-    assert [one.must_go_on(position) for position in range(3)] == [True, True, False]
-    assert not state(SamplingParams(), stop_ids=[9]).must_go_on(0)
-    assert not state(SamplingParams(min_tokens=2)).changes_logits(0)
+    assert not state(SamplingParams(), stop_ids=[9]).may_change_logits
+    assert not state(SamplingParams(min_tokens=2)).may_change_logits
 
 
 def test_something_must_be_left_to_draw() -> None:
@@ -62,4 +63,72 @@ def test_the_vocabulary_is_checked() -> None:
 def test_stop_tokens_outside_the_vocabulary_are_nobodys() -> None:
     one = state(SamplingParams(min_tokens=2), stop_ids=[-1, 3, 10, 10**30])
     assert one.stop_ids.tolist() == [3]
-    assert not state(SamplingParams(min_tokens=2), stop_ids=[10]).must_go_on(0)
+    assert not state(SamplingParams(min_tokens=2), stop_ids=[10]).may_change_logits
+
+
+def test_only_bad_words_of_several_tokens_depend_on_the_output() -> None:
+    single = state(SamplingParams(), bad_words=[(3,), (5,), (3,)])
+    assert single.barred_ids.tolist() == [3, 5]
+    assert not single.depends_on_output
+    several = state(SamplingParams(), bad_words=[(3,), (4, 5), (6, 5), (4, 7)])
+    assert several.depends_on_output
+    assert several.barred_by_output().tolist() == []
+    several.append(4)
+    assert several.barred_by_output().tolist() == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("params", "settings"),
+    [
+        (SamplingParams(allowed_token_ids=[3, 4]), {"bad_words": [(3,), (4,)]}),
+        (SamplingParams(allowed_token_ids=[3], min_tokens=1), {"stop_ids": [3]}),
+        (SamplingParams(), {"bad_words": [(one,) for one in range(10)]}),
+    ],
+)
+def test_what_is_allowed_must_not_be_barred(
+    params: SamplingParams, settings: dict[str, object]
+) -> None:
+    with pytest.raises(InvalidRequestError, match="leave nothing to draw"):
+        state(params, **settings)
+
+
+def test_a_sibling_shares_what_stays_the_same() -> None:
+    params = SamplingParams(repetition_penalty=2, logit_bias={1: 2.0})
+    one = state(params, (2, 1))
+    other = one.sibling(seed=-1)
+    assert (other.seed, other.params) == (2**64 - 1, params)
+    assert other.bias_ids is one.bias_ids
+    other.append(5)
+    assert (one.token_ids, other.token_ids) == ([], [5])
+    assert one.counts is not None
+    assert other.counts is not None
+    assert (one.counts.ids.tolist(), other.counts.ids.tolist()) == ([1, 2], [1, 2, 5])
+    with pytest.raises(ValueError, match="1 tokens were generated"):
+        other.sibling(seed=0)
+
+
+def test_a_prompt_may_be_an_array_and_is_read_for_repetition_only() -> None:
+    one = state(SamplingParams(repetition_penalty=2), np.array([4, 2, 4]))
+    assert one.counts is not None
+    assert one.counts.ids.tolist() == [2, 4]
+
+    class Unread:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(f"the prompt was read: {name}")
+
+    for params in (SamplingParams(), SamplingParams(presence_penalty=1), SamplingParams(n=2)):
+        state(params, Unread())
+
+
+def test_words_as_tokens() -> None:
+    """In the middle of a text and at its beginning, whatever the tokenizer makes of a space."""
+    merges = Fast(byte_level(400))
+    spelled = tokens_of_words([" France", "zz", "France"], merges)
+    assert spelled == [tuple(merges.encode(text)) for text in ("France", " France", "zz", " zz")]
+    marked = Fast(metaspace())
+    assert {tuple(marked.encode(text)) for text in ("of", " of")} == {
+        *tokens_of_words(["of"], marked)
+    }
+    assert tokens_of_words([], None) == []
+    with pytest.raises(InvalidRequestError, match=r"bad_words=\['a'\] needs a tokenizer"):
+        tokens_of_words(["a"], None)

@@ -13,7 +13,13 @@ def make(num_blocks: int = 32, budget: int = 32, seats: int = 4) -> Scheduler:
 
 def add(scheduler: Scheduler, name: str, length: int, **settings: int) -> None:
     tokens = [1000 * int(name) + at for at in range(length)]
-    scheduler.add(Request(request_id=name, prompt_token_ids=tokens, **settings))  # type: ignore[arg-type]
+    scheduler.add(Job(Request(request_id=name, prompt_token_ids=tokens, **settings)))  # type: ignore[arg-type]
+
+
+def finish(scheduler: Scheduler, *names: str) -> None:
+    """End requests by their names."""
+    jobs = [*scheduler._waiting, *scheduler._running]
+    scheduler.finish([job for job in jobs if job.request.request_id in names])
 
 
 def planned(step: ScheduledStep | None) -> list[tuple[str, int, int]]:
@@ -67,10 +73,10 @@ def test_who_gets_the_last_token_is_not_planned_again() -> None:
     assert planned(second) == [("1", 3, 4)]
     assert first and second
     scheduler.commit(first, [1, 1])
-    scheduler.finish(["0"])
+    finish(scheduler, "0")
     assert scheduler.schedule(ahead=True) is None
     scheduler.commit(second, [1])
-    scheduler.finish(["1"])
+    finish(scheduler, "1")
     assert not scheduler.has_work
     assert scheduler.schedule() is None
 

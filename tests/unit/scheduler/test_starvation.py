@@ -6,13 +6,13 @@ evicted, and the rule says no for ever. The lookahead slots of a multi-token-pre
 to that use, come and go, and must cost nobody a seat either.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
 from pyengine.cache import BlockManager, Ledger
 from pyengine.core.request import Request
-from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits, StalledError
+from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
@@ -25,10 +25,10 @@ THRESHOLD = 0.8
 class UsageScheduler(Scheduler):
     """Admits while the pool looks less than `THRESHOLD` used: the rule that starves."""
 
-    def _admit(self, step: ScheduledStep) -> None:
+    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> None:
         used = NUM_BLOCKS - self._manager.ledger().free
         if used / NUM_BLOCKS < THRESHOLD:
-            super()._admit(step)
+            super()._admit(step, without)
 
 
 class Service:
@@ -45,7 +45,7 @@ class Service:
     def add(self, names: Iterable[int], length: int = 12) -> None:
         for name in names:
             tokens = [name * 100 + at for at in range(length)]  # nothing in common
-            self.scheduler.add(Request(request_id=str(name), prompt_token_ids=tokens))
+            self.scheduler.add(Job(Request(request_id=str(name), prompt_token_ids=tokens)))
             self.left[str(name)] = NUM_TOKENS
 
     def step(self) -> None:
@@ -57,8 +57,8 @@ class Service:
             self.admitted.setdefault(entry.request.request_id, self.num_steps)
         for job in step.sampling_jobs:
             self.left[job.request.request_id] -= 1
-        done = [job.request.request_id for job in step.sampling_jobs]
-        self.scheduler.finish(name for name in done if self.left[name] == 0)
+        done = [job for job in step.sampling_jobs if self.left[job.request.request_id] == 0]
+        self.scheduler.finish(done)
         self.manager.check()
 
     def run(self) -> None:

@@ -2,7 +2,7 @@
 
 from pyengine.cache import BlockManager
 from pyengine.core.request import Request
-from pyengine.scheduler import ScheduledStep, Scheduler, SchedulerLimits
+from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
 
 
 def started(*lengths: int) -> Scheduler:
@@ -17,7 +17,13 @@ def started(*lengths: int) -> Scheduler:
 
 def submit(scheduler: Scheduler, name: str, length: int) -> None:
     tokens = [100 * int(name) + at for at in range(length)]
-    scheduler.add(Request(request_id=name, prompt_token_ids=tokens))
+    scheduler.add(Job(Request(request_id=name, prompt_token_ids=tokens)))
+
+
+def finish(scheduler: Scheduler, *names: str) -> None:
+    """End requests by their names."""
+    jobs = [*scheduler._waiting, *scheduler._running]
+    scheduler.finish([job for job in jobs if job.request.request_id in names])
 
 
 def stepped(scheduler: Scheduler) -> ScheduledStep:
@@ -41,7 +47,7 @@ def test_the_same_decodes_are_the_same_object() -> None:
 def test_whoever_comes_or_goes_makes_them_others() -> None:
     scheduler = started(5, 9, 3)
     first = stepped(scheduler)
-    scheduler.finish(["1"])
+    finish(scheduler, "1")
     second = stepped(scheduler)
     assert names(second) == ["0", "2"]
     submit(scheduler, "3", 6)

@@ -1,0 +1,71 @@
+"""What the engines are asked to generate, end to end."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+from benches.engine.serve import Asked
+
+DOCS = Path(__file__).parents[2] / "docs"
+VOCABULARY = 49_000
+
+
+@dataclass(frozen=True)
+class Work:
+    """`count` prompts of `shared` tokens that are the same and `own` that are not."""
+
+    count: int
+    shared: int
+    own: int
+    max_tokens: int
+    kind: Literal["", "text", "sampled"] = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether an engine that shares nothing takes most of a minute."""
+        return self.shared > 0
+
+    @property
+    def name(self) -> str:
+        """As the tables say it."""
+        parts = [f"{self.shared} shared" if self.own else f"{self.shared} identical"]
+        length = " + ".join(parts * bool(self.shared) + [f"{self.own} own"] * bool(self.own))
+        length = length if self.shared else str(self.own)
+        kind = f", {self.kind}" * bool(self.kind)
+        return f"{self.count} x ({length} in, {self.max_tokens} out){kind}"
+
+    @property
+    def tokens(self) -> int:
+        """What the rate counts: tokens out, or tokens in where only one comes out."""
+        per_prompt = self.max_tokens if self.max_tokens > 1 else self.shared + self.own
+        return self.count * per_prompt
+
+    def asked(self, random: Random) -> Asked:
+        """New prompts; texts have about four tokens for three words."""
+        if self.kind == "text":
+            words = passages()
+            starts = random.sample(range(len(words) - self.own), self.count)
+            texts = [" ".join(words[at : at + 3 * self.own // 4]) for at in starts]
+            return Asked(texts, self.max_tokens)
+        shared = random.choices(range(VOCABULARY), k=self.shared)
+        own = [random.choices(range(VOCABULARY), k=self.own) for _ in range(self.count)]
+        asked = Asked([shared + each for each in own], self.max_tokens)
+        return replace(asked, temperature=1.0, top_p=0.9) if self.kind == "sampled" else asked
+
+
+def passages() -> list[str]:
+    """The words of this repository's pages."""
+    pages = (DOCS / name for name in ("architecture.md", "attention.md", "gpu.md"))
+    return " ".join(page.read_text(encoding="utf-8") for page in pages).split()
+
+
+WORKS = (
+    Work(1, 0, 32, 64),
+    Work(32, 0, 32, 64),
+    Work(32, 0, 32, 64, "text"),
+    Work(32, 0, 32, 16, "sampled"),
+    Work(8, 0, 512, 1),
+    Work(32, 512, 16, 32),
+    Work(32, 512, 0, 32),
+)

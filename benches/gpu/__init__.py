@@ -1,0 +1,1 @@
+"""What the GPU path gives: decode against the roofline, transformers, sharing, the host's work."""

@@ -1,0 +1,137 @@
+"""What people see: answers, notes beside them, tables, and the one line of figures at the end.
+
+Answers go to standard output as they are. A terminal gets no control character of theirs: an
+escape sequence in a prompt, an answer or a file's name is written out instead.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TextIO
+
+import typer
+
+from pyengine.cli.backend import Engine, ended
+from pyengine.core.outputs import RequestOutput
+from pyengine.core.sampling_params import SamplingParams
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters written out, but for line ends and tabs."""
+    return text.translate(_CONTROLS)
+
+
+def write(text: str, *, bold: bool = False) -> None:
+    """Write to standard output, at once."""
+    _write(sys.stdout, text, {"bold": True} if bold else {})
+
+
+def note(text: str, *, dim: bool = False) -> None:
+    """Write a line to standard error."""
+    _write(sys.stderr, f"{text}\n", {"dim": True} if dim else {})
+
+
+def _write(stream: TextIO, text: str, style: dict[str, bool]) -> None:
+    if stream.isatty():
+        text = printable(text)
+        if style and not os.environ.get("NO_COLOR"):
+            text = typer.style(text, **style)
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        error.filename = stream.name
+        raise
+
+
+def print_rows(title: str, rows: Mapping[str, object]) -> None:
+    """A title, and a line for each row; nested ones stay as they are, behind the name above."""
+    flat = dict(_flatten(rows))
+    width = max(map(len, flat), default=0)
+    write(f"{title}\n", bold=True)
+    write("".join(f"  {key:<{width}}  {value}\n" for key, value in flat.items()))
+
+
+def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in rows.items():
+        name = key.replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from ((f"{name}: {one}", of_it) for one, of_it in value.items())
+        else:
+            yield name, value
+
+
+@dataclass
+class Meter:
+    """What a run costs: counters and clock as they were before it, and its results' tokens.
+
+    As text it is the closing line. `tok/s` is new tokens over the wall time since the start,
+    prefill included; `shared` blocks in a step, `merged` after it.
+    """
+
+    engine: Engine
+    counters: Mapping[str, int]
+    started: float
+    tokens: dict[str, int] = field(
+        default_factory=lambda: {"prompt": 0, "cached": 0, "new": 0}, init=False
+    )
+
+    @classmethod
+    def start(cls, engine: Engine) -> Self:
+        """Read the engine's counters and the clock."""
+        return cls(engine, dict(engine.stats().counters), time.perf_counter())
+
+    def add(self, result: RequestOutput) -> None:
+        """Count a result that is finished or was cut short."""
+        self.tokens["prompt"] += len(result.prompt_token_ids)
+        self.tokens["cached"] += result.num_cached_tokens
+        self.tokens["new"] += sum(len(out.token_ids) for out in result.outputs)
+
+    def __str__(self) -> str:
+        """The closing line."""
+        seconds = time.perf_counter() - self.started
+        now, tokens = self.engine.stats().counters, self.tokens
+        blocks = {name: now[name] - before for name, before in self.counters.items()}
+        parts = (
+            f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached)",
+            f"{tokens['new']} new tokens",
+            f"{tokens['new'] / max(seconds, 1e-9):.1f} tok/s",
+            f"{blocks['allocated_blocks']} blocks used",
+            f"{blocks['in_flight_blocks']} shared in flight",
+            f"{blocks['merged_blocks']} merged",
+        )
+        return " · ".join(parts)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text that was shown, the line of what it cost, and whether Ctrl-C cut it short."""
+
+    text: str
+    figures: str
+    interrupted: bool
+
+
+def stream_answer(engine: Engine, prompt: Any, params: SamplingParams) -> Answer:
+    """Write the answer to standard output token by token; Ctrl-C ends it, not the program."""
+    meter = Meter.start(engine)
+    shown = ""
+    last: RequestOutput | None = None
+    interrupted = False
+    try:
+        with ended(engine.stream(prompt, params)) as outputs:
+            for last in outputs:
+                text = last.outputs[0].text
+                write(text[len(shown) :])
+                shown = text
+    except KeyboardInterrupt:
+        interrupted = True
+    write("\n")
+    if last is not None:
+        meter.add(last)
+    return Answer(shown, str(meter), interrupted)

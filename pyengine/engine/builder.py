@@ -1,0 +1,319 @@
+"""From settings to an engine: what is loaded, sized, chosen and joined, in this order.
+
+settings -> model -> attention backend -> KV pool and its manager -> runner -> engine
+"""
+
+import platform
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from pyengine.attention import AttentionNeeds, Choice, explain_backends, needs_of, select_backend
+from pyengine.attention.needs import dtype_name
+from pyengine.cache import BlockManager, ConfigError
+from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_kv_cache_dtype
+from pyengine.cache.layer_groups import LayerGroups
+from pyengine.cache.memory import available_memory
+from pyengine.core.distribution import package_version
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings
+from pyengine.engine.capacity import (
+    CachePlan,
+    CudaMeter,
+    activation_bytes,
+    check_step_fits,
+    keep_freed_memory,
+    model_facts,
+    plan_cache,
+)
+from pyengine.engine.engine import Engine
+from pyengine.engine.executor import Executor
+from pyengine.engine.intake import ModelFacts
+from pyengine.models import LoadedModel, load_model, resolve_source
+from pyengine.models.packed import can_pack, pack_linears
+from pyengine.parallel import RunnerSetup, Team
+from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
+from pyengine.runner.graphs import CudaRecorder
+from pyengine.scheduler import Scheduler, SchedulerLimits
+
+_SOME_BLOCK_SIZE = 16
+"""To check settings with, until the backend has said what it likes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """An engine and what it stands on. `team` are the processes of a model that is divided.
+
+    `default_params` serve requests that come without sampling parameters.
+    """
+
+    loaded: LoadedModel
+    manager: BlockManager
+    engine: Engine
+    team: Team | None
+    default_params: SamplingParams
+    description: dict[str, object]
+
+
+def build_engine(settings: EngineSettings) -> BuiltEngine:
+    """Load, size, choose, join. Raises as `LLM` does; nothing is left running if it fails."""
+    _check(settings)
+    team = None
+    if settings.tensor_parallel_size != 1:
+        size = settings.tensor_parallel_size
+        source = resolve_source(settings.model, revision=settings.revision, token=settings.token)
+        team = Team(source, device=settings.device, dtype=settings.dtype, size=size)
+    with team or nullcontext():  # if anything fails from here on, the workers end
+        return _join(settings, team)
+
+
+def _check(settings: EngineSettings) -> None:
+    """Refuse what only the block manager or torch knows to be wrong, before anything is loaded."""
+    asked = settings.asked_block_size
+    size = _SOME_BLOCK_SIZE if asked is None else asked
+    resolve_kv_cache_dtype(settings.kv_cache_dtype, torch.float32)
+    try:
+        BlockManager(1, size, eviction=settings.eviction)
+    except ConfigError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
+    loaded = team.loaded if team else _load(settings)
+    needs = needs_of(
+        loaded.model,
+        loaded.device,
+        loaded.dtype,
+        kv_dtype=resolve_kv_cache_dtype(settings.kv_cache_dtype, loaded.dtype),
+        block_size=settings.asked_block_size,
+    )
+    choice = select_backend(settings.attention_backend, needs)
+    pool = _pool_settings(settings, choice, needs, loaded, team)
+    most, asked = settings.max_num_batched_tokens, settings.max_model_len
+    plan = plan_cache(
+        loaded, pool, most, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
+    )
+    manager = plan.manager(
+        prefix_caching=settings.enable_prefix_caching,
+        in_flight_sharing=settings.in_flight_sharing,
+        eviction=settings.eviction,
+    )
+    facts = model_facts(loaded, pool, manager, most, asked)
+    limits = _runner_limits(settings, facts.max_model_len, plan.block_size, plan.groups)
+    if team is None:
+        runner: Runner = _runner(settings, loaded, choice, plan, limits)
+    else:
+        runner = team.runner(_setup(choice, needs, plan, limits))
+    executor = _executor(settings, runner, loaded.device)
+    engine = Engine(
+        manager,
+        Scheduler(manager, _scheduler_limits(settings)),
+        executor,
+        facts,
+        tokenizer=loaded.tokenizer,
+        seed=settings.seed,
+    )
+    params = default_params(settings, loaded)
+    description = {
+        **_about_model(loaded, settings),
+        **_about_attention(choice, needs, runner),
+        **_about_cache(plan, facts, settings),
+        "async_scheduling": executor.depth > 1,
+        "generation_config": about_sampling(settings, params),
+    }
+    return BuiltEngine(
+        loaded=loaded,
+        manager=manager,
+        engine=engine,
+        team=team,
+        default_params=params,
+        description=description,
+    )
+
+
+def default_params(settings: EngineSettings, loaded: LoadedModel) -> SamplingParams:
+    """For requests without sampling parameters: those of the model, or our own."""
+    of_model: Mapping[str, Any] = loaded.default_sampling
+    return SamplingParams(**of_model if settings.takes_model_sampling else {})
+
+
+def about_sampling(settings: EngineSettings, params: SamplingParams) -> str:
+    """The words for `default_params`: where they are from, and what differs from our own."""
+    plain = SamplingParams()
+    chosen = [
+        f"{one.name}={getattr(params, one.name)!r}"
+        for one in fields(params)
+        if getattr(params, one.name) != getattr(plain, one.name)
+    ]
+    text = ", ".join(chosen) or "the defaults of SamplingParams"
+    return f"{settings.generation_config}: {text}"
+
+
+def _pool_settings(
+    settings: EngineSettings,
+    choice: Choice,
+    needs: AttentionNeeds,
+    loaded: LoadedModel,
+    team: Team | None,
+) -> PoolSettings:
+    """What is asked of the pool, and the memory it may take; the largest step has to fit, too."""
+    pool = PoolSettings(
+        block_size=choice.block_size,
+        num_blocks=settings.num_blocks,
+        kv_cache_memory=settings.kv_cache_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=min(settings.max_model_len or loaded.max_model_len, loaded.max_model_len),
+        available_memory=team.available_memory if team else available_memory(loaded.device),
+    )
+    least = _runner_limits(settings, pool.max_model_len, pool.block_size, LayerGroups.single(1))
+    check_step_fits(least, pool, loaded)
+    if _is_to_be_profiled(settings, loaded):
+        memory = _memory_left(settings, pool, choice, needs.cache_dtype, loaded)
+        return replace(pool, available_memory=memory)
+    return pool
+
+
+def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
+    """The largest step."""
+    return SchedulerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens, max_num_seqs=settings.max_num_seqs
+    )
+
+
+def _load(settings: EngineSettings) -> LoadedModel:
+    return load_model(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        revision=settings.revision,
+        token=settings.token,
+    )
+
+
+def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
+    """Whether the size of the pool follows from what a step leaves of a device's memory."""
+    is_asked = settings.num_blocks is not None or settings.kv_cache_memory is not None
+    return loaded.device.type == "cuda" and settings.tensor_parallel_size == 1 and not is_asked
+
+
+def _memory_left(
+    settings: EngineSettings,
+    pool: PoolSettings,
+    choice: Choice,
+    kv_dtype: torch.dtype,
+    loaded: LoadedModel,
+) -> int:
+    """Bytes that the largest step leaves on the device: it is run over a pool of one block."""
+    specs = kv_cache_specs(loaded.config, kv_dtype)
+    smallest = KVPool(specs, 1, pool.block_size, loaded.device)
+    limits = _runner_limits(settings, pool.max_model_len, pool.block_size, smallest.groups)
+    runner = ModelRunner(loaded, smallest, choice.build(smallest), limits)
+    meter = CudaMeter(loaded.device)
+    taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
+    return max(0, available_memory(loaded.device) - taken)
+
+
+def _runner_limits(
+    settings: EngineSettings, longest: int, block_size: int, groups: LayerGroups
+) -> RunnerLimits:
+    return RunnerLimits(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_blocks_per_seq=-(-longest // block_size),
+        num_groups=len(groups.windows),
+    )
+
+
+def _runner(
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    choice: Choice,
+    plan: CachePlan,
+    limits: RunnerLimits,
+) -> ModelRunner:
+    """A runner in this process, compiled and captured as asked."""
+    pool = plan.pool(loaded)
+    backend = choice.build(pool)
+    graphs = loaded.device.type == "cuda" and backend.supports_graphs
+    recorder = CudaRecorder() if graphs and not settings.enforce_eager else None
+    if loaded.device.type == "cpu":
+        keep_freed_memory()
+    if can_pack(loaded.device, loaded.dtype):
+        pack_linears(loaded.model)
+    runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
+    if settings.compile:
+        runner.compile()
+    runner.capture()
+    return runner
+
+
+def _setup(
+    choice: Choice, needs: AttentionNeeds, plan: CachePlan, limits: RunnerLimits
+) -> RunnerSetup:
+    """The same for every process of a model that is divided."""
+    return RunnerSetup(
+        num_blocks=plan.size.num_blocks,
+        block_size=plan.block_size,
+        groups=plan.groups,
+        attention_backend=choice.backend,
+        needs=needs,
+        limits=limits,
+    )
+
+
+def _executor(settings: EngineSettings, runner: Runner, device: torch.device) -> Executor:
+    """A second step waits behind the one that runs, if asked for or (None) where that is fast.
+
+    CUDA runs beside the host by itself; the CPU gets a thread for it, which gains little where
+    the model uses all cores. The processes of a divided model take one step at a time.
+    """
+    on_cuda = device.type == "cuda"
+    ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
+    if not ahead or settings.tensor_parallel_size != 1:
+        return Executor(runner, InlineQueue(device))
+    return Executor(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
+
+
+def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:
+    return {
+        "pyengine": package_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "model": loaded.name,
+        "model_path": str(loaded.path),
+        "device": str(loaded.device),
+        "dtype": dtype_name(loaded.dtype),
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "compile": settings.compile,
+    }
+
+
+def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:
+    sizes = runner.graphs.sizes if isinstance(runner, ModelRunner) else []
+    return {
+        "attention_backend": choice.backend,
+        "attention_reason": choice.reason,
+        "attention_backends": explain_backends(choice, needs),
+        "cuda_graphs": f"batches of {sizes}" if sizes else "none",
+        "kv_cache_dtype": dtype_name(needs.cache_dtype),
+    }
+
+
+def _about_cache(plan: CachePlan, facts: ModelFacts, settings: EngineSettings) -> dict[str, object]:
+    return {
+        "block_size": plan.block_size,
+        "num_blocks": plan.size.num_blocks,
+        "kv_cache_bytes": plan.size.num_bytes,
+        "kv_cache_reason": plan.size.reason,
+        "layer_groups": str(plan.groups),
+        "max_model_len": facts.max_model_len,
+        "max_model_len_reason": facts.limited_by,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "in_flight_sharing": settings.in_flight_sharing,
+        "eviction": settings.eviction,
+    }

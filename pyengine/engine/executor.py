@@ -1,0 +1,75 @@
+"""Steps on their way through the device: forward pass and sampling, one step after the other."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pyengine.core.errors import ConfigurationError
+from pyengine.engine.batch import Batch
+from pyengine.runner import DeviceQueue, InlineQueue, Runner, Work
+from pyengine.sampling import PendingPromptLogprobs, PendingSample, Sampled, Sampler, TokenLogprobs
+from pyengine.scheduler import ScheduledStep
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What came of a step: tokens, and what prompts' positions say about the tokens after them."""
+
+    sampled: Sampled
+    prompt_logprobs: list[list[TokenLogprobs]]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStep:
+    """A step in the device's queue."""
+
+    step: ScheduledStep
+    batch: Batch
+    work: Work[tuple[PendingSample, PendingPromptLogprobs]]
+
+    def result(self) -> StepResults:
+        """Wait for the tokens. Raises what the step raised."""
+        pending, prompt_logprobs = self.work.result()
+        return StepResults(pending.result(), prompt_logprobs.result())
+
+
+class Executor:
+    """A runner, a sampler, and the queue in which both run.
+
+    `depth` is how many steps may be in it at a time. With 2 a step decodes the tokens of the one
+    before while those are still on the device; they are fed forward there.
+    """
+
+    def __init__(self, runner: Runner, queue: DeviceQueue | None = None, *, depth: int = 1) -> None:
+        if depth not in (1, 2):
+            raise ConfigurationError(
+                f"depth={depth}: one step runs at a time (1), or a second one waits behind it (2)"
+            )
+        self.runner = runner
+        self.depth = depth
+        self._queue = queue or InlineQueue()
+        self._sampler = Sampler()
+
+    def submit(
+        self, step: ScheduledStep, batch: Batch, before: SubmittedStep | None
+    ) -> SubmittedStep:
+        """Put a step into the queue, behind `before` if that is still in it.
+
+        The plan and the batch are read now; nothing is waited for. What goes wrong on the device
+        is raised by `SubmittedStep.result`.
+        """
+        forward = self.runner.prepare(step.plan, extra_rows=batch.prompt_rows())
+
+        def work() -> tuple[PendingSample, PendingPromptLogprobs]:
+            known: torch.Tensor | None = None
+            if before is not None:
+                sampled, _ = before.work.result()  # it was queued first: it has been run
+                known = (
+                    before.batch.own_tokens(sampled.token_ids) if len(sampled.token_ids) else None
+                )
+            logits = forward(known)
+            asked = batch.prompt_logprobs(logits.extra)  # at once: the logits are large
+            rows = batch.rows_of(logits.sampling)
+            return self._sampler.launch(rows, batch.sampling, batch.positions), asked
+
+        return SubmittedStep(step, batch, self._queue.submit(work))

@@ -1,0 +1,110 @@
+"""What `LLM` and `AsyncEngine` have in common: a model, an engine, requests made of prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pyengine.cache import TraceError
+from pyengine.core.errors import ConfigurationError, InvalidRequestError
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.settings import EngineSettings
+from pyengine.engine.builder import build_engine
+from pyengine.engine.engine import EngineObserver, EngineStats
+from pyengine.engine.prompts import ChatOptions, Message, Prompt, render_chat
+from pyengine.engine.request import RequestState
+from pyengine.engine.shared import SharedEngine
+
+
+class Frontend:
+    """A model, its KV cache and an engine that several callers share."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        parts = build_engine(settings)
+        self.model_path: Path = parts.loaded.path
+        self.tokenizer: Any = parts.loaded.tokenizer
+        self._manager = parts.manager
+        self._engine = parts.engine
+        self._shared = SharedEngine(parts.engine)
+        self._team = parts.team
+        self._description = parts.description
+        self._default_params = parts.default_params
+        self._ids = count()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer. See `LLM.chat`."""
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template=chat_template,
+            variables=chat_template_kwargs,
+        )
+        return render_chat(messages, self.tokenizer, options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What serves requests that come without sampling parameters."""
+        return self._default_params
+
+    def stats(self) -> EngineStats:
+        """The block manager's ledger and counters, and what the scheduler is at."""
+        return self._shared.stats()
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell `observer` of every request and step from now on, in the thread that runs it."""
+        self._engine.observe(observer)
+
+    @contextmanager
+    def recording(self, path: str | Path) -> Iterator[None]:
+        """Record what the block manager does meanwhile, for `pyengine trace replay`.
+
+        Only before the first request. Raises `ConfigurationError` after it, or if the file cannot
+        be written.
+        """
+        with _writing(path):
+            self._manager.record(path)
+        try:
+            yield
+        finally:
+            with _writing(path):
+                self._manager.stop_recording()
+
+    def describe(self) -> dict[str, object]:
+        """Versions, device, attention backend and why, sampling defaults, size of the KV pool."""
+        return dict(self._description)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: Any = None,
+        *,
+        priority: float = 0,
+    ) -> RequestState:
+        """A request that was checked and is not queued yet."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
+        name = f"{next(self._ids)}" if request_id is None else request_id
+        return self._engine.intake.request(name, prompt, params, priority=priority)
+
+    def _end_processes(self) -> None:
+        if self._team is not None:
+            self._team.close()
+
+
+@contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (TraceError, OSError) as error:
+        raise ConfigurationError(f"cannot record into {path}: {error}") from error

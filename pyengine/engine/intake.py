@@ -1,0 +1,124 @@
+"""From a prompt and its settings to a request that can be served, or a refusal."""
+
+import math
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from pyengine.core.errors import InvalidRequestError
+from pyengine.core.fields import is_real
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import EndConditions, RequestState, Sample
+from pyengine.sampling import SamplingState, tokens_of_words
+
+_PROMPT_LOGITS = 1 << 26
+"""Logits of a prompt's positions that a step computes at most: 256 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What requests are checked against.
+
+    `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
+    in words what set it: the model's positions, the pool, or the caller.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    limited_by: str
+    max_num_seqs: int
+
+
+class Intake:
+    """Checks requests against the model and makes them. Any thread may use it."""
+
+    def __init__(self, facts: ModelFacts, *, tokenizer: Any = None, seed: int = 0) -> None:
+        """Requests without a seed draw theirs from `seed`, in the order in which they are made."""
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._seeds = Random(seed)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise `InvalidRequestError` for a request that cannot be served. Any thread may ask."""
+        facts = self._facts
+        ids = np.asarray(params.truncated(prompt.token_ids, facts.max_model_len - 1))
+        if not len(ids):
+            raise InvalidRequestError("the prompt is empty: it needs at least one token")
+        if len(ids) >= facts.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens; with one token of output at most "
+                f"{facts.max_model_len - 1} fit ({facts.limited_by}); shorten the prompt"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= facts.vocab_size:
+            position = int(((ids < 0) | (ids >= facts.vocab_size)).argmax())
+            raise InvalidRequestError(
+                f"token id {ids[position]} at position {position} of the prompt is outside the "
+                f"vocabulary of {facts.vocab_size} tokens"
+            )
+        if params.n > facts.max_num_seqs:
+            raise InvalidRequestError(
+                f"n={params.n} completions of one prompt run at once, and max_num_seqs="
+                f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
+            )
+        params.check_vocabulary(facts.vocab_size)
+        longest = facts.max_model_len - len(ids)
+        max_output = longest if params.max_tokens is None else min(params.max_tokens, longest)
+        params.check_sizes(len(ids), max_output, facts.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError(
+                f"stop={list(params.stop)} needs a tokenizer, this model has none: "
+                "use stop_token_ids"
+            )
+
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
+    ) -> RequestState:
+        """A request that was checked and not queued yet. Any thread may call this.
+
+        Raises `InvalidRequestError` if it cannot be served.
+        """
+        if not is_real(priority) or math.isnan(priority):
+            raise InvalidRequestError(
+                f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
+            )
+        self.check(prompt, params)
+        if params.truncate_prompt_tokens is not None:
+            kept = params.truncated(prompt.token_ids, self._facts.max_model_len - 1)
+            prompt = replace(prompt, token_ids=kept)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
+        longest = self._facts.max_model_len - len(prompt.token_ids)
+        ends = EndConditions(
+            stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
+            eos_ids=eos_ids,
+            max_output=longest if params.max_tokens is None else min(params.max_tokens, longest),
+        )
+        wants_logits = params.prompt_logprobs is not None
+        state = RequestState(
+            request_id,
+            prompt,
+            params,
+            max_tokens=len(prompt.token_ids) + ends.max_output,
+            max_chunk=max(1, _PROMPT_LOGITS // self._facts.vocab_size)
+            if wants_logits
+            else math.inf,
+            priority=priority,
+        )
+        state.tokenizer = self._tokenizer
+        sampling = SamplingState(
+            params,
+            prompt.token_ids,
+            seed=seed,
+            vocab_size=self._facts.vocab_size,
+            stop_ids=self._facts.eos_token_ids,
+            bad_words=tokens_of_words(params.bad_words, self._tokenizer),
+        )
+        state.samples.append(Sample(state, 0, sampling, ends))
+        for index in range(1, params.n):
+            sample = Sample(state, index, sampling.sibling(seed + index), ends)
+            state.samples.append(sample)
+        return state

@@ -1,0 +1,144 @@
+"""After a step that failed: the request at fault is found, or smaller steps are taken."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pyengine.engine.request import RequestState, Sample
+from pyengine.scheduler import SchedulerLimits
+
+_FAILURES = 2
+"""So many failed steps with nobody else to suspect make a request fail; the first may pass."""
+_FIRST_CALM, _LONGEST_CALM = 64, 4096
+"""Steps without a failure before limits are raised again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """After a failed step: the request that is at fault, if that is certain."""
+
+    culprit: RequestState | None = None
+    is_hopeless: bool = False
+    """Steps fail whoever is in them: it is not the requests."""
+
+
+class FaultFinder:
+    """Finds the request on which the forward pass fails, by leaving others out of steps.
+
+    Suspects are those who were in every failed step since the search began and in none that went
+    well. Newcomers are left out first: those who have no token yet. Then
+    halves of the suspects, the last in the order of service first. So one of n that decode already
+    is found within 2 steps beside the one that failed when it has just come, otherwise within
+    log2(n) + 2. A request that was suspected alone and fails once more is at fault.
+    """
+
+    def __init__(self) -> None:
+        self._suspects: list[RequestState] = []
+        self._held: set[RequestState] = set()
+        self._num_failed = 0
+        """Requests found at fault since a step went well."""
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a step has failed and nobody has been found at fault or all cleared since."""
+        return bool(self._suspects)
+
+    def held(self) -> set[Sample]:
+        """Samples that the next step has to do without."""
+        return {one for state in self._held for one in state.samples}
+
+    def failed(self, samples: Iterable[Sample]) -> Verdict:
+        """A step with these samples failed and was rolled back."""
+        took_part = {one for one in _states(samples) if one.finished_time is None}
+        suspects = [one for one in self._suspects if one in took_part]
+        if not suspects:
+            suspects = sorted(took_part, key=lambda one: one.samples[0].order)
+        if not suspects:  # all of them were aborted meanwhile
+            return Verdict()
+        for one in suspects:
+            one.num_failures += 1
+        self._suspects = suspects
+        if len(suspects) > 1:
+            self._hold_back()
+            return Verdict()
+        self._held.clear()
+        (suspect,) = suspects
+        if suspect.num_failures < _FAILURES:
+            return Verdict()
+        self._suspects = []
+        self._num_failed += 1
+        return Verdict(suspect, is_hopeless=self._num_failed > 1)
+
+    def succeeded(self, samples: Iterable[Sample]) -> None:
+        """A step with these samples went well."""
+        self._num_failed = 0
+        took_part = _states(samples)
+        for one in took_part:
+            one.num_failures = 0
+        self._suspects = [one for one in self._suspects if one not in took_part]
+        if len(self._suspects) > 1:
+            self._hold_back()
+        else:
+            self._held.clear()
+
+    def forget(self, states: Iterable[RequestState]) -> None:
+        """Requests have ended otherwise."""
+        for one in states:
+            self._held.discard(one)
+            if one in self._suspects:
+                self._suspects.remove(one)
+
+    def release(self) -> None:
+        """Leave nobody out: no step can be made of the others."""
+        self._held.clear()
+
+    def _hold_back(self) -> None:
+        """Leave some of the suspects out of the next step, and let the others show themselves."""
+        suspects = self._suspects
+        newcomers = {one for one in suspects if one.first_token_time is None}
+        if 0 < len(newcomers) < len(suspects):
+            self._held = newcomers
+        else:
+            self._held = set(suspects[len(suspects) // 2 :])
+
+
+class LimitRecovery:
+    """The largest step after one was too large for the device's memory: smaller, then larger again.
+
+    Limits are halved when a step does not fit, and doubled after a number of steps that did; each
+    time that larger steps fail again this number doubles.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._asked = limits
+        self._calm = _FIRST_CALM
+        self._since = 0
+        self._has_grown = False
+
+    def smaller(self, num_tokens: int) -> SchedulerLimits | None:
+        """Limits after a step of `num_tokens` did not fit; None: there is no smaller one."""
+        if num_tokens < 2:
+            return None
+        if self._has_grown:
+            self._calm = min(2 * self._calm, _LONGEST_CALM)
+        self._since, self._has_grown = 0, False
+        return self._of(num_tokens // 2)
+
+    def after_a_step(self, limits: SchedulerLimits) -> SchedulerLimits:
+        """Limits after a step that fitted."""
+        if limits == self._asked:
+            return limits
+        self._since += 1
+        if self._since < self._calm:
+            return limits
+        self._since, self._has_grown = 0, True
+        return self._of(min(2 * limits.max_num_batched_tokens, self._asked.max_num_batched_tokens))
+
+    def _of(self, max_num_batched_tokens: int) -> SchedulerLimits:
+        return SchedulerLimits(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=min(self._asked.max_num_seqs, max_num_batched_tokens),
+        )
+
+
+def _states(samples: Iterable[Sample]) -> set[RequestState]:
+    return {one.state for one in samples}

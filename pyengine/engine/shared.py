@@ -1,0 +1,179 @@
+"""One engine for many threads: requests come in from anywhere, one thread at a time runs steps."""
+
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from pyengine.core.errors import EngineDeadError
+from pyengine.engine.engine import Engine, EngineStats, StepResult
+from pyengine.engine.request import RequestState
+
+_log = logging.getLogger(__name__)
+
+
+class SharedEngine:
+    """An engine that any thread may use: whoever waits for an answer runs the steps.
+
+    Requests and aborts go into an inbox that is emptied between steps; outputs go to each
+    request's own sink. Of the threads that wait, one *drives*: it runs steps until it has what it
+    waits for and then wakes another one. So there is no thread where nobody waits, one caller
+    alone runs the engine as if there were no others, and Ctrl-C reaches the one who drives.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = threading.Lock()
+        """Held by the thread that works on the engine."""
+        self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
+        self._waiting: deque[threading.Event] = deque()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself; any thread may use its `intake`."""
+        return self._engine
+
+    def submit(self, states: Sequence[RequestState]) -> None:
+        """Queue requests before the next step."""
+        self._inbox.extend([(self._add, state) for state in states])
+
+    def abort(self, states: Sequence[RequestState]) -> None:
+        """End requests before the next step: now, if no thread drives.
+
+        If a second Ctrl-C comes meanwhile, the rest is done before whatever is next.
+        """
+        self._inbox.extend([(self._abort, state) for state in states])
+        if self._turn.acquire(blocking=False):
+            try:
+                self._read_inbox()
+            finally:
+                self._pass_on()
+
+    def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
+        """Run steps, or wait for another thread that does, until `is_done`.
+
+        `wake` is set by the caller's sink when there is something new. Raises what a step raises;
+        the requests of all threads have failed then.
+        """
+        self._waiting.append(wake)
+        try:
+            while not is_done():
+                if self._turn.acquire(blocking=False):
+                    try:
+                        while not is_done():
+                            self.step()
+                    finally:
+                        self._turn.release()
+                else:
+                    wake.wait()
+                    wake.clear()
+        finally:
+            with suppress(ValueError):
+                self._waiting.remove(wake)
+            self._wake_another()
+
+    def step(self) -> StepResult:
+        """One step by the thread whose turn it is."""
+        try:
+            self._read_inbox()
+            return self._engine.step()
+        except Exception as error:
+            self._fail_all(error)
+            raise
+
+    def drive(self, is_over: Callable[[], bool], wait: Callable[[], object]) -> None:
+        """Run steps in this thread until `is_over`; `wait` is called where there is nothing to do.
+
+        A step that fails ends all requests with its error. Only a dead engine ends this.
+        """
+        with self._turn:
+            while not is_over():
+                try:
+                    self._read_inbox()
+                    if not self._engine.has_work:
+                        wait()
+                        continue
+                    self.step()
+                except EngineDeadError:
+                    return
+                except Exception as error:  # every request has been told
+                    _log.error("a step failed for all requests: %r", error)
+
+    def settle(self) -> None:
+        """Do what is in the inbox, if no thread drives."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._read_inbox()
+            finally:
+                self._pass_on()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has computed yet, those in the inbox included."""
+        return self._engine.num_waiting + len(self._inbox)
+
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        self.settle()
+        return self._engine.stats()
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            do, state = self._inbox[0]
+            do(state)  # may be done twice, if it is interrupted
+            self._inbox.popleft()
+
+    def _add(self, state: RequestState) -> None:
+        try:
+            self._engine.add(state)
+        except Exception as error:  # nobody else is to notice
+            if state.sink is None:
+                raise
+            state.sink.fail(error)
+
+    def _abort(self, state: RequestState) -> None:
+        self._engine.abort([state])
+
+    def _fail_all(self, error: Exception) -> None:
+        """Tell everybody that the step has failed for all; nothing stays behind."""
+        live = {*self._engine.unfinished, *(state for _, state in self._inbox)}
+        self._inbox.clear()
+        sinks = [state.sink for state in live]
+        for state in live:
+            state.sink = None
+        self._engine.abort(live)
+        for sink in sinks:
+            if sink is not None:
+                sink.fail(error)
+
+    def _pass_on(self) -> None:
+        self._turn.release()
+        self._wake_another()
+
+    def _wake_another(self) -> None:
+        """Let somebody else drive, if somebody waits."""
+        with suppress(IndexError):
+            self._waiting[0].set()
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """Inside, a Ctrl-C waits for the end of the block, where it is raised as ever.
+
+    In threads other than the main one nothing is held, as Python delivers no signals there.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *arrived: held.append(arrived))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        previous(*held[0])

@@ -1,0 +1,198 @@
+"""What a model folder says about its model, before and beside the weights."""
+
+import copy
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pyengine.core.errors import InvalidRequestError, ModelLoadError
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.models.boundary import code_asked_for, foreign_code, load_errors, read_json
+from pyengine.models.weights import WeightHeaders, check_weights
+
+_PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_STRETCHED_ROPE = {"dynamic", "longrope"}
+_SIZES = re.compile(
+    r"^(num|n)_|_(layers?|heads|size|dim|rank|experts|embeddings|positions|length|embd|ctx|inner)$"
+)
+"""Names of settings that say how much of something there is."""
+_LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?|(num_)?(en|de)coder_layers)$")
+_POSITIONS = re.compile(r"(positions?|position_embeddings|length|ctx|context_size)$")
+_UNQUESTIONED, _UNQUESTIONED_LAYERS, _UNQUESTIONED_EXPERTS = 2**24, 256, 2**16
+"""Sizes up to here are let pass: small models come with settings that they do not use."""
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Fields of generation_config.json that choose how tokens are drawn."""
+
+
+def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
+    """The transformers configuration in `folder`; `ModelLoadError` if it cannot be used.
+
+    Sizes that the weights cannot have are refused before anything is built by them; `headers` are
+    those of the folder, read here if they are not given. Code that the folder brings along is never
+    run, and an implementation of attention that it names is not looked for: pyengine has its own.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = folder / "config.json"
+    settings = read_json(path) if path.is_file() else {}
+    asked = code_asked_for(settings, "AutoConfig")
+    with load_errors(f"{path} cannot be used"):
+        _refuse_pipes(folder)
+        check_sizes(settings, headers or check_weights(folder), path)
+        if asked and settings.get("model_type") not in CONFIG_MAPPING:
+            raise foreign_code(path, asked)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config._attn_implementation = config._experts_implementation = None
+        _refuse_unknown_quantisation(config, path)
+        _refuse_unpageable(config, folder)
+    return config
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """Raise for a pipe, a device or a socket among the files: reading it might never end."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ModelLoadError(f"{path} is no regular file: model folders hold files only")
+
+
+def check_sizes(settings: Any, headers: WeightHeaders, path: Path) -> None:
+    """Raise `ModelLoadError` for a size in `settings` that weights with these headers cannot have.
+
+    A model is built before its weights are read, and one of 10^12 layers, or with heads of 10^12
+    numbers, takes all memory. Every layer has a tensor, every neuron a bit, every position a number
+    of 32 bits.
+    """
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            if isinstance(value, int | float) and _SIZES.search(name):
+                _check_size(name, value, headers, path)
+            check_sizes(value, headers, path)
+    elif isinstance(settings, list):
+        for value in settings:
+            check_sizes(value, headers, path)
+
+
+def _check_size(name: str, value: float, headers: WeightHeaders, path: Path) -> None:
+    num_tensors = len(headers.tensors)
+    most, why = max(_UNQUESTIONED, headers.num_bits), f"take {headers.num_bytes} bytes"
+    if _LAYERS.search(name):
+        most, why = max(_UNQUESTIONED_LAYERS, num_tensors), f"are {num_tensors} tensors"
+    elif _POSITIONS.search(name):
+        most, why = 2**31 - 1, "are counted in 32 bits"
+    elif "experts" in name:
+        most = max(_UNQUESTIONED_EXPERTS, num_tensors, headers.longest)
+        why = f"are {num_tensors} tensors, the longest of {headers.longest}"
+    if value > most:
+        what = "positions" if _POSITIONS.search(name) else "the weights"
+        raise ModelLoadError(
+            f"{path} says {name}={value}, which cannot be: {what} {why}; the file does not belong "
+            "to these weights, or is damaged"
+        )
+
+
+def _refuse_unknown_quantisation(config: Any, path: Path) -> None:
+    """Raise for weights packed by a method that transformers does not know: it would go on."""
+    packed = getattr(config, "quantization_config", None)
+    if packed is None:
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    supports: Any = AutoHfQuantizer.supports_quant_method
+    if not isinstance(packed, dict) or not supports(packed):
+        method = packed.get("quant_method") if isinstance(packed, dict) else packed
+        raise ModelLoadError(
+            f"{path}: the weights are quantised by {method!r}, which transformers cannot read; "
+            "take a checkpoint that is not quantised, or quantised by another method"
+        )
+
+
+def _refuse_unpageable(config: Any, folder: Path) -> None:
+    """Raise for layers whose attention is neither full nor a sliding window, and for none."""
+    text = config.get_text_config()
+    if getattr(text, "num_hidden_layers", 1) < 1:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} says num_hidden_layers={text.num_hidden_layers}: a model "
+            "has at least one layer"
+        )
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    foreign = sorted(layer_types - _PAGEABLE_LAYERS)
+    if foreign:
+        raise ModelLoadError(
+            f"the model in {folder} ({config.model_type}) has layers of type {', '.join(foreign)}; "
+            f"supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
+        )
+
+
+def empty_model(config: Any) -> Any:
+    """The model of `config` without memory for its weights: on torch's device "meta"."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        build: Any = AutoModelForCausalLM.from_config
+        return build(copy.deepcopy(config), trust_remote_code=False)
+
+
+def max_model_len(text: Any, folder: Path) -> int:
+    """Positions that the model can tell apart; `text` is its text configuration.
+
+    Dynamic and LongRoPE scaling choose their frequencies by the longest sequence of the batch.
+    Past the original length they would change under keys that are cached already, so such
+    models run up to their original length.
+    """
+    positions = getattr(text, "max_position_embeddings", None)
+    if type(positions) is not int or positions < 1:
+        raise ModelLoadError(
+            f"{folder / 'config.json'} does not say max_position_embeddings (found {positions!r}): "
+            "the number of positions must be known to size the KV cache"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _STRETCHED_ROPE:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        return min(positions, original or positions)
+    return positions
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end a generation, by the generation configuration and the tokenizer.
+
+    Numbers that are no token of the model (negative ones, for instance, which some files use for
+    "none") are left out.
+    """
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    found = [*(declared if isinstance(declared, list) else [declared])]
+    found.append(getattr(tokenizer, "eos_token_id", None))
+    known = range(model.config.get_text_config().vocab_size)
+    return frozenset(token for token in found if type(token) is int and token in known)
+
+
+def default_sampling(folder: Path) -> Mapping[str, object]:
+    """Fields of `SamplingParams` that the folder's generation_config.json sets, with their values.
+
+    Only what the file itself says, never a default of transformers. `max_new_tokens` becomes
+    `max_tokens`. Where the file says `do_sample: false`, the model is meant to be greedy: its
+    temperature is 0, and what would choose among tokens is left out, as transformers does. Raises
+    `ModelLoadError` for values that no request could have.
+    """
+    path = folder / "generation_config.json"
+    settings = read_json(path)
+    names = {name: name for name in (*_SAMPLING, "repetition_penalty")}
+    names["max_new_tokens"] = "max_tokens"
+    found = {
+        ours: settings[theirs] for theirs, ours in names.items() if settings.get(theirs) is not None
+    }
+    if settings.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name not in _SAMPLING}
+        found["temperature"] = 0.0
+    try:
+        SamplingParams(**found)
+    except (InvalidRequestError, TypeError) as error:
+        raise ModelLoadError(
+            f"{path} sets what no request could ask for: {error}; correct the file or delete it"
+        ) from error
+    return MappingProxyType(found)

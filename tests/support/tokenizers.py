@@ -1,0 +1,113 @@
+"""Small tokenizers of the kinds that models have, made on the spot."""
+
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CORPUS = [
+    "The capital of France is Paris. The capital of Japan is Tokyo.",
+    "日本語のテキストは、空白なしで書かれます。東京は日本の首都です。",
+    "Emoji: 😀 😃 👩‍👩‍👧‍👦 🏳️‍🌈 and combining marks: e\u0301 a\u0308 n\u0303.",
+    "Ärger, Öl, Übermut, straße; Привет, мир; مرحبا بالعالم",
+]
+
+
+class Decoder:
+    """The part of a Hugging Face tokenizer that is used, and how much it was used."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = True,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        assert not clean_up_tokenization_spaces
+        self.num_decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def byte_level(vocab_size: int) -> Decoder:
+    """A tokenizer of the GPT-2 kind: tokens are bytes and merges of them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return Decoder(tokenizer)
+
+
+def byte_fallback() -> Decoder:
+    """A tokenizer of the Llama-2 kind: words with a leading mark, unknown characters as bytes."""
+    words = ["▁", "▁The", "▁capital", "▁of", "s", ".", ",", "▁Paris"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return Decoder(tokenizer)
+
+
+def metaspace() -> Decoder:
+    """A trained tokenizer of the Mistral kind: merges, and bytes for unknown characters.
+
+    The mark of a space at the beginning of a text is dropped.
+    """
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    trained.train_from_iterator(CORPUS[:1], trainer)
+    learnt = json.loads(trained.to_str())["model"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *learnt["vocab"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            {piece: index for index, piece in enumerate(pieces)},
+            [(left, right) for left, right in learnt["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    return Decoder(tokenizer)
+
+
+class Fast:
+    """A tokenizer as transformers makes them on top of the tokenizers library."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.backend_tokenizer = decoder.tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        ).ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.backend_tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return text

@@ -1,0 +1,92 @@
+"""What the end-to-end benchmark asks, keeps and prints; nothing is generated here."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benches.engine import end_to_end
+from benches.engine.end_to_end import (
+    COMPILED,
+    OURS,
+    ROOT,
+    VLLM32,
+    WORKS,
+    Record,
+    Work,
+    summary,
+    tables,
+)
+from benches.engine.page import PAGE, publish
+
+
+def test_works_ask_for_what_their_names_say() -> None:
+    for work in WORKS:
+        asked = work.asked(Random(0))
+        assert len(asked.prompts) == work.count
+        assert asked.is_text is (work.kind == "text") is asked.settings()["detokenize"]
+        assert asked.temperature == (work.kind == "sampled")
+    shared = Work(3, 8, 2, 5)
+    prompts = shared.asked(Random(0)).prompts
+    assert len({str(prompt[:8]) for prompt in prompts}) == 1
+    assert len({str(prompt[8:]) for prompt in prompts}) == 3
+    assert shared.name == "3 x (8 shared + 2 own in, 5 out)"
+    assert (shared.tokens, Work(8, 0, 512, 1).tokens) == (15, 8 * 512)
+
+
+def filled(path: Path) -> Record:
+    record = Record(path, keep=False)
+    name = WORKS[1].name
+    for engine, seconds in ((OURS, (4.0, 2.0)), (COMPILED, (2.0, 2.0)), (VLLM32, (2.0, 2.0))):
+        record.begin("float32", name, engine)
+        for each in seconds:
+            record.add("float32", name, engine, each)
+    return record
+
+
+def test_every_round_is_in_the_file_and_a_part_can_be_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    filled(path)
+    assert json.loads(path.read_text())["seconds"]["float32"][WORKS[1].name][OURS] == [4.0, 2.0]
+    again = Record(path, keep=True)
+    again.begin("float32", WORKS[1].name, OURS)
+    again.add("float32", WORKS[1].name, OURS, 1.0)
+    kept = Record(path, keep=True).found["float32"][WORKS[1].name]
+    assert kept == {OURS: [1.0], COMPILED: [2.0, 2.0], VLLM32: [2.0, 2.0]}
+
+
+def test_ratios_are_of_the_same_rounds_and_the_better_of_ours_counts(tmp_path: Path) -> None:
+    record = filled(tmp_path / "found.json")
+    assert record.ratio("float32", WORKS[1].name, OURS, VLLM32) == pytest.approx(0.75)
+    assert record.best_ratio("float32", WORKS[1].name, VLLM32) == pytest.approx(1.0)
+    assert record.best_ratio("bfloat16", WORKS[1].name, VLLM32) is None
+    page = "\n".join(tables(record))
+    assert f"| {WORKS[1].name} | 683 | 1,024 | 1,024 |" in page
+    assert f"| {WORKS[1].name}, float32 |  |  | 1.00 | 1.05, not met |" in page
+    assert list(summary(record))[2:] == [f"| {WORKS[1].name} | 1.00 |  |  |"]
+
+
+def test_what_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "--engines", "pyengine,sglang"])
+    with pytest.raises(SystemExit):
+        end_to_end.parse()
+
+
+def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- x -->\nold\n<!-- end of x -->\nb\n")
+    for write, middle in ((False, "old"), (True, "one\ntwo")):
+        publish("x", ["one", "two"], write=write, page=page)
+        assert page.read_text() == f"a\n<!-- x -->\n{middle}\n<!-- end of x -->\nb\n"
+    with pytest.raises(ValueError, match="has no marks <!-- y -->"):
+        publish("y", [], write=True, page=page)
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [(PAGE, "end-to-end"), (PAGE, "engine overhead"), (ROOT / "README.md", "end-to-end")],
+)
+def test_the_pages_have_the_marks(page: Path, name: str) -> None:
+    text = page.read_text()
+    assert f"<!-- {name} -->\n" in text and f"<!-- end of {name} -->" in text

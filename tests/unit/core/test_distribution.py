@@ -1,0 +1,46 @@
+"""The distribution's name is the same everywhere, and nothing sends people to another project."""
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from pyengine.core import distribution
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_name_is_the_one_of_pyproject() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["name"] == distribution.DISTRIBUTION
+
+
+def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "version", lambda name: f"{name} 7")
+    assert distribution.package_version() == "pyengine-kv 7"
+
+
+def test_sources_that_are_not_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(distribution, "version", missing)
+    assert distribution.package_version() == "unknown"
+
+
+def test_no_hint_names_a_distribution_of_somebody_else() -> None:
+    folders = ("pyengine", "docs", "benches", "tools")
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    files += [path for name in folders for path in (ROOT / name).rglob("*") if path.is_file()]
+    texts = {path: path.read_text() for path in files if path.suffix in {".py", ".md", ""}}
+    wrong = [
+        f"{path}: {line}"
+        for path, text in texts.items()
+        for line in text.splitlines()
+        if re.search(r"""\bpyengine\[|pip install ['"]?pyengine\b(?!-kv|_kv)""", line)
+        or re.search(r"""version\(['"]pyengine['"]\)""", line)
+    ]
+    assert len(texts) > 60
+    assert wrong == []

@@ -1,0 +1,164 @@
+"""A request on which the forward pass fails ends alone; the others get their tokens."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pyengine.core import RequestFailedError
+from pyengine.engine import Prompt
+from pyengine.engine.recovery import LimitRecovery
+from pyengine.runner import StepLogits
+from pyengine.scheduler import SchedulerLimits
+from tests.support.engines import GREEDY, Bench, Sink, make_bench
+from tests.support.fake_runner import continued
+
+POISON = 96
+
+
+class PoisonError(ValueError):
+    """What the model says about a token."""
+
+
+def poisoned(is_bad: Callable[[Any], bool] = lambda ids: POISON in ids, **settings: Any) -> Bench:
+    """An engine whose forward pass fails whenever the token is among its inputs."""
+    bench = make_bench(512, 4, max_num_seqs=64, **settings)
+    run = bench.runner.run
+
+    def failing(sizes: tuple[int, int, int], *rest: Any) -> StepLogits:
+        if is_bad(bench.runner.arrays["input_ids"][: sizes[0]]):
+            raise PoisonError("no such token")
+        return run(sizes, *rest)
+
+    bench.runner.run = failing  # type: ignore[method-assign]
+    return bench
+
+
+_HARMLESS = [[at, at + 1, 3] for at in range(90) if POISON not in continued([at, at + 1, 3], 8)]
+PROMPTS = {str(at): prompt for at, prompt in enumerate(_HARMLESS[:31])}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_that_comes_to_31_fails_within_3_steps_and_alone(depth: int) -> None:
+    bench = poisoned(depth=depth)
+    bench.submit(PROMPTS)
+    for _ in range(3):
+        bench.engine.step()
+    bench.submit({"bad": [POISON, 1, 2]})
+    state = bench.states["bad"]
+    steps = 0
+    while not state.num_failures:  # with overlap it joins the step after the one that runs
+        bench.engine.step()
+        steps += 1
+    assert steps <= depth
+    for _ in range(2):
+        bench.engine.step()
+    assert state.finished_time is not None
+    done = bench.run()
+    assert done["bad"].error == "PoisonError: no such token"
+    assert done["bad"].outputs[0].finish_reason == "error"
+    assert done["bad"].outputs[0].token_ids == []
+    for name, prompt in PROMPTS.items():
+        assert done[name].outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("place", [0, 13, 31])
+def test_one_of_32_that_come_together_is_found_by_halves(depth: int, place: int) -> None:
+    bench = poisoned(depth=depth)
+    names = list(PROMPTS)
+    names.insert(place, "bad")
+    bench.submit({name: PROMPTS.get(name, [POISON]) for name in names})
+    steps = 0
+    while bench.states["bad"].finished_time is None:
+        bench.engine.step()
+        steps += 1
+    assert steps <= 7 + depth  # log2(32) + 2
+    done = bench.run()
+    assert done["bad"].error is not None
+    for name, prompt in PROMPTS.items():
+        assert done[name].outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+def test_several_at_fault_all_end_and_nobody_else() -> None:
+    bench = poisoned()
+    bad = {f"bad {at}": [at, POISON] for at in range(3)}
+    bench.submit(dict(list(PROMPTS.items())[:9]))
+    bench.submit(bad)
+    bench.submit(dict(list(PROMPTS.items())[9:]))
+    done = bench.run()
+    assert {name for name, one in done.items() if one.error is not None} == set(bad)
+    for name, prompt in PROMPTS.items():
+        assert done[name].outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+def test_one_at_fault_in_the_middle_of_its_answer_keeps_what_it_has() -> None:
+    prompt = next([at, 5] for at in range(90) if 50 in continued([at, 5], 8)[2:6])
+    tokens = continued(prompt, 8)
+    assert len(PROMPTS) == 31
+    bench = poisoned(lambda ids: 50 in ids)
+    others = {name: one for name, one in PROMPTS.items() if 50 not in [*one, *continued(one, 7)]}
+    bench.submit({"bad": prompt, **others})
+    done = bench.run()
+    assert done["bad"].outputs[0].token_ids == tokens[: tokens.index(50) + 1]
+    assert done["bad"].outputs[0].finish_reason == "error"
+    for name, one in others.items():
+        assert done[name].outputs[0].token_ids == continued(one, 8)
+    bench.assert_all_free()
+
+
+def test_one_that_streams_is_told_by_its_sink() -> None:
+    bench, sink = poisoned(), Sink()
+    bench.engine.add_request("bad", Prompt(token_ids=[POISON]), GREEDY, sink=sink)
+    bench.submit({"good": [1]})
+    assert bench.run()["good"].outputs[0].token_ids == continued([1], 8)
+    assert isinstance(sink.error, RequestFailedError)
+    assert "'bad' failed: PoisonError: no such token" in str(sink.error)
+    assert isinstance(sink.error.__cause__, PoisonError)
+    assert sink.items == []
+
+
+def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFixture) -> None:
+    bench = poisoned(lambda ids: True)
+    bench.submit(PROMPTS)
+    with caplog.at_level(logging.WARNING), pytest.raises(PoisonError):
+        bench.run()
+    assert "tried again" in caplog.text
+    assert sum(one.error is not None for one in bench.states.values()) <= 2
+    bench.engine.abort(list(bench.states.values()))
+    bench.assert_all_free()
+
+
+def test_suspects_that_are_aborted_hold_nobody_back() -> None:
+    bench = poisoned()
+    bench.submit(PROMPTS)
+    bench.submit({"bad": [POISON]})
+    bench.engine.step()
+    bench.abort(["bad", "3"])
+    done = bench.run()
+    for name, prompt in PROMPTS.items():
+        if name != "3":
+            assert done[name].outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+def test_limits_are_halved_and_doubled_again_ever_more_slowly() -> None:
+    asked = SchedulerLimits(max_num_batched_tokens=64, max_num_seqs=32)
+    recovery = LimitRecovery(asked)
+    limits = recovery.smaller(64)
+    assert limits == SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=32)
+    calm = []
+    for _ in range(3):
+        steps = 0
+        while limits != asked:
+            limits = recovery.after_a_step(limits)
+            steps += 1
+        calm.append(steps)
+        limits = recovery.smaller(64)
+        assert limits is not None
+    assert calm == [64, 128, 256]
+    assert recovery.smaller(1) is None

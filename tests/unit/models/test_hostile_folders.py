@@ -1,0 +1,382 @@
+"""Folders that are damaged or made to do harm: refused by a `ModelLoadError`, soon and by name."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pyengine.core.errors import ModelLoadError, PyEngineError
+from pyengine.models import load_model
+from pyengine.models.config import read_config
+from pyengine.parallel import Team
+from tests.unit.models.test_gguf import write_tiny_gguf
+from tests.unit.models.test_unsupported import save, set_config
+from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    save_tiny_model(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def refused(folder, match=None):
+    with pytest.raises(ModelLoadError, match=match) as caught:
+        load_model(folder, device="cpu")
+    assert len(str(caught.value)) < 4000
+    return str(caught.value)
+
+
+HUGE = (10**12, 10**30, 1e30)
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", HUGE)
+def test_sizes_that_the_weights_cannot_have_are_refused_before_anything_is_built(
+    folder, name, value
+):
+    set_config(folder, **{name: value})
+    said = refused(folder, rf"config\.json says {name}=.*cannot be")
+    assert str(value) in said
+    with pytest.raises(ModelLoadError, match=rf"config\.json says {name}="):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [-1, 0, "12", "many", None, [3], {}, True, 2.5, float("nan")])
+def test_values_of_any_kind_are_loaded_or_refused(folder, name, value):
+    """What transformers makes of `null` or `"12"` is its affair: no other error comes out."""
+    set_config(folder, **{name: value})
+    with suppress(ModelLoadError):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_model_without_layers_is_refused(folder, value):
+    set_config(folder, num_hidden_layers=value)
+    refused(folder, f"num_hidden_layers={value}: a model has at least one layer")
+
+
+def test_layers_that_the_files_do_not_have_are_refused_before_they_are_built(folder):
+    set_config(folder, num_hidden_layers=20_000)
+    refused(folder, r"num_hidden_layers=20000, which cannot be: the weights are 21 tensors")
+
+
+def test_huge_sizes_in_nested_settings_are_refused(folder):
+    set_config(folder, vision_config={"deep": [{"hidden_size": 10**15}]})
+    refused(folder, "hidden_size=1000000000000000")
+
+
+def test_settings_that_the_model_does_not_use_are_not_questioned(folder):
+    set_config(folder, n_routed_experts=256, vision_config={"num_hidden_layers": 200})
+    assert load_model(folder, device="cpu").vocab_size == 32
+
+
+def test_a_model_that_is_larger_than_its_files_is_refused(folder):
+    set_config(folder, vocab_size=2**24, hidden_size=4096, num_attention_heads=2)
+    refused(folder, r"describes a model of \d+ weights, and the files have \d+ bytes")
+
+
+def test_a_layer_that_the_configuration_does_not_count_is_refused(folder):
+    set_config(folder, num_hidden_layers=1)
+    refused(folder, r"have a layer 1 \(model\.layers\.1\..*num_hidden_layers=1")
+
+
+def test_tensors_that_are_not_used_are_named(folder, caplog):
+    change_weights(folder, lambda tensors: tensors.update(extra=torch.zeros(2)))
+    load_model(folder, device="cpu")
+    assert "1 tensors are not part of a LlamaForCausalLM and are left out: extra" in caplog.text
+
+
+def test_a_missing_tensor_is_named(folder):
+    change_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    refused(folder, r"lack model\.norm\.weight")
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(folder):
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(16, 25)}))
+    refused(folder, rf"{name} .*the shape \[16, 25\], and .* asks for \[16, 24\]")
+
+
+def test_a_transposed_tensor_is_named_with_both_shapes(folder):
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(24, 16)}))
+    refused(folder, rf"{name} .*the shape \[24, 16\], and .* asks for \[16, 24\]")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(folder, value):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
+
+    change_weights(folder, spoil)
+    refused(folder, r"model\.layers\.1\.mlp\.up_proj\.weight .* NaN or infinity, in torch\.float32")
+
+
+@pytest.mark.slow
+def test_weights_that_one_process_has_are_refused_by_all(folder):
+    def spoil(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][23, 3] = float("nan")  # of the second process
+
+    change_weights(folder, spoil)
+    with pytest.raises(ModelLoadError, match="hold NaN or infinity"):
+        Team(folder, device="cpu", size=2)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_loaded_by_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    with Team(tmp_path / "tiny.gguf", device="cpu", size=2) as team:
+        assert team.loaded.name == "tiny"
+    team.close()
+
+
+def test_weights_beyond_float16_are_named_with_the_dtype_that_holds_them(folder):
+    def grow(tensors):
+        tensors["model.norm.weight"][0] = 1e6
+
+    change_weights(folder, grow)
+    with pytest.raises(ModelLoadError, match=r"in torch\.float16: .*dtype='bfloat16'"):
+        load_model(folder, device="cpu", dtype="float16")
+    assert load_model(folder, device="cpu").dtype == torch.float32
+
+
+def test_complex_weights_are_refused(folder):
+    def turn(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.complex64)
+
+    change_weights(folder, turn)
+    refused(folder, r"complex numbers \(model\.norm\.weight is C64\)")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
+def test_integers_without_a_quantisation_are_refused(folder, dtype):
+    def turn(tensors):
+        tensors["model.norm.weight"] = torch.ones(16, dtype=dtype)
+
+    change_weights(folder, turn)
+    refused(folder, r"are integers \(model\.norm\.weight is")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e4m3fn])
+def test_other_floating_point_numbers_are_loaded(folder, dtype):
+    def turn(tensors):
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(dtype)
+
+    change_weights(folder, turn)
+    assert load_model(folder, device="cpu").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name", ["kernels-community/flash-attn", "nobody/evil", "flash_attention_2", 5]
+)
+def test_an_implementation_of_attention_in_the_folder_is_not_looked_for(folder, name):
+    set_config(folder, attn_implementation=name, experts_implementation=name)
+    model = load_model(folder, device="cpu").model
+    assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_pickles_are_never_opened(folder):
+    ran = folder / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(ran), "w"))
+
+    (folder / WEIGHTS).unlink()
+    torch.save({"weight": Evil()}, folder / "pytorch_model.bin")
+    refused(folder, r"as pickles \(pytorch_model\.bin\).* never opened; .*save_pretrained")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", 5, None]
+)
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder, name):
+    shutil.copy(folder / WEIGHTS, folder.parent / WEIGHTS)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(folder / WEIGHTS), name)}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    refused(folder, r"index\.json (names weights outside of its folder|is damaged)")
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": 1}', "[" * 10**5]
+)
+def test_an_index_of_another_form_is_refused(folder, content):
+    (folder / f"{WEIGHTS}.index.json").write_text(content)
+    refused(folder, r"index\.json is damaged")
+
+
+def test_weights_by_a_link_are_loaded(folder, original):
+    """As in the hub's own cache, where every file of a snapshot is a link out of it."""
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to(original / WEIGHTS)
+    assert load_model(folder, device="cpu").vocab_size == 32
+
+
+def test_a_link_that_leads_nowhere_or_in_a_circle_is_refused(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to(folder / WEIGHTS)
+    refused(folder, r"holds no \.safetensors file")
+
+
+@pytest.mark.parametrize(
+    "file", [WEIGHTS, "config.json", "tokenizer.json", "generation_config.json"]
+)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, file):
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    refused(folder, f"{file} is no regular file|no .safetensors file|no config.json")
+
+
+_LOAD = """
+import ctypes, os, sys
+from pyengine.core.errors import ModelLoadError
+from pyengine.models import load_model
+if os.geteuid() == 0:  # give up root's right to read everything: see capset(2)
+    head, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(head, none) == 0
+try:
+    load_model(sys.argv[1], device="cpu")
+except ModelLoadError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json", "tokenizer.json"])
+def test_a_file_that_may_not_be_read_is_named(original, file):
+    with tempfile.TemporaryDirectory() as name:
+        folder = shutil.copytree(original, Path(name) / "model")
+        Path(name).chmod(0o755)
+        (folder / file).chmod(0)
+        command = [sys.executable, "-c", _LOAD, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(folder) in done.stdout and "ermission denied" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", "5", '"x"', "[" * 10**5, "\ufeff{}", "{}", '{"model_type": 5}'),
+        *('{"model_type": null}', '{"model_type": ["llama"]}', '{"model_type": "llama"}'),
+        '{"model_type": "llama", "rope_parameters": 5}',
+        '{"model_type": "llama", "rope_parameters": {"rope_type": "nosuch"}}',
+        '{"model_type": "llama", "layer_types": 7}',
+        '{"model_type": "llama", "hidden_act": "nosuch"}',
+        '{"model_type": "llama", "text_config": 5}',
+        '{"model_type": "llama", "dtype": "nosuch"}',
+        '{"model_type": "llama", "num_attention_heads": 0}',
+        '{"model_type": "t5"}',
+        '{"model_type": "clip"}',
+    ],
+)
+def test_a_configuration_of_any_form_is_refused(folder, content):
+    (folder / "config.json").write_text(content)
+    refused(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"\0" * 100, b'{"model_type": "\\ud800"}'])
+def test_a_configuration_that_is_no_text_is_refused(folder, content):
+    (folder / "config.json").write_bytes(content)
+    refused(folder, r"config\.json cannot be used")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "5", "{}", "[" * 10**5])
+def test_a_tokenizer_of_any_form_is_loaded_or_refused(folder, name, content):
+    (folder / name).write_text(content)
+    with suppress(ModelLoadError):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "Evil", 5, "AutoModel", "os"])
+def test_a_tokenizer_without_its_files_is_refused(folder, tokenizer_class):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+    refused(folder, "the tokenizer in .* has no vocabulary|tokenizer in .* could not")
+
+
+def safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        safetensors({"a": {"dtype": "F32", "shape": [2**62], "data_offsets": [0, 2**64]}}),
+        safetensors({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}, bytes(8)),
+        safetensors({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, bytes(8)),
+        safetensors({"a": {"dtype": "XX", "shape": [2], "data_offsets": [0, 8]}}, bytes(8)),
+        safetensors({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}),
+        safetensors({"a": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}, bytes(8)),
+        safetensors({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, bytes(8)),
+        safetensors({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, "8"]}}, bytes(8)),
+        safetensors(b'{"a":' * 50_000),
+        safetensors(b"[" * 50_000),
+        safetensors(b"\xff" * 100),
+        struct.pack("<Q", 2**63) + b"{}",
+    ],
+)
+def test_a_header_that_lies_is_refused(folder, content):
+    (folder / WEIGHTS).write_bytes(content)
+    refused(folder)
+
+
+def test_damaged_files_never_raise_anything_else(folder, original):
+    """Every file of the folder cut or with bytes changed: a model or a `ModelLoadError`."""
+    import random
+
+    random.seed(0)
+    whole = {path.name: path.read_bytes() for path in sorted(original.iterdir())}
+    for turn in range(40):
+        name, content = random.choice(list(whole.items()))
+        spoiled = bytearray(content)
+        if turn % 4 == 0:
+            del spoiled[random.randrange(len(spoiled)) :]
+        for _ in range(random.randrange(1, 4)):
+            if spoiled:
+                spoiled[random.randrange(min(len(spoiled), 3000))] = random.randrange(256)
+        (folder / name).write_bytes(spoiled)
+        with suppress(PyEngineError):
+            load_model(folder, device="cpu")
+        (folder / name).write_bytes(content)
+
+
+def test_experts_are_counted_too(tmp_path):
+    save(tmp_path, "mixtral", num_local_experts=4)
+    set_config(tmp_path, num_local_experts=10**9)
+    refused(tmp_path, "num_local_experts=1000000000")

@@ -1,0 +1,89 @@
+"""Models that a paged engine cannot serve are refused by name, not served wrongly."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pyengine.core.errors import ModelLoadError
+from pyengine.models import load_model
+from tests.unit.models.tiny import save_tiny_model
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def save(folder, family, **settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SMALL, **settings})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("gemma4_text", {"use_bidirectional_attention": "all", "global_head_dim": 8}),
+        ("llama", {"is_causal": False}),
+        ("bert", {}),
+    ],
+)
+def test_attention_that_is_not_causal_is_refused(tmp_path, family, settings):
+    save(tmp_path, family, **settings)
+    with pytest.raises(ModelLoadError, match=r"(?i)\w+lm\w* \(.*attends to later tokens too"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma3_text", {}),
+        ("gemma4_text", {"use_bidirectional_attention": "vision", "global_head_dim": 8}),
+        ("qwen3", {}),
+    ],
+)
+def test_the_same_families_are_loaded_where_they_are_causal(tmp_path, family, settings):
+    save(tmp_path, family, **settings)
+    assert load_model(tmp_path, device="cpu").vocab_size == 32
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "package"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True}, "gptqmodel"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 8}, "optimum|gptqmodel"),
+        ({"quant_method": "aqlm"}, "aqlm"),
+        ({"quant_method": "compressed-tensors"}, "compressed"),
+    ],
+)
+def test_a_missing_quantiser_is_named_with_its_package(tmp_path, quantisation, package):
+    save_tiny_model(tmp_path)
+    set_config(tmp_path, quantization_config=quantisation)
+    with pytest.raises(ModelLoadError, match=f"could not be loaded: .*({package})"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("found", [{"quant_method": "my-own"}, {}, {"bits": 4}, "awq", 4, [1]])
+def test_an_unknown_quantisation_is_refused(tmp_path, found):
+    save_tiny_model(tmp_path)
+    set_config(tmp_path, quantization_config=found)
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load_model(tmp_path, device="cpu")
+
+
+def set_config(folder, **settings):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
