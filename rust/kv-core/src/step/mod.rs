@@ -143,12 +143,12 @@ impl Steps {
         self.open_plan(key).is_ok()
     }
 
-    /// A sequence's table as a plan has it: with what a match of the plan after it put out of sight.
+    /// A sequence's table as a plan has it, whatever the plan after it has put elsewhere.
     #[inline]
     fn table_of<'a>(&self, state: &'a State, plan: &Plan, entry: &Entry) -> Cow<'a, BlockTable> {
         let table = &state.seqs.at(entry.slot).table;
         match self.open.last() {
-            Some(newest) if newest.key != plan.key && state.groups.have_windows() => {
+            Some(newest) if newest.key != plan.key && !newest.fenced.is_empty() => {
                 newest.table_before(entry.slot, table)
             }
             _ => Cow::Borrowed(table),

@@ -203,19 +203,25 @@ impl Plan {
         self.key.serial as u32
     }
 
-    /// A sequence's table as it was before a match of this plan put some of it out of sight.
+    /// A sequence's table as it was before this plan put some of it out of sight, or a copy in its place.
     #[cold]
     pub(super) fn table_before<'a>(&self, slot: u32, table: &'a BlockTable) -> Cow<'a, BlockTable> {
         let mut entries = self.entries.iter();
         let extra = entries
             .find(|entry| entry.slot == slot)
             .and_then(|entry| entry.extra.as_ref())
-            .filter(|extra| !extra.unseen.is_empty());
+            .filter(|extra| !extra.unseen.is_empty() || !extra.copied.is_empty());
         let Some(extra) = extra else {
             return Cow::Borrowed(table);
         };
         let mut table = table.clone();
-        extra.take_match_out(&mut table, |_| {});
+        if extra.matched > 0 {
+            extra.take_match_out(&mut table, |_| {});
+        }
+        let groups = table.groups();
+        for &(place, source) in &extra.copied {
+            table.replace(place % groups, place / groups, source);
+        }
         Cow::Owned(table)
     }
 }
