@@ -189,7 +189,6 @@ MUST_HAPPEN = [
     "taken_over_blocks",
     "copied_blocks",
     "evicted_blocks",
-    "collisions",
     "rolled_back_steps",
 ]
 

@@ -1,5 +1,7 @@
 //! Settings.
 
+use std::str::FromStr;
+
 use crate::error::Error;
 use crate::eviction::Eviction;
 use crate::groups::Groups;
@@ -56,5 +58,16 @@ impl Config {
             return Err(Error::HashBits(self.hash_bits));
         }
         Groups::new(&self.groups, self.block_size)
+    }
+}
+
+impl FromStr for Eviction {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
+        known
+            .map(|(_, policy)| *policy)
+            .ok_or_else(|| Error::UnknownPolicy(name.into()))
     }
 }

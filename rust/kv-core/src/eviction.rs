@@ -1,9 +1,7 @@
 //! Which idle block goes first: small policies, chosen by name.
 
 use std::collections::{HashSet, VecDeque};
-use std::str::FromStr;
 
-use crate::error::Error;
 use crate::queue::{FreeQueue, List};
 
 /// How idle blocks are given up when there are no free ones.
@@ -29,17 +27,6 @@ impl Eviction {
     /// The name of the policy.
     pub fn name(self) -> &'static str {
         Self::NAMES[self as usize].0
-    }
-}
-
-impl FromStr for Eviction {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self, Error> {
-        let known = Self::NAMES.iter().find(|(known, _)| *known == name);
-        known
-            .map(|(_, policy)| *policy)
-            .ok_or_else(|| Error::UnknownPolicy(name.into()))
     }
 }
 

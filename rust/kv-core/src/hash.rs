@@ -12,8 +12,6 @@ use std::hash::{BuildHasher, Hasher as _, RandomState};
 
 use xxhash_rust::xxh3::{xxh3_128, xxh3_128_with_seed};
 
-use crate::usual;
-
 /// Tokens that a block may have for its bytes to be hashed from the stack.
 const STACK_TOKENS: usize = 64;
 
@@ -44,23 +42,19 @@ impl ContentHasher {
         self.seed
     }
 
+    /// Of a hash that is only looked up here, as many bits as the others have.
+    #[inline]
+    pub(crate) fn index_bits(&self, hash: u64) -> u64 {
+        hash & self.mask as u64
+    }
+
     /// The hash that stands for a namespace.
     pub fn root(&self, namespace: &[u8]) -> u128 {
         xxh3_128_with_seed(namespace, self.seed) & self.mask
     }
 
     /// The hash of a block of `tokens` that follows the content hashed `parent`.
-    #[inline(always)] // every new content comes here
     pub fn child(&self, parent: u128, tokens: &[u32]) -> u128 {
-        if tokens.len() == usual::TOKENS {
-            let mut bytes = [0; 16 + 4 * usual::TOKENS]; // their number is known, so no loop is needed
-            Self::lay_out(parent, tokens, &mut bytes);
-            return xxh3_128(&bytes) & self.mask;
-        }
-        self.child_of_any_size(parent, tokens)
-    }
-
-    fn child_of_any_size(&self, parent: u128, tokens: &[u32]) -> u128 {
         let mut stack = [0_u8; 16 + 4 * STACK_TOKENS];
         let hash = if tokens.len() <= STACK_TOKENS {
             let bytes = &mut stack[..16 + 4 * tokens.len()];

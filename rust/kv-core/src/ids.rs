@@ -1,4 +1,4 @@
-//! Indices as types: a block is not a node is not a sequence.
+//! Indices as types: a block is not a run is not a sequence.
 
 use std::fmt;
 
@@ -53,24 +53,13 @@ index!(
     BlockId
 );
 index!(
-    /// A slot of the content tree's arrays; reused after the node died.
-    NodeIdx
+    /// A slot of a run of contents; used again after the run ended.
+    RunId
 );
 
 impl From<u32> for BlockId {
     fn from(index: u32) -> Self {
         Self(index)
-    }
-}
-
-/// The name of one content, unique for the life of the manager and never reused.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct ContentId(pub(crate) u64);
-
-impl ContentId {
-    /// The id as a number.
-    pub fn get(self) -> u64 {
-        self.0
     }
 }
 
@@ -105,11 +94,10 @@ mod tests {
 
     #[test]
     fn ids_are_numbers() {
-        assert_eq!(ContentId(7).get(), 7);
         assert_eq!(BlockId::from(8).get(), 8);
         assert_eq!(
-            format!("{:?} {:?}", BlockId::new(9), NodeIdx::NONE),
-            "BlockId(9) NodeIdx(none)"
+            format!("{:?} {:?}", BlockId::new(9), RunId::NONE),
+            "BlockId(9) RunId(none)"
         );
         assert_eq!(
             (BlockId::NONE.some(), BlockId::from(3).some()),

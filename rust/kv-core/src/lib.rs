@@ -34,43 +34,39 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod blocks;
 mod check;
-mod commit;
 mod config;
-mod entering;
+mod contents;
 mod error;
 mod events;
 mod eviction;
-mod fill;
 mod groups;
+mod handle;
 mod hash;
 mod ids;
-mod index;
-mod life;
+mod lease;
 mod manager;
 mod matching;
-mod plan;
-mod planning;
+mod pool;
 mod queue;
-mod rollback;
 mod sequence;
 mod shared;
+mod state;
 mod stats;
+mod step;
 mod sync;
+mod table;
 mod trace;
-mod tree;
-mod usual;
 
 pub use config::Config;
 pub use error::Error;
 pub use events::Event;
 pub use eviction::Eviction;
-pub use fill::{IntArray, StepArrays, TableRows};
+pub use handle::{PlanHandle, SeqHandle};
 pub use hash::ContentHasher;
-pub use ids::{BlockId, ContentId, PlanKey, SeqKey};
+pub use ids::{BlockId, PlanKey, SeqKey};
+pub use lease::Lease;
 pub use manager::{BlockManager, SequenceView};
-pub use plan::{PlanView, Prefill, Redirect};
-pub use shared::{Lease, PlanHandle, SeqHandle};
 pub use stats::{BlockState, Ledger, Stats};
+pub use step::{IntArray, PlanView, Prefill, Redirect, StepArrays, TableRows};
 pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};

@@ -1,24 +1,24 @@
-//! The block manager: blocks, sequences, leases, and the calls that are not part of a step.
+//! The facade: mail, keys, recording; what the calls do is in `state` and `step`.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::blocks::Block;
 use crate::config::Config;
+use crate::contents::{Contents, Spot};
 use crate::error::Error;
 use crate::events::Event;
-use crate::eviction::Policy;
-use crate::groups::Groups;
+use crate::handle::{PlanHandle, SeqHandle};
 use crate::hash::ContentHasher;
-use crate::ids::{BlockId, NodeIdx, SeqKey};
-use crate::matching::Match;
-use crate::plan::{Entry, Plan};
-use crate::queue::{FreeQueue, List};
-use crate::sequence::SequenceTable;
-use crate::shared::Shared;
+use crate::ids::{BlockId, PlanKey, SeqKey};
+use crate::lease::Lease;
+use crate::pool::Pool;
+use crate::sequence::Sequences;
+use crate::shared::{Dropped, Shared};
+use crate::state::State;
 use crate::stats::{BlockState, Ledger, Stats};
+use crate::step::{PlanView, Prefill, Redirect, StepArrays, Steps, TableRows};
 use crate::sync::Arc;
-use crate::trace::{Call, Recorder};
-use crate::tree::ContentTree;
+use crate::table::BlockTable;
+use crate::trace::{Call, Recorder, accepted, ids};
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
 
@@ -26,23 +26,8 @@ static MANAGERS: AtomicU32 = AtomicU32::new(0);
 pub struct BlockManager {
     pub(crate) config: Config,
     pub(crate) shared: Arc<Shared>,
-    pub(crate) blocks: Vec<Block>,
-    pub(crate) queue: FreeQueue,
-    pub(crate) policy: Policy,
-    /// Blocks with `seq_refs > 0`.
-    pub(crate) active: usize,
-    pub(crate) tree: ContentTree,
-    pub(crate) sequences: SequenceTable,
-    /// Oldest first; at most two.
-    pub(crate) open: Vec<Plan>,
-    pub(crate) plans: u64,
-    /// The memory of a closed plan's entries.
-    pub(crate) spare_entries: Vec<Entry>,
-    pub(crate) stats: Stats,
-    pub(crate) events: Vec<Event>,
-    pub(crate) groups: Groups,
-    /// The match under way; kept to save the allocation.
-    pub(crate) matched: Match,
+    pub(crate) state: State,
+    pub(crate) steps: Steps,
     pub(crate) recorder: Option<Box<Recorder>>,
 }
 
@@ -50,37 +35,17 @@ impl BlockManager {
     /// A pool with every block free.
     pub fn new(config: Config) -> Result<Self, Error> {
         let groups = config.validate()?;
-        let Config {
-            num_blocks,
-            block_size,
-            hash_bits,
-            ..
-        } = config;
+        let num_blocks = config.num_blocks;
         let oom = |_| Error::OutOfMemory { num_blocks };
         probe_memory(&config).map_err(oom)?;
-        let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
         let id = MANAGERS.fetch_add(1, Ordering::Relaxed);
-        let mut blocks = Vec::new();
-        blocks.try_reserve_exact(num_blocks).map_err(oom)?;
-        blocks.resize(num_blocks, Block::NEW);
-        let mut queue = FreeQueue::over(num_blocks).map_err(oom)?;
-        (0..num_blocks).for_each(|block| queue.push_tail(List::Free, BlockId::new(block)));
-        let hasher = ContentHasher::new(seed, hash_bits);
+        let shared = Arc::new(Shared::new(id, num_blocks).map_err(oom)?);
+        let pool = Pool::new(&config, Arc::clone(&shared)).map_err(oom)?;
+        let seqs = Sequences::new(id, groups.len());
         Ok(Self {
-            shared: Arc::new(Shared::new(id, num_blocks).map_err(oom)?),
-            blocks,
-            queue,
-            policy: Policy::new(config.eviction, num_blocks),
-            active: 0,
-            tree: ContentTree::new(num_blocks, block_size, groups.len(), hasher).map_err(oom)?,
-            sequences: SequenceTable::new(id),
-            open: Vec::new(),
-            plans: 0,
-            spare_entries: Vec::new(),
-            stats: Stats::default(),
-            events: Vec::new(),
-            groups,
-            matched: Match::NOTHING,
+            shared,
+            state: State::new(&config, groups, pool, seqs),
+            steps: Steps::new(id),
             recorder: None,
             config,
         })
@@ -93,71 +58,97 @@ impl BlockManager {
 
     /// The hasher in force, for those who compute content hashes elsewhere.
     pub fn hasher(&self) -> &ContentHasher {
-        self.tree.hasher()
+        self.state.pool.contents.hasher()
+    }
+
+    /// Does what dropped handles and leases left to do. Every call that changes something begins with
+    /// it; before `view`, `stats` or `plan_view` it may be called for their sake.
+    #[inline]
+    pub fn settle(&mut self) {
+        self.read_mail();
+    }
+
+    /// Does what was left in the mailbox: the first thing in every call that looks at blocks.
+    #[inline]
+    fn read_mail(&mut self) {
+        for dropped in self.shared.collect() {
+            match dropped {
+                Dropped::Blocks(blocks) => self.state.pool.settle_all(&blocks),
+                Dropped::Sequence(key) => {
+                    if self.state.seqs.get(key).is_ok() {
+                        self.note(|_| Call::drop_sequence(key.id), ());
+                        self.state.end_sequence(key.slot);
+                    }
+                }
+                Dropped::Plan(key) => {
+                    if self.steps.is_open(key) {
+                        self.note(|_| Call::drop_plan(key.serial), ());
+                        self.steps.roll_back_from(&mut self.state, key);
+                    }
+                }
+                Dropped::Lease(lease, blocks) => self.end_lease(lease, &blocks),
+            }
+        }
+    }
+
+    /// A lease that was granted while recording is gone: lets go of its blocks, last block first, as
+    /// it would have done itself.
+    fn end_lease(&mut self, lease: u64, blocks: &[BlockId]) {
+        self.note(|_| Call::drop_lease(lease), ());
+        for &block in blocks.iter().rev() {
+            if self.shared.let_go(block) {
+                self.state.pool.settle(block);
+            }
+        }
+        self.shared.forget_lease_refs(blocks.len());
     }
 
     /// Blocks that freeing this sequence would really give back: those that no one else holds.
     pub fn preview(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.read_mail();
-        let seq = self.sequences.get(key)?;
-        let blocks = seq.table.iter().copied().filter_map(BlockId::some);
-        Ok(blocks.filter(|&block| self.refs_of(block) == 1).count())
+        let table = &self.state.seqs.get(key)?.table;
+        let alone = |block: &BlockId| self.state.pool.refs(*block) == 1;
+        Ok(table.blocks().filter(alone).count())
     }
 
     /// The most blocks that one sequence holds at once on its way to `num_tokens` tokens, when a step
     /// computes at most `max_tokens` of them: what the pool must have for it to be served at all.
     pub fn blocks_for(&self, num_tokens: usize, max_tokens: usize) -> usize {
-        self.groups.blocks_for(num_tokens, max_tokens)
+        self.state.groups.blocks_for(num_tokens, max_tokens)
     }
 
     /// Where every block is.
     pub fn ledger(&mut self) -> Ledger {
         self.read_mail();
-        let free = self.queue.len_of(List::Free);
-        Ledger {
-            free,
-            idle: self.queue.len() - free,
-            active: self.active,
-            leased: self.config.num_blocks - self.queue.len() - self.active,
-        }
+        self.state.pool.ledger()
     }
 
     /// The counters so far.
     pub fn stats(&self) -> Stats {
-        Stats {
-            hashed_blocks: self.tree.hashed,
-            ..self.stats
-        }
+        self.state.pool.stats()
     }
 
     /// Contents known, with or without a block, and namespaces.
     pub fn num_contents(&self) -> usize {
-        self.tree.len()
+        self.state.pool.contents.len()
     }
 
     /// All holders of a block: table entries and leases.
     pub fn refs(&mut self, block: u32) -> Result<u32, Error> {
         self.read_mail();
-        Ok(self.refs_of(self.known(block)?))
+        Ok(self.state.pool.refs(self.known(block)?))
     }
 
     /// Live sequences whose table holds a block.
     pub fn seq_refs(&mut self, block: u32) -> Result<u32, Error> {
         self.read_mail();
-        Ok(self.blocks[self.known(block)?.at()].seq_refs)
+        Ok(self.state.pool.seq_refs(self.known(block)?))
     }
 
     /// Where a block is.
     pub fn state(&mut self, block: u32) -> Result<BlockState, Error> {
         self.read_mail();
-        let block = self.known(block)?;
-        let Block { seq_refs, node, .. } = self.blocks[block.at()];
-        Ok(match (self.queue.contains(block), node.some(), seq_refs) {
-            (true, None, _) => BlockState::Free,
-            (true, Some(_), _) => BlockState::Idle,
-            (false, _, 1..) => BlockState::Active,
-            (false, _, 0) => BlockState::Leased,
-        })
+        Ok(self.state.pool.state(self.known(block)?))
     }
 
     fn known(&self, block: u32) -> Result<BlockId, Error> {
@@ -172,76 +163,357 @@ impl BlockManager {
 
     /// The tokens, table and progress of a sequence.
     pub fn view(&self, key: SeqKey) -> Result<SequenceView<'_>, Error> {
-        let seq = self.sequences.get(key)?;
+        let seq = self.state.seqs.get(key)?;
         Ok(SequenceView {
             id: seq.id,
             tokens: &seq.tokens,
             table: &seq.table,
-            groups: self.groups.len(),
             num_computed_tokens: seq.computed,
-            num_planned_tokens: seq.ahead,
+            num_planned_tokens: seq.planned_end,
             num_pending_tokens: seq.pending,
             num_cached_tokens: seq.cached,
-            num_registered_blocks: seq.chain.blocks,
+            num_registered_blocks: seq.registered.rows,
         })
     }
 
     /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
     pub fn evict_idle(&mut self) -> usize {
         self.read_mail();
-        let idle = List::IDLE
-            .into_iter()
-            .flat_map(|list| self.queue.iter(list));
-        let idle: Vec<BlockId> = idle.collect();
-        let told = self.events.len();
-        for &block in &idle {
-            self.leave_queue(block);
-            self.evict(block, Block::NEW);
-            self.enter_queue(block);
-        }
-        if self.config.events && !idle.is_empty() && self.tree.held().next().is_none() {
-            self.events.truncate(told);
-            self.events.push(Event::Cleared);
-        }
-        self.note(|_| Call::evict_idle(), idle.len());
-        idle.len()
+        let gone = self.state.pool.evict_idle();
+        self.note(|_| Call::evict_idle(), gone);
+        gone
     }
 
     /// Blocks that nobody holds: the free ones in the order in which they are handed out, then the idle
     /// ones in the order in which `lru` evicts them. O(blocks).
     pub fn queued(&mut self) -> Vec<BlockId> {
         self.read_mail();
-        let lists = [List::Free].into_iter().chain(List::IDLE);
-        lists.flat_map(|list| self.queue.iter(list)).collect()
+        self.state.pool.queued()
     }
 
     /// What became of the set of contents since the last call, in order, if `Config::events` is on.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.read_mail();
-        std::mem::take(&mut self.events)
+        self.state.pool.take_events()
     }
 
     /// The names of all contents whose KV a block holds now, in no order. O(contents).
     pub fn contents(&mut self) -> Vec<u128> {
         self.read_mail();
-        let ready = |node: &NodeIdx| self.tree.blocks(*node).any(|block| self.is_ready(block));
-        let held = self.tree.held().filter(ready);
-        held.map(|node| self.tree.hash(node)).collect()
+        self.state.pool.names()
+    }
+}
+
+/// Sequences and leases.
+impl BlockManager {
+    /// A new sequence of at least one token. It holds no block until it is planned.
+    ///
+    /// With `read_cache` false nothing is adopted for it: every token gets computed, which is what
+    /// a caller needs who wants the logits of all prompt tokens.
+    pub fn sequence(
+        &mut self,
+        tokens: Vec<u32>,
+        namespace: &[u8],
+        read_cache: bool,
+    ) -> Result<SeqHandle, Error> {
+        self.read_mail();
+        if tokens.is_empty() {
+            return Err(Error::EmptySequence);
+        }
+        check_namespace(namespace)?;
+        let root = self.state.pool.contents.hold_root(namespace);
+        let key = self.state.seqs.insert(tokens, root, read_cache);
+        self.note(|it| it.creation(key, namespace), key.id);
+        Ok(SeqHandle::new(&self.shared, key))
     }
 
-    /// The content is there now; before, no block held it.
-    pub(crate) fn tell_stored(&mut self, slot: u32, node: NodeIdx) {
-        let event = self.tree.stored(node, self.sequences.at(slot).root);
-        self.events.push(event);
+    /// A lease on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
+    pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Lease, Error> {
+        self.read_mail();
+        check_namespace(namespace)?;
+        let found = match self.state.pool.contents.root(namespace) {
+            Some(root) => self.state.match_prefix(tokens, root),
+            None => self.state.no_lease(),
+        };
+        let lease = self.grant(found);
+        self.note(
+            |_| Call::match_prefix(tokens, namespace),
+            lease.num_blocks(),
+        );
+        Ok(lease)
+    }
+
+    /// A lease on the longest prefix of a sequence's registered blocks whose KV is there, and of which
+    /// no window lacks a block that a token after it sees; perhaps on none.
+    pub fn lease(&mut self, key: SeqKey) -> Result<Lease, Error> {
+        self.read_mail();
+        let found = self.state.lease_on(key)?;
+        let lease = self.grant(found);
+        self.note(|_| Call::lease(key.id), lease.num_blocks());
+        Ok(lease)
+    }
+
+    fn grant(&mut self, (table, end, rows): (BlockTable, Spot, usize)) -> Lease {
+        let pool = &mut self.state.pool;
+        table.blocks().for_each(|block| pool.take_for_lease(block));
+        let num_tokens = rows * self.config.block_size;
+        let serial = self.next_lease();
+        Lease::over(&self.shared, serial, table, end, num_tokens)
+    }
+
+    /// Puts a lease's blocks into the table of a sequence that has none. The lease stays in force.
+    pub fn attach(&mut self, key: SeqKey, lease: &Lease) -> Result<(), Error> {
+        self.read_mail();
+        self.state.seqs.get(key)?;
+        if lease.manager() != self.shared.manager {
+            return Err(Error::ForeignLease {
+                tokens: lease.num_tokens(),
+            });
+        }
+        self.state.attach(key, lease)?;
+        if lease.end().is_some() {
+            self.note(|_| Call::attach(key.id, lease.serial()), ());
+        }
+        Ok(())
+    }
+
+    /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
+    ///
+    /// Nothing is copied now. A partial last block is copied when one of several holders writes to it
+    /// (see [`BlockManager::copies`]); the last holder writes in place. Where a window has slid past
+    /// the end of the fork, it begins without blocks and finds again what is cached.
+    pub fn fork(&mut self, key: SeqKey, num_tokens: usize) -> Result<SeqHandle, Error> {
+        self.read_mail();
+        let fork = self.state.fork(key, num_tokens)?;
+        self.note(|_| Call::fork(key.id, num_tokens), fork.id);
+        Ok(SeqHandle::new(&self.shared, fork))
+    }
+
+    /// Adds known tokens to the end of a sequence: the next turn of a conversation, a fork's own token.
+    pub fn append(&mut self, key: SeqKey, tokens: &[u32]) -> Result<(), Error> {
+        self.read_mail();
+        self.state.at_rest(key)?;
+        let seq = self.state.seqs.at_mut(key.slot);
+        seq.tokens.extend_from_slice(tokens);
+        self.note(|_| Call::append(key.id, tokens), ());
+        Ok(())
+    }
+
+    /// Gives back the blocks past the first `num_tokens` tokens: slots reserved for a speculation that
+    /// was rejected, to the block. Returns how many.
+    pub fn trim(&mut self, key: SeqKey, num_tokens: usize) -> Result<usize, Error> {
+        self.read_mail();
+        let given_back = self.state.trim(key, num_tokens)?;
+        self.note(|_| Call::trim(key.id, num_tokens), given_back);
+        Ok(given_back)
+    }
+
+    /// Takes a sequence's blocks away and keeps its tokens: preemption by recomputation.
+    ///
+    /// Its registered blocks become idle, so it comes back cheaply.
+    pub fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
+        self.read_mail();
+        self.state.reset(key)?;
+        self.note(|_| Call::reset(key.id), ());
+        Ok(())
+    }
+
+    /// Ends a sequence. One that an open plan holds lives in the plan until that is closed.
+    pub fn free(&mut self, key: SeqKey) -> Result<(), Error> {
+        self.read_mail();
+        self.state.seqs.get(key)?;
+        self.note(|_| Call::free(key.id), ());
+        self.state.end_sequence(key.slot);
+        Ok(())
+    }
+}
+
+/// Steps.
+impl BlockManager {
+    /// Opens a step that may compute `token_budget` tokens.
+    ///
+    /// Two may be open: the second is planned while the first one runs, before its tokens are known
+    /// (see [`BlockManager::decode`]). They are committed in order.
+    pub fn begin_step(&mut self, token_budget: usize) -> Result<PlanHandle, Error> {
+        self.read_mail();
+        let key = self.steps.begin(&mut self.state, token_budget)?;
+        self.note(|_| Call::begin_step(token_budget), key.serial);
+        Ok(PlanHandle::new(&self.shared, key))
+    }
+
+    /// Plans one token for each of `sequences`, in their order, as far as blocks and budget reach.
+    ///
+    /// Returns the positions (in `sequences`) of those that did not fit; they are unchanged. Each
+    /// must have exactly one token left to compute. On misuse none is planned. With `lookahead` a
+    /// sequence gets blocks for so many slots past its known tokens too; [`BlockManager::trim`] gives
+    /// back those that are not used.
+    ///
+    /// A sequence that the step before samples may be decoded while that step is open: its token is
+    /// pending, and [`BlockManager::fill`] writes where it will come from instead of its value.
+    pub fn decode(
+        &mut self,
+        plan: PlanKey,
+        sequences: &[SeqKey],
+        lookahead: usize,
+    ) -> Result<Vec<usize>, Error> {
+        self.read_mail();
+        let misfits = self
+            .steps
+            .decode(&mut self.state, plan, sequences, lookahead)?;
+        self.note(
+            |_| Call::decode(plan.serial, ids(sequences), lookahead),
+            &misfits,
+        );
+        Ok(misfits)
+    }
+
+    /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
+    ///
+    /// The step computes all of them and samples a row for each; the commit says which were accepted
+    /// (see [`BlockManager::commit_accepted`]). All or nothing: blocks and budget for every draft.
+    pub fn speculate(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        drafts: &[u32],
+    ) -> Result<Prefill, Error> {
+        self.read_mail();
+        let answer = self.steps.speculate(&mut self.state, plan, key, drafts)?;
+        self.note(|_| Call::speculate(plan.serial, key.id, drafts), answer);
+        Ok(answer)
+    }
+
+    /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
+    ///
+    /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
+    /// a block boundary the index is asked first: what is cached is adopted, and neither charged
+    /// nor computed, including what sequences planned before it in this step compute. A sequence whose
+    /// every token is cached computes its last one, takes no block and writes nothing.
+    ///
+    /// `reserve: None` asks for the blocks of this step's tokens only;
+    /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
+    /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
+    pub fn prefill(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        max_tokens: usize,
+        reserve: Option<usize>,
+    ) -> Result<Prefill, Error> {
+        self.read_mail();
+        let limits = (max_tokens, reserve);
+        let answer = self.steps.prefill(&mut self.state, plan, key, limits)?;
+        self.note(
+            |_| Call::prefill(plan.serial, key.id, max_tokens, reserve),
+            answer,
+        );
+        Ok(answer)
+    }
+
+    /// Takes a sequence out of the plan again, as if it had not been planned.
+    ///
+    /// Sequences that share what it was to compute in this step are taken out with it; returns
+    /// their ids, in plan order.
+    pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
+        self.read_mail();
+        let ids = self.steps.cancel(&mut self.state, plan, key)?;
+        self.note(|_| Call::cancel(plan.serial, key.id), &ids);
+        Ok(ids)
+    }
+
+    /// The figures of an open plan.
+    pub fn plan_view(&self, key: PlanKey) -> Result<PlanView, Error> {
+        self.steps.view(key)
+    }
+
+    /// Blocks that must be copied before the step runs, as (source, destination), in order.
+    pub fn copies(&self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
+        self.steps.copies(key)
+    }
+
+    /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
+    pub fn fill(
+        &self,
+        plan: PlanKey,
+        arrays: &StepArrays<'_>,
+        written: &mut TableRows,
+    ) -> Result<(), Error> {
+        self.steps.fill(&self.state, plan, arrays, written)
+    }
+
+    /// Takes the step as computed: `sampled` holds one token per sampling row, in plan order.
+    ///
+    /// Registers every block that became full, or merges it into the block that held the content
+    /// first, and reports the latter. Appends the sampled tokens to their sequences. In a plan with
+    /// drafts use [`BlockManager::commit_accepted`].
+    pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Redirect>, Error> {
+        self.read_mail();
+        let redirects = self.steps.commit(&mut self.state, plan, sampled)?;
+        self.shared.close_plan(plan);
+        self.note(|_| Call::commit(plan.serial, sampled, &[][..]), &redirects);
+        Ok(redirects)
+    }
+
+    /// Takes the step as computed: `counts` says how many tokens each sampling sequence accepted, in
+    /// plan order, and `tokens` holds them, one sequence after the other.
+    ///
+    /// A sequence accepts the drafts that turned out right and one token after them.
+    pub fn commit_accepted(
+        &mut self,
+        plan: PlanKey,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<Vec<Redirect>, Error> {
+        self.read_mail();
+        let state = &mut self.state;
+        let redirects = self.steps.commit_accepted(state, plan, tokens, counts)?;
+        self.shared.close_plan(plan);
+        self.note(
+            |_| Call::commit(plan.serial, tokens, accepted(counts)),
+            &redirects,
+        );
+        Ok(redirects)
+    }
+
+    /// Undoes the plan. Sequences are what they were before it; dropped ones end now.
+    pub fn rollback(&mut self, plan: PlanKey) -> Result<(), Error> {
+        self.read_mail();
+        self.steps.rollback(&mut self.state, plan)?;
+        self.note(|_| Call::rollback(plan.serial), ());
+        Ok(())
+    }
+
+    /// Recounts references, states, the queue, the tree and the plans. O(blocks + tokens).
+    ///
+    /// It changes nothing: what dropped handles left to do is still to be done after it. Leases may be
+    /// dropped by other threads meanwhile; everything else must stand still.
+    ///
+    /// # Errors
+    /// The first difference found, in words: a bug in this crate.
+    pub fn check(&self) -> Result<(), String> {
+        let leases = self.shared.lease_refs();
+        let posted = self.shared.posted_blocks();
+        let held = self.state.check()?;
+        self.steps.check(&self.state)?;
+        self.state
+            .pool
+            .check(&held, &self.steps.fences(), leases, &posted)
+    }
+}
+
+/// Bytes of a namespace.
+const LONGEST_NAMESPACE: usize = 65_536;
+
+fn check_namespace(namespace: &[u8]) -> Result<(), Error> {
+    match namespace.len() {
+        ..=LONGEST_NAMESPACE => Ok(()),
+        bytes => Err(Error::Namespace { bytes }),
     }
 }
 
 /// Asks for the memory of all tables at once, before any of it is touched.
 fn probe_memory(config: &Config) -> Result<(), std::collections::TryReserveError> {
-    let per_block = size_of::<Block>()
-        + size_of::<u32>()
-        + FreeQueue::BYTES_PER_BLOCK
-        + ContentTree::bytes_per_block(config.block_size);
+    let per_block = Pool::BYTES_PER_BLOCK + Contents::bytes_per_block(config.block_size);
     Vec::<u8>::new().try_reserve_exact(config.num_blocks.saturating_mul(per_block))
 }
 
@@ -252,9 +524,7 @@ pub struct SequenceView<'a> {
     pub id: u64,
     /// All known tokens.
     pub tokens: &'a [u32],
-    /// Row-major: a row of blocks for each block of tokens, one per layer group.
-    table: &'a [BlockId],
-    groups: usize,
+    table: &'a BlockTable,
     /// Tokens whose KV is computed and committed.
     pub num_computed_tokens: usize,
     /// The same once the open plans are committed.
@@ -274,8 +544,8 @@ impl<'a> SequenceView<'a> {
     /// # Panics
     /// If there is no such group.
     pub fn table(&self, group: usize) -> impl ExactSizeIterator<Item = Option<BlockId>> + 'a {
-        assert!(group < self.groups, "one of {} layer groups", self.groups);
-        let row = self.table.iter().skip(group).step_by(self.groups);
-        row.map(|block| block.some())
+        let (table, groups) = (self.table, self.table.groups());
+        assert!(group < groups, "one of {groups} layer groups");
+        (0..table.rows()).map(move |row| table.get(group, row))
     }
 }

@@ -101,6 +101,22 @@ impl FreeQueue {
         self.insert(list, block, self.links[sentinel.at()].prev, sentinel);
     }
 
+    /// Puts blocks at the tail of a list, one after the other.
+    #[inline]
+    pub(crate) fn push_tails(&mut self, list: List, blocks: impl Iterator<Item = BlockId>) {
+        let sentinel = self.sentinel(list);
+        let mut last = self.links[sentinel.at()].prev;
+        for block in blocks {
+            debug_assert!(!self.contains(block));
+            self.links[last.at()].next = block;
+            self.links[block.at()].prev = last;
+            self.lens[list as usize] += 1;
+            last = block;
+        }
+        self.links[last.at()].next = sentinel;
+        self.links[sentinel.at()].prev = last;
+    }
+
     /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`.
     #[inline]
     pub(crate) fn pop_heads(&mut self, list: List, most: usize, taken: &mut Vec<BlockId>) {

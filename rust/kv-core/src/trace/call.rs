@@ -5,8 +5,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::words::Words;
-use crate::plan::{Prefill, Redirect};
 use crate::stats::Ledger;
+use crate::step::{Prefill, Redirect};
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $word:ident $name:ident { $($(#[$how:meta])* $field:ident: $type:ty),* })*) => {
@@ -222,11 +222,9 @@ mod tests {
         let distances = [216, 4, 2, 203, 4, 15, 2];
         assert_eq!(decode, [&[10, 2, 5], &distances[..], &[128, 1]].concat());
         let tokens: Vec<u32> = vec![0, 127, 128, u32::MAX];
+        let sequence = Call::sequence(tokens, *b"ns", true);
         let written = [0, 4, 0, 127, 128, 1, 255, 255, 255, 255, 15, 2, 110, 115, 1];
-        assert_eq!(
-            there_and_back(Call::sequence(tokens, *b"ns", true)),
-            written
-        );
+        assert_eq!(there_and_back(sequence), written);
         assert_eq!(there_and_back(Call::stop_recording()), [20]);
     }
 }

@@ -9,7 +9,7 @@ use super::call::{Answer, Call};
 use super::frame::{Header, write_frame, write_head};
 use crate::config::Config;
 use crate::error::Error;
-use crate::ids::{BlockId, SeqKey};
+use crate::ids::SeqKey;
 use crate::manager::BlockManager;
 
 /// Writes operations down until the writer fails.
@@ -68,7 +68,7 @@ impl BlockManager {
         if self.recorder.is_some() {
             return Err(Error::Recording);
         }
-        match (self.sequences.made(), self.plans) {
+        match (self.state.seqs.made(), self.steps.made()) {
             (0, 0) => Ok(()),
             (sequences, steps) => Err(Error::NotNew { sequences, steps }),
         }
@@ -133,22 +133,9 @@ impl BlockManager {
         Some(recorder.leases)
     }
 
-    /// A lease that was granted while recording is gone: lets go of its blocks, last block first, as
-    /// it would have done itself.
-    pub(crate) fn end_lease(&mut self, lease: u64, table: &[BlockId]) {
-        self.note(|_| Call::drop_lease(lease), ());
-        let blocks = table.iter().copied().filter_map(BlockId::some);
-        for block in blocks.clone().rev() {
-            if self.shared.let_go(block) && self.is_unheld(block) {
-                self.enter_queue(block);
-            }
-        }
-        self.shared.forget_lease_refs(blocks.count());
-    }
-
     /// The call that made a sequence.
     pub(crate) fn creation(&self, key: SeqKey, namespace: &[u8]) -> Call {
-        let seq = self.sequences.at(key.slot);
+        let seq = self.state.seqs.at(key.slot);
         Call::sequence(&seq.tokens[..], namespace, seq.read_cache)
     }
 }

@@ -9,9 +9,10 @@ use super::frame::Frames;
 use super::report::{Divergence, Limits, Report};
 use crate::config::Config;
 use crate::error::Error;
+use crate::handle::{PlanHandle, SeqHandle};
 use crate::ids::{PlanKey, SeqKey};
+use crate::lease::Lease;
 use crate::manager::BlockManager;
-use crate::shared::{Lease, PlanHandle, SeqHandle};
 
 /// Replays a recording; see [`BlockManager::record`].
 ///
@@ -101,12 +102,8 @@ impl From<Error> for Halt {
 
 impl Player {
     fn new(config: &Config, most_held: usize) -> Result<Self, Error> {
-        let config = Config {
-            events: false, // nobody takes them, and they decide nothing
-            ..config.clone()
-        };
         Ok(Self {
-            manager: BlockManager::new(config)?,
+            manager: BlockManager::new(config.clone())?,
             sequences: HashMap::new(),
             plans: HashMap::new(),
             leases: HashMap::new(),

@@ -1,6 +1,6 @@
 //! Arguments and answers in words, for whoever reads where a replay parted.
 
-use crate::plan::Redirect;
+use crate::step::Redirect;
 
 /// Elements of a list that are shown.
 const SHOWN: usize = 8;

@@ -286,3 +286,31 @@ fn tokens_that_int32_holds_and_one_that_it_does_not() {
         }
     }
 }
+
+/// Inputs are those of the step, whatever the next one has moved elsewhere meanwhile.
+#[test]
+fn the_next_step_moves_nothing_of_this_one() {
+    let mut m = manager(16);
+    let (first, second) = {
+        let first = computed(&mut m, prompt(5));
+        let second = m.fork(first.key(), 6).expect("its length");
+        (first, second)
+    };
+    let plan = begin(&mut m, PLENTY);
+    let keys = [first.key(), second.key()];
+    assert_eq!(m.decode(plan.key(), &keys, 0), Ok(vec![]));
+    // The first one writes on a copy, so the second one writes in place: then the first one goes.
+    m.cancel(plan.key(), first.key()).expect("planned");
+    let values = |m: &BlockManager| {
+        let arrays = Arrays::new(Sizes::exactly(1, 1, 2, 1));
+        arrays.fill(m, plan.key()).expect("large enough");
+        [SLOTS, TABLES].map(|array| arrays.values(array))
+    };
+    let before = values(&m);
+    let next = begin(&mut m, PLENTY);
+    assert_eq!(m.decode(next.key(), &[second.key()], 0), Ok(vec![]));
+    assert_eq!(m.copies(next.key()).expect("open").len(), 1);
+    assert_eq!(values(&m), before);
+    commit(&mut m, plan.key());
+    m.check().expect("sound");
+}

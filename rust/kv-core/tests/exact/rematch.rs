@@ -3,8 +3,8 @@
 use kv_core::{BlockManager, Config, Eviction, Prefill, SeqHandle};
 
 use super::tools::{
-    PLENTY, begin, block_of, commit, computed, decoded, given_up, manager, prefill, prompt,
-    sequence, settings, table, used, with,
+    PLENTY, begin, block_of, commit, computed, given_up, manager, prefill, prompt, settings, table,
+    used, with,
 };
 
 /// A conversation of three tokens that has decoded one with `lookahead` slots, and its next turn; the
@@ -48,28 +48,6 @@ fn reserved_slots_do_not_keep_a_turn_from_being_found() {
         assert_eq!(m.view(seq.key()).expect("live").num_cached_tokens, 12);
         m.check().expect("sound");
     }
-}
-
-/// Registration is put off while the next step computes the same; it hashes nothing again.
-#[test]
-fn a_content_that_is_put_off_is_hashed_once() {
-    let mut m = manager(16);
-    let seq = computed(&mut m, prompt(3));
-    let first = begin(&mut m, PLENTY);
-    assert_eq!(m.decode(first.key(), &[seq.key()], 0), Ok(vec![]));
-    let second = begin(&mut m, PLENTY);
-    let tokens = m.view(seq.key()).expect("live").tokens.to_vec();
-    let other = sequence(&mut m, [tokens, vec![5]].concat());
-    prefill(&mut m, second.key(), &other);
-    let hashed = m.stats().hashed_blocks;
-    commit(&mut m, first.key());
-    commit(&mut m, second.key());
-    // Another content follows the root last: the hint leads elsewhere.
-    let last = computed(&mut m, block_of(77));
-    let between = m.stats().hashed_blocks;
-    decoded(&mut m, &[&seq]);
-    assert_eq!(m.stats().hashed_blocks, between, "{hashed} before");
-    drop(last);
 }
 
 /// A content that was used again stays so when an idle block of it is taken over.

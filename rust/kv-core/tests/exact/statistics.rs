@@ -1,6 +1,6 @@
 //! The counters of scripted runs, value by value.
 
-use kv_core::{Config, Error, Eviction, Prefill, Stats};
+use kv_core::{Config, Error, Event, Eviction, Prefill, Stats};
 
 use super::tools::{
     PLENTY, begin, block_of, commit, computed, decoded, lose_the_head, manager, prefill, prompt,
@@ -16,7 +16,7 @@ fn a_prompt_and_its_tokens() {
         computed_tokens: 10,
         allocated_blocks: 3,
         registered_blocks: 2,
-        hashed_blocks: 2,
+        hashed_blocks: 3,
         committed_steps: 1,
         ..Stats::default()
     };
@@ -75,7 +75,7 @@ fn a_prefix_in_flight() {
         in_flight_blocks: 4,
         allocated_blocks: 5,
         registered_blocks: 2,
-        hashed_blocks: 2,
+        hashed_blocks: 3,
         committed_steps: 1,
         ..Stats::default()
     };
@@ -129,7 +129,7 @@ fn drafts() {
     assert_eq!((view.tokens.len(), view.num_computed_tokens), (8, 7));
     expected.allocated_blocks = 3;
     expected.registered_blocks = 1;
-    expected.hashed_blocks = 1;
+    expected.hashed_blocks = 2;
     assert_eq!(m.stats(), expected);
 }
 
@@ -195,7 +195,7 @@ fn late_merges_and_copies() {
         computed_tokens: before.computed_tokens + 2,
         registered_blocks: 1,
         merged_blocks: 1,
-        hashed_blocks: before.hashed_blocks + 1,
+        hashed_blocks: before.hashed_blocks + 2,
         committed_steps: before.committed_steps + 1,
         ..before
     };
@@ -240,65 +240,57 @@ fn contents_taken_over() {
     assert_eq!((m.ledger().free, m.ledger().active), (7, 1));
 }
 
+/// Where every content has the same hash, only the first one has a name. All are found: their tokens
+/// are compared.
 #[test]
-fn blocks_without_a_name() {
-    let mut m = with(Config {
-        hash_bits: 0,
-        ..settings(8)
-    });
-    let _first = computed(&mut m, block_of(1));
-    let expected = Stats {
-        prompt_tokens: 4,
-        computed_tokens: 4,
-        allocated_blocks: 1,
-        registered_blocks: 1,
-        hashed_blocks: 1,
-        committed_steps: 1,
-        ..Stats::default()
-    };
-    assert_eq!(m.stats(), expected);
-    let second = computed(&mut m, prompt(12));
-    let expected = Stats {
-        prompt_tokens: 16,
-        computed_tokens: 16,
-        allocated_blocks: 4,
-        collisions: 1,
-        hashed_blocks: 4,
-        committed_steps: 2,
-        ..expected
-    };
-    assert_eq!(m.stats(), expected);
-    assert_eq!(m.view(second.key()).expect("live").num_registered_blocks, 0);
-    assert_eq!(m.num_contents(), 2);
-}
-
-/// A fork is without a name if it goes past the block that has none, and not if it ends before.
-#[test]
-fn forks_of_a_sequence_without_a_name() {
+fn contents_without_a_name() {
     let mut m = with(Config {
         hash_bits: 0,
         ..settings(16)
     });
-    let seq = computed(&mut m, prompt(12)); // the first block has a name, the second meets it
+    let first = computed(&mut m, block_of(1));
+    assert_eq!(m.stats().collisions, 0);
+    let second = computed(&mut m, prompt(12));
+    // The second block meets the name, and what follows a block without a name has none.
     assert_eq!(m.stats().collisions, 1);
-    let past = m.fork(seq.key(), 8).expect("within");
-    m.append(past.key(), &block_of(7)).expect("in no plan");
-    let before = m.fork(seq.key(), 4).expect("within");
-    m.append(before.key(), &block_of(7)).expect("in no plan");
-    for (fork, collisions) in [(past, 1), (before, 2)] {
-        let plan = begin(&mut m, PLENTY);
-        prefill(&mut m, plan.key(), &fork);
-        commit(&mut m, plan.key());
-        assert_eq!(m.stats().collisions, collisions);
-        m.check().expect("sound");
-    }
+    assert_eq!(m.view(second.key()).expect("live").num_registered_blocks, 3);
+    assert_eq!((m.num_contents(), m.contents().len()), (5, 1));
+    assert_eq!(m.take_events().len(), 1);
+    let lease = m.match_prefix(&prompt(12), b"").expect("short");
+    assert_eq!(lease.num_tokens(), 12);
+    m.check().expect("sound");
+    drop((first, second, lease));
+    assert_eq!(m.evict_idle(), 4);
+    assert_eq!(m.take_events(), [Event::Cleared]);
+    // The name is free again.
+    let _again = computed(&mut m, prompt(4));
+    assert_eq!((m.stats().collisions, m.take_events().len()), (1, 1));
+    m.check().expect("sound");
+}
+
+/// Without events nobody asks for names: a prompt is hashed once, to find its run.
+#[test]
+fn nothing_is_hashed_for_nobody() {
+    let mut m = with(Config {
+        events: false,
+        ..settings(600)
+    });
+    let first = computed(&mut m, prompt(900));
+    assert_eq!(m.stats().hashed_blocks, 1);
+    let second = computed(&mut m, [prompt(900), vec![5; 9]].concat());
+    let stats = m.stats();
+    assert_eq!((stats.hashed_blocks, stats.cached_tokens), (1, 900));
+    assert_eq!(m.contents().len(), 227);
+    assert_eq!(m.stats().hashed_blocks, 1 + 227);
+    m.check().expect("sound");
+    drop((first, second));
 }
 
 #[test]
 fn forks_are_not_hashed_again() {
     let mut m = manager(8);
     let seq = computed(&mut m, prompt(14));
-    assert_eq!(m.stats().hashed_blocks, 3);
+    assert_eq!(m.stats().hashed_blocks, 4);
     for at in [4, 8, 12, 13] {
         let fork = m.fork(seq.key(), at).expect("within");
         m.check().expect("sound");
@@ -307,7 +299,7 @@ fn forks_are_not_hashed_again() {
         prefill(&mut m, plan.key(), &fork);
         m.rollback(plan.key()).expect("the newest");
     }
-    assert_eq!(m.stats().hashed_blocks, 3);
+    assert_eq!(m.stats().hashed_blocks, 4);
 }
 
 #[test]
@@ -324,7 +316,7 @@ fn evictions_and_windows() {
         allocated_blocks: 6,
         registered_blocks: 3,
         slid_blocks: 2,
-        hashed_blocks: 3,
+        hashed_blocks: 4,
         committed_steps: 1,
         ..Stats::default()
     };

@@ -66,26 +66,6 @@ fn windows_slide_without_a_cache() {
     assert_eq!((m.stats().slid_blocks, m.ledger().free), (2, 12));
 }
 
-/// Where every content has the same hash, only the first one has a name.
-#[test]
-fn windows_slide_over_blocks_without_a_name() {
-    let mut m = with(Config {
-        hash_bits: 0,
-        ..windowed(16, 4)
-    });
-    let seq = computed(&mut m, prompt(7));
-    assert_eq!(m.view(seq.key()).expect("live").num_registered_blocks, 1);
-    for tokens in 8..13 {
-        decoded(&mut m, &[&seq]);
-        // What came before the window is gone: nobody can stand on it any more.
-        let registered = m.view(seq.key()).expect("live").num_registered_blocks;
-        assert_eq!(registered, 0, "{tokens} computed");
-    }
-    assert_eq!(kept(&m, &seq), [false, false, true]);
-    assert_eq!((m.stats().collisions, m.stats().slid_blocks), (1, 2));
-    m.check().expect("sound");
-}
-
 /// What comes before the window of a match is the plan's: given back with its commit.
 #[test]
 fn blocks_before_the_gaps_of_a_match_are_given_back() {

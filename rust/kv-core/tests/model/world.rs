@@ -91,7 +91,7 @@ impl World {
             ..config
         };
         let groups = config.groups.len();
-        let exact = config.hash_bits == 128 && config.eviction == Eviction::Lru;
+        let exact = config.eviction == Eviction::Lru;
         Self {
             model: Model::new(&config),
             exact,

@@ -1,0 +1,626 @@
+//! What is known, apart from the blocks that hold it: contents in runs.
+//!
+//! A content is a parent content, `block_size` tokens, and the blocks that hold it now, one per layer
+//! group. Contents that follow each other stand in one [`Run`], as an edge of a radix tree does:
+//!
+//! ```text
+//!   root  --[ row 1 | row 2 | row 3 ]      a run: its rows' tokens, its rows' blocks
+//!                        \--[ row 3 | row 4 ]   a child hangs behind any row
+//! ```
+//!
+//! The index finds a run by what it hangs behind and its first row. Nothing is a match before its
+//! tokens were compared under the very parent that the walk stands on: the hash only says where to look. A
+//! run is as long as its last row needs: until a block holds it, or a child hangs behind it. So the
+//! block of a row in the middle may go first without orphaning what follows.
+//!
+//! Names are for the outside world: they are computed when somebody asks, once.
+
+#[path = "contents/check.rs"]
+mod check;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use hashbrown::HashTable;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::events::Event;
+use crate::hash::ContentHasher;
+use crate::ids::{BlockId, RunId};
+
+/// A place among the contents: behind so many rows of a run. It stands for the content of the last of
+/// these rows; behind no row, for the root of a namespace.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub(crate) struct Spot {
+    pub(crate) run: RunId,
+    pub(crate) rows: u32,
+}
+
+impl Spot {
+    pub(crate) const NONE: Self = Self {
+        run: RunId::NONE,
+        rows: 0,
+    };
+
+    #[inline]
+    pub(crate) fn some(self) -> Option<Self> {
+        (self.run != RunId::NONE).then_some(self)
+    }
+
+    #[inline]
+    fn row(self) -> usize {
+        self.rows as usize - 1
+    }
+}
+
+/// Contents that follow each other. That of a namespace has no rows.
+struct Run {
+    /// What it hangs behind; nothing if it is the root of a namespace.
+    parent: Spot,
+    tokens: Vec<u32>,
+    /// Row-major, one per layer group.
+    blocks: Vec<BlockId>,
+    /// Of the leading rows as far as somebody asked; none where another content has the name.
+    names: Vec<Option<u128>>,
+    /// Behind how many rows other runs hang, in order, and how many.
+    children: Vec<(u32, u32)>,
+    /// The child that was made or followed last: the first guess. May be stale.
+    latest: RunId,
+    /// Sequences under a root.
+    sequences: u32,
+    /// The name of a root.
+    namespace: Option<Arc<[u8]>>,
+    lives: bool,
+}
+
+const VACANT: Run = Run {
+    parent: Spot::NONE,
+    tokens: Vec::new(),
+    blocks: Vec::new(),
+    names: Vec::new(),
+    children: Vec::new(),
+    latest: RunId::NONE,
+    sequences: 0,
+    namespace: None,
+    lives: false,
+};
+
+impl Run {
+    /// The rows behind which the last child hangs.
+    fn last_child(&self) -> u32 {
+        self.children.last().map_or(0, |child| child.0)
+    }
+
+    fn has_child(&self, rows: u32) -> bool {
+        self.children
+            .binary_search_by_key(&rows, |child| child.0)
+            .is_ok()
+    }
+}
+
+/// Contents, and the ways to them.
+pub(crate) struct Contents {
+    block_size: usize,
+    groups: usize,
+    hasher: ContentHasher,
+    runs: Vec<Run>,
+    vacant: Vec<RunId>,
+    /// Runs, by what they hang behind and their first row.
+    index: HashTable<RunId>,
+    namespaces: HashMap<Arc<[u8]>, RunId>,
+    /// The names that contents have.
+    named: HashSet<u128>,
+    rows: usize,
+    /// Blocks hashed so far, and those of them whose name another content had.
+    pub(crate) hashed: u64,
+    pub(crate) collisions: u64,
+}
+
+impl Contents {
+    pub(crate) fn new(block_size: usize, groups: usize, hasher: ContentHasher) -> Self {
+        Self {
+            block_size,
+            groups,
+            hasher,
+            runs: Vec::new(),
+            vacant: Vec::new(),
+            index: HashTable::new(),
+            namespaces: HashMap::new(),
+            named: HashSet::new(),
+            rows: 0,
+            hashed: 0,
+            collisions: 0,
+        }
+    }
+
+    /// Bytes per block of the pool.
+    pub(crate) fn bytes_per_block(block_size: usize) -> usize {
+        size_of::<BlockId>() + block_size * size_of::<u32>()
+    }
+
+    pub(crate) fn groups(&self) -> usize {
+        self.groups
+    }
+
+    pub(crate) fn hasher(&self) -> &ContentHasher {
+        &self.hasher
+    }
+
+    #[inline]
+    fn run(&self, run: RunId) -> &Run {
+        &self.runs[run.at()]
+    }
+
+    #[inline]
+    fn run_mut(&mut self, run: RunId) -> &mut Run {
+        &mut self.runs[run.at()]
+    }
+
+    /// The root of `namespace`, if anything lives under it.
+    pub(crate) fn root(&self, namespace: &[u8]) -> Option<Spot> {
+        let run = *self.namespaces.get(namespace)?;
+        Some(Spot { run, rows: 0 })
+    }
+
+    /// The root of `namespace` for one sequence more, made if need be.
+    pub(crate) fn hold_root(&mut self, namespace: &[u8]) -> Spot {
+        let run = match self.namespaces.get(namespace) {
+            Some(&run) => run,
+            None => {
+                let name: Arc<[u8]> = namespace.into();
+                let run = self.new_run(Run {
+                    namespace: Some(Arc::clone(&name)),
+                    ..VACANT
+                });
+                self.namespaces.insert(name, run);
+                run
+            }
+        };
+        let root = Spot { run, rows: 0 };
+        self.share_root(root);
+        root
+    }
+
+    /// One sequence more under a root.
+    pub(crate) fn share_root(&mut self, root: Spot) {
+        self.run_mut(root.run).sequences += 1;
+    }
+
+    /// One sequence less under a root.
+    pub(crate) fn release_root(&mut self, root: Spot) {
+        self.run_mut(root.run).sequences -= 1;
+        self.shorten(root.run);
+    }
+
+    fn new_run(&mut self, run: Run) -> RunId {
+        let run = Run { lives: true, ..run };
+        match self.vacant.pop() {
+            Some(slot) => {
+                self.runs[slot.at()] = run;
+                slot
+            }
+            None => {
+                self.runs.push(run);
+                RunId::new(self.runs.len() - 1)
+            }
+        }
+    }
+
+    /// Where to look for the run that hangs behind `parent` with this first row.
+    fn index_hash(&self, parent: Spot, tokens: &[u32]) -> u64 {
+        let seed =
+            (u64::from(parent.run.get()) << 32 | u64::from(parent.rows)) ^ self.hasher.seed();
+        let hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
+        self.hasher.index_bits(hash)
+    }
+
+    /// The content that follows `spot` with exactly these tokens, one row of them.
+    #[inline]
+    pub(crate) fn next(&mut self, spot: Spot, tokens: &[u32]) -> Option<Spot> {
+        debug_assert_eq!(tokens.len(), self.block_size);
+        let run = self.run(spot.run);
+        let at = spot.rows as usize * self.block_size;
+        let rows = spot.rows + 1;
+        if run.tokens.get(at..at + self.block_size) == Some(tokens) {
+            return Some(Spot { rows, ..spot });
+        }
+        let child = self.child(spot, tokens)?;
+        Some(Spot {
+            run: child,
+            rows: 1,
+        })
+    }
+
+    /// The run that hangs behind `spot` and begins with this row. The latest one is compared before
+    /// anything is hashed.
+    fn child(&mut self, spot: Spot, tokens: &[u32]) -> Option<RunId> {
+        let run = self.run(spot.run);
+        if !run.has_child(spot.rows) {
+            return None;
+        }
+        let latest = run.latest;
+        if latest != RunId::NONE && self.begins(latest, spot, tokens) {
+            return Some(latest);
+        }
+        self.hashed += 1;
+        let hash = self.index_hash(spot, tokens);
+        let begins = |&run: &RunId| self.begins(run, spot, tokens);
+        let child = *self.index.find(hash, begins)?;
+        self.run_mut(spot.run).latest = child;
+        Some(child)
+    }
+
+    /// Whether a run hangs behind `parent` and begins with this row.
+    #[inline]
+    fn begins(&self, run: RunId, parent: Spot, tokens: &[u32]) -> bool {
+        let run = self.run(run);
+        run.lives && run.parent == parent && run.tokens.get(..self.block_size) == Some(tokens)
+    }
+
+    /// Goes on from `spot` as far as contents have these tokens and the blocks that hold them for the
+    /// first layer group are `usable`, which are added to `blocks`.
+    pub(crate) fn follow(
+        &mut self,
+        mut spot: Spot,
+        mut tokens: &[u32],
+        blocks: &mut Vec<BlockId>,
+        usable: impl Fn(BlockId) -> bool,
+    ) -> Spot {
+        let size = self.block_size;
+        while tokens.len() >= size {
+            let run = self.run(spot.run);
+            let from = spot.rows as usize;
+            let rows = run.blocks.len() / self.groups;
+            let most = (rows - from.min(rows)).min(tokens.len() / size);
+            let known = &run.tokens[from * size..(from + most) * size];
+            let equal = equal_rows(known, &tokens[..most * size], size);
+            let there = run.blocks[from * self.groups..(from + equal) * self.groups].iter();
+            let there = there.step_by(self.groups).copied();
+            let before = blocks.len();
+            blocks.extend(there.take_while(|&block| block != BlockId::NONE && usable(block)));
+            let followed = blocks.len() - before;
+            spot.rows += followed as u32;
+            tokens = &tokens[followed * size..];
+            if followed < equal || tokens.len() < size {
+                break;
+            }
+            let Some(child) = self.child(spot, &tokens[..size]) else {
+                break;
+            };
+            let first = self.run(child).blocks[0];
+            if first == BlockId::NONE || !usable(first) {
+                break;
+            }
+            spot = Spot {
+                run: child,
+                rows: 0,
+            };
+        }
+        spot
+    }
+
+    /// New contents that follow `spot`, of which nothing has the first row yet, in these blocks,
+    /// row-major. The last of them.
+    pub(crate) fn append(&mut self, spot: Spot, tokens: &[u32], blocks: &[BlockId]) -> Spot {
+        let rows = (tokens.len() / self.block_size) as u32;
+        debug_assert_eq!(blocks.len(), rows as usize * self.groups);
+        self.rows += rows as usize;
+        let run = self.run_mut(spot.run);
+        let is_end = run.namespace.is_none()
+            && spot.rows as usize * self.block_size == self.runs[spot.run.at()].tokens.len();
+        if is_end {
+            let run = self.run_mut(spot.run);
+            grow(&mut run.tokens, tokens);
+            grow(&mut run.blocks, blocks);
+            let rows = spot.rows + rows;
+            return Spot { rows, ..spot };
+        }
+        let hash = self.index_hash(spot, &tokens[..self.block_size]);
+        self.hashed += 1;
+        let child = self.new_run(Run {
+            parent: spot,
+            tokens: tokens.to_vec(),
+            blocks: blocks.to_vec(),
+            ..VACANT
+        });
+        self.index_run(hash, child);
+        self.hang(spot);
+        self.run_mut(spot.run).latest = child;
+        Spot { run: child, rows }
+    }
+
+    fn index_run(&mut self, hash: u64, run: RunId) {
+        let mut index = std::mem::take(&mut self.index);
+        let rehash = |&run: &RunId| {
+            let run = self.run(run);
+            self.index_hash(run.parent, &run.tokens[..self.block_size])
+        };
+        index.insert_unique(hash, run, rehash);
+        self.index = index;
+    }
+
+    /// Something more hangs behind `spot`: a child, or somebody for whom it must live on.
+    pub(crate) fn hang(&mut self, spot: Spot) {
+        let children = &mut self.run_mut(spot.run).children;
+        match children.binary_search_by_key(&spot.rows, |child| child.0) {
+            Ok(at) => children[at].1 += 1,
+            Err(at) => children.insert(at, (spot.rows, 1)),
+        }
+    }
+
+    /// Something less hangs behind `spot`, which may end with it.
+    pub(crate) fn unhang(&mut self, spot: Spot) {
+        self.loosen(spot);
+        self.shorten(spot.run);
+    }
+
+    fn loosen(&mut self, spot: Spot) {
+        let children = &mut self.run_mut(spot.run).children;
+        if let Ok(at) = children.binary_search_by_key(&spot.rows, |child| child.0) {
+            children[at].1 -= 1;
+            if children[at].1 == 0 {
+                children.remove(at);
+            }
+        }
+    }
+
+    /// Forgets the last rows of a run that nothing needs any more, and what ends with them. It may have
+    /// ended with another one.
+    pub(crate) fn shorten(&mut self, run: RunId) {
+        let mut at = run;
+        loop {
+            let (size, groups) = (self.block_size, self.groups);
+            let run = &mut self.runs[at.at()];
+            if !run.lives {
+                return;
+            }
+            if run.namespace.is_some() {
+                if run.sequences == 0 && run.children.is_empty() {
+                    self.end_namespace(at);
+                }
+                return;
+            }
+            let rows = run.blocks.len() / groups;
+            let held = run.blocks.iter().rposition(|&block| block != BlockId::NONE);
+            let keep = held.map_or(0, |at| at / groups + 1);
+            let keep = keep.max(run.last_child() as usize);
+            self.rows -= rows - keep;
+            if keep > 0 {
+                run.tokens.truncate(keep * size);
+                run.blocks.truncate(keep * groups);
+                fit(&mut run.tokens);
+                fit(&mut run.blocks);
+                self.forget_names(at, keep);
+                return;
+            }
+            self.forget_names(at, 0);
+            let run = &self.runs[at.at()];
+            let parent = run.parent;
+            let hash = self.index_hash(parent, &run.tokens[..size]);
+            if let Ok(entry) = self.index.find_entry(hash, |&found| found == at) {
+                entry.remove();
+            }
+            self.runs[at.at()] = VACANT;
+            self.vacant.push(at);
+            self.loosen(parent);
+            let above = &self.runs[parent.run.at()];
+            if above.namespace.is_none() && above.blocks.len() / groups > parent.rows as usize {
+                return; // rows follow
+            }
+            at = parent.run;
+        }
+    }
+
+    fn end_namespace(&mut self, root: RunId) {
+        self.forget_names(root, 0);
+        if let Some(name) = self.run_mut(root).namespace.take() {
+            self.namespaces.remove(&name);
+        }
+        self.runs[root.at()] = VACANT;
+        self.vacant.push(root);
+    }
+
+    fn forget_names(&mut self, run: RunId, keep: usize) {
+        let names = &mut self.runs[run.at()].names;
+        for name in names.drain(keep.min(names.len())..).flatten() {
+            self.named.remove(&name);
+        }
+    }
+
+    /// The block that holds the content for a layer group.
+    #[inline]
+    pub(crate) fn block(&self, spot: Spot, group: usize) -> Option<BlockId> {
+        self.run(spot.run).blocks[spot.row() * self.groups + group].some()
+    }
+
+    /// The blocks that hold the content, in the order of their groups.
+    #[inline]
+    pub(crate) fn blocks(&self, spot: Spot) -> impl Iterator<Item = BlockId> + '_ {
+        let at = spot.row() * self.groups;
+        let blocks = &self.run(spot.run).blocks[at..at + self.groups];
+        blocks.iter().filter_map(|block| block.some())
+    }
+
+    /// Moves the content of a group to another block, or gives it one again.
+    #[inline]
+    pub(crate) fn set_block(&mut self, spot: Spot, group: usize, block: BlockId) {
+        let at = spot.row() * self.groups + group;
+        self.run_mut(spot.run).blocks[at] = block;
+    }
+
+    /// The content loses a group's block. It lives on if it has others, or something follows it.
+    pub(crate) fn clear_block(&mut self, spot: Spot, group: usize) {
+        self.empty_block(spot, group);
+        let run = self.run(spot.run);
+        if spot.rows as usize * self.groups == run.blocks.len() {
+            self.shorten(spot.run);
+        }
+    }
+
+    /// The same; the caller shortens the run afterwards.
+    #[inline(always)] // every content that goes comes here
+    pub(crate) fn empty_block(&mut self, spot: Spot, group: usize) {
+        let at = spot.row() * self.groups + group;
+        self.run_mut(spot.run).blocks[at] = BlockId::NONE;
+    }
+
+    /// The content before this one; none before a root.
+    #[inline]
+    pub(crate) fn parent(&self, spot: Spot) -> Option<Spot> {
+        match spot.rows {
+            0 => None,
+            1 => Some(self.run(spot.run).parent),
+            rows => Some(Spot {
+                rows: rows - 1,
+                ..spot
+            }),
+        }
+    }
+
+    /// The content `rows` rows before this one.
+    pub(crate) fn back(&self, mut spot: Spot, mut rows: usize) -> Spot {
+        while rows >= spot.rows as usize && rows > 0 {
+            rows -= spot.rows as usize;
+            spot = self.run(spot.run).parent;
+        }
+        spot.rows -= rows as u32;
+        spot
+    }
+
+    /// Whether `tokens`, whole rows of them, lead from `root` to `spot`.
+    pub(crate) fn leads_to(&self, root: Spot, mut tokens: &[u32], mut spot: Spot) -> bool {
+        while spot.rows > 0 {
+            let run = self.run(spot.run);
+            let known = &run.tokens[..spot.rows as usize * self.block_size];
+            let Some(rest) = tokens.strip_suffix(known) else {
+                return false;
+            };
+            tokens = rest;
+            spot = run.parent;
+        }
+        spot == root && tokens.is_empty()
+    }
+
+    #[inline]
+    pub(crate) fn tokens(&self, spot: Spot) -> &[u32] {
+        &self.run(spot.run).tokens[spot.row() * self.block_size..][..self.block_size]
+    }
+
+    /// The content's name for the outside world, none if another one has it.
+    pub(crate) fn name(&mut self, spot: Spot) -> Option<u128> {
+        // The runs on the way to what has a name already.
+        let mut way = vec![spot];
+        loop {
+            let at = way[way.len() - 1];
+            let run = self.run(at.run);
+            if run.names.len() >= at.rows as usize && at.rows > 0 || run.namespace.is_some() {
+                break;
+            }
+            if run.names.is_empty() {
+                way.push(run.parent);
+            } else {
+                break;
+            }
+        }
+        let mut name = None;
+        while let Some(at) = way.pop() {
+            name = self.name_in(at, name);
+        }
+        name
+    }
+
+    /// Names a run's leading rows up to `spot`, given the name of what it hangs behind.
+    fn name_in(&mut self, spot: Spot, parent: Option<u128>) -> Option<u128> {
+        let run = &mut self.runs[spot.run.at()];
+        if let Some(namespace) = &run.namespace {
+            return Some(self.hasher.root(namespace));
+        }
+        let mut name = run.names.last().copied().unwrap_or(parent);
+        let known = run.names.len();
+        let tokens = run.tokens.chunks_exact(self.block_size);
+        for tokens in tokens.take(spot.rows as usize).skip(known) {
+            name = name.and_then(|parent| {
+                self.hashed += 1;
+                let name = self.hasher.child(parent, tokens);
+                let is_new = self.named.insert(name);
+                self.collisions += u64::from(!is_new);
+                is_new.then_some(name)
+            });
+            run.names.push(name);
+        }
+        run.names[spot.row()]
+    }
+
+    /// A content as events tell of it, if it has a name.
+    pub(crate) fn stored(&mut self, spot: Spot) -> Option<Event> {
+        let hash = self.name(spot)?;
+        let parent = self.parent(spot).filter(|parent| parent.rows > 0);
+        let parent = parent.and_then(|parent| self.name(parent));
+        Some(Event::Stored {
+            hash,
+            parent,
+            tokens: self.tokens(spot).into(),
+            namespace: self.namespace(spot),
+        })
+    }
+
+    fn namespace(&self, mut spot: Spot) -> Arc<[u8]> {
+        loop {
+            let run = self.run(spot.run);
+            match &run.namespace {
+                Some(name) => return Arc::clone(name),
+                None => spot = run.parent,
+            }
+        }
+    }
+
+    /// Every content that a block holds.
+    pub(crate) fn held(&self) -> impl Iterator<Item = Spot> + '_ {
+        let runs = self.runs.iter().enumerate();
+        runs.flat_map(move |(slot, run)| {
+            let rows = run.blocks.chunks_exact(self.groups).zip(1_u32..);
+            rows.filter_map(move |(blocks, rows)| {
+                let is_held = blocks.iter().any(|&block| block != BlockId::NONE);
+                is_held.then_some(Spot {
+                    run: RunId::new(slot),
+                    rows,
+                })
+            })
+        })
+    }
+
+    /// Contents that live, and namespaces.
+    pub(crate) fn len(&self) -> usize {
+        self.rows + self.namespaces.len()
+    }
+}
+
+/// How many leading rows are equal. Both have the same length.
+#[inline]
+fn equal_rows(known: &[u32], tokens: &[u32], block_size: usize) -> usize {
+    if known == tokens {
+        return known.len() / block_size;
+    }
+    let rows = known
+        .chunks_exact(block_size)
+        .zip(tokens.chunks_exact(block_size));
+    rows.take_while(|(known, tokens)| known == tokens).count()
+}
+
+/// Adds to a vector that grows by an eighth: a run is not to hold twice the memory that it needs.
+#[inline]
+fn grow<T: Copy>(vec: &mut Vec<T>, more: &[T]) {
+    if vec.capacity() - vec.len() < more.len() {
+        let spare = vec.len() / 8;
+        vec.reserve_exact(more.len().max(spare));
+    }
+    vec.extend_from_slice(more);
+}
+
+/// Gives back the memory of what a run has forgotten, once that is most of it.
+#[inline]
+fn fit<T>(vec: &mut Vec<T>) {
+    if vec.capacity() / 4 > vec.len() + 16 {
+        vec.shrink_to(2 * vec.len());
+    }
+}

@@ -1,0 +1,512 @@
+//! The pool guards itself: every block that gets a holder, loses one, gets a content or loses it goes
+//! through here, and nobody else sees counters, queue and contents together.
+
+#[path = "pool/check.rs"]
+mod check;
+
+use std::collections::TryReserveError;
+
+use crate::config::Config;
+use crate::contents::{Contents, Spot};
+use crate::events::Event;
+use crate::eviction::{Ghost, Policy};
+use crate::hash::ContentHasher;
+use crate::ids::{BlockId, RunId};
+use crate::queue::{FreeQueue, List};
+use crate::shared::Shared;
+use crate::stats::{BlockState, Ledger, Stats};
+use crate::sync::Arc;
+
+/// What is known of a block. Its references are these two counts and those of leases, which alone are
+/// atomic (in [`Shared`]): nobody else lets go without the manager.
+#[derive(Clone, Copy)]
+struct Block {
+    /// Live sequences whose table holds the block.
+    seq_refs: u32,
+    /// Open plans that read it beside their sequences' own, once for each time.
+    fences: u32,
+    /// The content it holds, if that is registered.
+    content: Spot,
+    /// The step that computes the content, or has computed it.
+    step: u32,
+    /// The layer group of which it holds the content.
+    group: u8,
+    /// The content was adopted, or has come back soon after it was evicted.
+    used_again: bool,
+    /// The list of the queue in which the block waits, if it does.
+    list: List,
+}
+
+const NEW: Block = Block {
+    seq_refs: 0,
+    fences: 0,
+    content: Spot::NONE,
+    step: 0,
+    group: 0,
+    used_again: false,
+    list: List::Free,
+};
+
+/// The steps that are open: the older and the newer one, which may be the same.
+pub(crate) type OpenSteps = Option<[u32; 2]>;
+
+/// All blocks, and what they hold.
+pub(crate) struct Pool {
+    blocks: Vec<Block>,
+    queue: FreeQueue,
+    policy: Policy,
+    /// What is known. Blocks are put to contents and taken from them by the pool alone.
+    pub(crate) contents: Contents,
+    shared: Arc<Shared>,
+    /// Blocks with `seq_refs > 0`.
+    active: usize,
+    open: OpenSteps,
+    /// If somebody wants them.
+    events: Option<Vec<Event>>,
+    pub(crate) stats: Stats,
+}
+
+impl Pool {
+    /// Every block free.
+    pub(crate) fn new(config: &Config, shared: Arc<Shared>) -> Result<Self, TryReserveError> {
+        let &Config {
+            num_blocks,
+            block_size,
+            hash_bits,
+            ..
+        } = config;
+        let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
+        let hasher = ContentHasher::new(seed, hash_bits);
+        let mut blocks = Vec::new();
+        blocks.try_reserve_exact(num_blocks)?;
+        blocks.resize(num_blocks, NEW);
+        let mut queue = FreeQueue::over(num_blocks)?;
+        (0..num_blocks).for_each(|block| queue.push_tail(List::Free, BlockId::new(block)));
+        Ok(Self {
+            blocks,
+            queue,
+            policy: Policy::new(config.eviction, num_blocks),
+            contents: Contents::new(block_size, config.groups.len(), hasher),
+            shared,
+            active: 0,
+            open: None,
+            events: config.events.then(Vec::new),
+            stats: Stats::default(),
+        })
+    }
+
+    /// Bytes per block, without contents.
+    pub(crate) const BYTES_PER_BLOCK: usize =
+        size_of::<Block>() + size_of::<u32>() + FreeQueue::BYTES_PER_BLOCK;
+
+    pub(crate) fn num_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Blocks that an allocation can take.
+    #[inline]
+    pub(crate) fn available(&self) -> usize {
+        self.queue.len()
+    }
+
+    pub(crate) fn ledger(&self) -> Ledger {
+        let free = self.queue.len_of(List::Free);
+        Ledger {
+            free,
+            idle: self.queue.len() - free,
+            active: self.active,
+            leased: self.blocks.len() - self.queue.len() - self.active,
+        }
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        Stats {
+            hashed_blocks: self.contents.hashed,
+            collisions: self.contents.collisions,
+            ..self.stats
+        }
+    }
+
+    pub(crate) fn state(&self, block: BlockId) -> BlockState {
+        let Block {
+            seq_refs, content, ..
+        } = self.blocks[block.at()];
+        match (self.queue.contains(block), content.some(), seq_refs) {
+            (true, None, _) => BlockState::Free,
+            (true, Some(_), _) => BlockState::Idle,
+            (false, _, 1..) => BlockState::Active,
+            (false, _, 0) => BlockState::Leased,
+        }
+    }
+
+    /// All holders.
+    #[inline]
+    pub(crate) fn refs(&self, block: BlockId) -> u32 {
+        let Block {
+            seq_refs, fences, ..
+        } = self.blocks[block.at()];
+        seq_refs + fences + self.shared.lease_refs_of(block)
+    }
+
+    /// Live sequences whose table holds the block.
+    #[inline]
+    pub(crate) fn seq_refs(&self, block: BlockId) -> u32 {
+        self.blocks[block.at()].seq_refs
+    }
+
+    /// The content that a block holds, if that is registered.
+    #[inline]
+    pub(crate) fn content(&self, block: BlockId) -> Option<Spot> {
+        self.blocks[block.at()].content.some()
+    }
+
+    #[inline]
+    pub(crate) fn is_queued(&self, block: BlockId) -> bool {
+        self.queue.contains(block)
+    }
+
+    /// The blocks that nobody holds: the free ones, then the idle ones of each list.
+    pub(crate) fn queued(&self) -> Vec<BlockId> {
+        let lists = [List::Free].into_iter().chain(List::IDLE);
+        lists.flat_map(|list| self.queue.iter(list)).collect()
+    }
+
+    /// The steps that are open now: contents that they compute are not ready.
+    pub(crate) fn set_open_steps(&mut self, open: OpenSteps) {
+        self.open = open;
+    }
+
+    /// Whether the content of a block is there: no open step is to compute it.
+    #[inline]
+    pub(crate) fn is_ready(&self, block: BlockId) -> bool {
+        is_ready(&self.blocks[block.at()], self.open)
+    }
+
+    /// Whether no open step is to compute any block of a content.
+    pub(crate) fn is_there(&self, content: Spot) -> bool {
+        let mut blocks = self.contents.blocks(content);
+        blocks.all(|block| self.is_ready(block))
+    }
+
+    /// As `Contents::follow`, over blocks whose contents are there.
+    pub(crate) fn follow_ready(
+        &mut self,
+        spot: Spot,
+        tokens: &[u32],
+        found: &mut Vec<BlockId>,
+    ) -> Spot {
+        let (blocks, open) = (&self.blocks, self.open);
+        let usable = |block: BlockId| is_ready(&blocks[block.at()], open);
+        self.contents.follow(spot, tokens, found, usable)
+    }
+
+    /// A table entry more, of a block that may wait in the queue.
+    #[inline]
+    pub(crate) fn hold(&mut self, block: BlockId) {
+        let place = &mut self.blocks[block.at()];
+        if place.seq_refs == 0 {
+            self.active += 1;
+            if self.queue.contains(block) {
+                self.queue.unlink(place.list, block);
+            }
+        }
+        place.seq_refs += 1;
+    }
+
+    /// A table entry more of a content that is adopted. Whether an open step is to compute it.
+    #[inline]
+    pub(crate) fn adopt(&mut self, block: BlockId) -> bool {
+        self.hold(block);
+        let open = self.open;
+        let place = &mut self.blocks[block.at()];
+        place.used_again = true;
+        !is_ready(place, open)
+    }
+
+    /// A table entry less.
+    #[inline(always)] // the end of every sequence comes here for each of its blocks
+    pub(crate) fn release(&mut self, block: BlockId) {
+        let place = &mut self.blocks[block.at()];
+        place.seq_refs -= 1;
+        if place.seq_refs == 0 {
+            self.active -= 1;
+            if place.fences == 0 && self.shared.lease_refs_of(block) == 0 {
+                wait(place, block, &self.policy, &mut self.queue);
+            }
+        }
+    }
+
+    /// A table entry less of each of these, the first one first: one after the other into the queue.
+    #[inline]
+    pub(crate) fn release_all(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        let Self {
+            blocks: places,
+            queue,
+            policy,
+            shared,
+            active,
+            ..
+        } = self;
+        let mut blocks = blocks.peekable();
+        while let Some(&first) = blocks.peek() {
+            let place = &places[first.at()];
+            let list = policy.list(place.used_again);
+            // Those that become idle and wait in the same list go there together.
+            let idle = std::iter::from_fn(|| {
+                blocks.next_if(|block| {
+                    let place = &mut places[block.at()];
+                    let idles = place.seq_refs == 1
+                        && place.content.run != RunId::NONE
+                        && policy.list(place.used_again) == list
+                        && place.fences == 0
+                        && shared.lease_refs_of(*block) == 0;
+                    if idles {
+                        (place.seq_refs, place.list) = (0, list);
+                        *active -= 1;
+                    }
+                    idles
+                })
+            });
+            queue.push_tails(list, idle);
+            if let Some(block) = blocks.next() {
+                let place = &mut places[block.at()];
+                place.seq_refs -= 1;
+                if place.seq_refs == 0 {
+                    *active -= 1;
+                    if place.fences == 0 && shared.lease_refs_of(block) == 0 {
+                        wait(place, block, policy, queue);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Before a lease holds a block: it waits no more.
+    pub(crate) fn take_for_lease(&mut self, block: BlockId) {
+        self.blocks[block.at()].used_again = true;
+        if self.queue.contains(block) {
+            self.queue.unlink(self.blocks[block.at()].list, block);
+        }
+    }
+
+    /// A lease let go of a block: it waits, if that was its last holder.
+    pub(crate) fn settle(&mut self, block: BlockId) {
+        if self.refs(block) == 0 && !self.queue.contains(block) {
+            let place = &mut self.blocks[block.at()];
+            wait(place, block, &self.policy, &mut self.queue);
+        }
+    }
+
+    /// As `settle`, one after the other.
+    pub(crate) fn settle_all(&mut self, blocks: &[BlockId]) {
+        let Self {
+            blocks: places,
+            queue,
+            policy,
+            shared,
+            ..
+        } = self;
+        for &block in blocks {
+            let place = &mut places[block.at()];
+            let held = place.seq_refs + place.fences > 0 || shared.lease_refs_of(block) > 0;
+            if !held && !queue.contains(block) {
+                wait(place, block, policy, queue);
+            }
+        }
+    }
+
+    /// A plan reads a block, whatever becomes of its holders.
+    pub(crate) fn fence(&mut self, block: BlockId) {
+        self.blocks[block.at()].fences += 1;
+    }
+
+    /// The plan is closed.
+    pub(crate) fn lift_fence(&mut self, block: BlockId) {
+        self.blocks[block.at()].fences -= 1;
+        self.settle(block);
+    }
+
+    /// Adds the next `count` blocks of the queue to `taken`, without their old contents, each with one
+    /// table entry. The caller has counted that there are as many.
+    pub(crate) fn take(&mut self, count: usize, taken: &mut Vec<BlockId>) {
+        let start = taken.len();
+        self.queue.pop_heads(List::Free, count, taken);
+        let idle = taken.len();
+        while taken.len() < start + count {
+            let (list, most) = self.policy.victims(&self.queue);
+            let missing = start + count - taken.len();
+            self.queue.pop_heads(list, most.min(missing), taken);
+        }
+        let held = Block { seq_refs: 1, ..NEW };
+        for &block in &taken[start..idle] {
+            self.blocks[block.at()] = held;
+        }
+        let mut last = RunId::NONE;
+        for &block in &taken[idle..] {
+            let run = self.evict(block, held);
+            // As a rule the end of a run goes first: it is shortened once.
+            if run != last && last != RunId::NONE {
+                self.contents.shorten(last);
+            }
+            last = run;
+        }
+        if last != RunId::NONE {
+            self.contents.shorten(last);
+        }
+        self.active += count;
+        self.stats.allocated_blocks += count as u64;
+    }
+
+    /// An idle block loses its content, and becomes what `then` says. The run in which that is, which may
+    /// have to be shortened.
+    #[inline(always)] // every block of a cold prompt comes here
+    fn evict(&mut self, block: BlockId, then: Block) -> RunId {
+        let Block { content, group, .. } = std::mem::replace(&mut self.blocks[block.at()], then);
+        if self.policy.remembers()
+            && let Some(hash) = self.contents.name(content)
+        {
+            self.policy.evicted(Ghost { hash, group });
+        }
+        if let Some(events) = &mut self.events
+            && self.contents.blocks(content).nth(1).is_none()
+            && let Some(hash) = self.contents.name(content)
+        {
+            events.push(Event::Removed { hash });
+        }
+        self.contents.empty_block(content, usize::from(group));
+        self.stats.evicted_blocks += 1;
+        content.run
+    }
+
+    /// Forgets every content that nobody holds. How many blocks that are.
+    pub(crate) fn evict_idle(&mut self) -> usize {
+        let idle = List::IDLE.into_iter();
+        let idle: Vec<BlockId> = idle.flat_map(|list| self.queue.iter(list)).collect();
+        let told = self.events.as_ref().map_or(0, Vec::len);
+        for &block in &idle {
+            self.queue.unlink(self.blocks[block.at()].list, block);
+            let run = self.evict(block, NEW);
+            self.contents.shorten(run);
+            self.settle(block);
+        }
+        let nothing_held = self.contents.held().next().is_none();
+        if let Some(events) = self.events.as_mut()
+            && !idle.is_empty()
+            && nothing_held
+        {
+            events.truncate(told);
+            events.push(Event::Cleared);
+        }
+        idle.len()
+    }
+
+    /// The block's content, if it has one, loses this block.
+    pub(crate) fn forget(&mut self, block: BlockId) {
+        let Block { content, group, .. } = self.blocks[block.at()];
+        if content != Spot::NONE {
+            self.blocks[block.at()].content = Spot::NONE;
+            self.contents.clear_block(content, usize::from(group));
+        }
+    }
+
+    /// A content is in this block now, computed in `step`; no other one held it for this group.
+    #[inline]
+    pub(crate) fn store(&mut self, content: Spot, group: usize, block: BlockId, step: u32) {
+        self.contents.set_block(content, group, block);
+        self.mark(content, group, block, step);
+    }
+
+    /// New contents that follow `spot`, of which nothing has the first row yet, in these blocks,
+    /// row-major. The last of them.
+    pub(crate) fn append(
+        &mut self,
+        spot: Spot,
+        tokens: &[u32],
+        blocks: &[BlockId],
+        step: u32,
+    ) -> Spot {
+        let end = self.contents.append(spot, tokens, blocks);
+        let groups = self.contents.groups();
+        let first = end.rows - (blocks.len() / groups) as u32;
+        for (rows, blocks) in (first + 1..).zip(blocks.chunks_exact(groups)) {
+            for (group, &block) in blocks.iter().enumerate() {
+                self.mark(Spot { rows, ..end }, group, block, step);
+            }
+        }
+        end
+    }
+
+    /// The part of `store` that is the block's.
+    #[inline(always)] // every new content comes here
+    fn mark(&mut self, content: Spot, group: usize, block: BlockId, step: u32) {
+        let place = &mut self.blocks[block.at()];
+        (place.content, place.step, place.group) = (content, step, group as u8);
+        if self.policy.remembers()
+            && let Some(hash) = self.contents.name(content)
+        {
+            let group = group as u8;
+            place.used_again |= self.policy.comes_back(Ghost { hash, group });
+        }
+    }
+
+    /// An idle block gives its content to the block that computed it again.
+    pub(crate) fn take_over(&mut self, idle: BlockId, group: usize, block: BlockId, step: u32) {
+        let content = std::mem::replace(&mut self.blocks[idle.at()].content, Spot::NONE);
+        let used_again = self.blocks[idle.at()].used_again;
+        self.queue.unlink(self.blocks[idle.at()].list, idle);
+        self.settle(idle);
+        self.store(content, group, block, step);
+        self.blocks[block.at()].used_again |= used_again;
+        self.stats.taken_over_blocks += 1;
+    }
+
+    /// The content is there now; before, no block held it.
+    pub(crate) fn tell_stored(&mut self, content: Spot) {
+        self.stats.registered_blocks += 1;
+        if let Some(events) = &mut self.events {
+            events.extend(self.contents.stored(content));
+        }
+    }
+
+    /// Whether anybody wants events.
+    #[inline]
+    pub(crate) fn tells(&self) -> bool {
+        self.events.is_some()
+    }
+
+    pub(crate) fn take_events(&mut self) -> Vec<Event> {
+        self.events.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// The names of all contents that are there.
+    pub(crate) fn names(&mut self) -> Vec<u128> {
+        let held: Vec<Spot> = self.contents.held().collect();
+        let ready = |spot: &Spot| {
+            self.contents
+                .blocks(*spot)
+                .any(|block| self.is_ready(block))
+        };
+        let ready: Vec<Spot> = held.into_iter().filter(ready).collect();
+        ready
+            .into_iter()
+            .filter_map(|spot| self.contents.name(spot))
+            .collect()
+    }
+}
+
+#[inline]
+fn is_ready(block: &Block, open: OpenSteps) -> bool {
+    open.is_none_or(|steps| !steps.contains(&block.step))
+}
+
+/// A block goes into the queue: idle if its content can be matched, else free.
+#[inline(always)] // as `release`
+fn wait(place: &mut Block, block: BlockId, policy: &Policy, queue: &mut FreeQueue) {
+    if place.content.run == RunId::NONE {
+        place.list = List::Free;
+        queue.push_head(List::Free, block);
+    } else {
+        place.list = policy.list(place.used_again);
+        queue.push_tail(place.list, block);
+    }
+}

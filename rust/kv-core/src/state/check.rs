@@ -1,0 +1,260 @@
+//! The validator's part that sees sequences: what their tables hold, how far they are, where they
+//! stand among the contents.
+
+use std::collections::{BTreeMap, HashSet};
+
+use super::State;
+use crate::check::ensure;
+use crate::contents::Spot;
+use crate::sequence::Sequence;
+
+/// What tables say of a block: how many hold it, as which entry.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    times: u32,
+    at: (usize, usize),
+}
+
+impl State {
+    /// Recounts sequences and the contents under them. Table entries per block.
+    pub(crate) fn check(&self) -> Result<Vec<u32>, String> {
+        let mut roots: BTreeMap<Spot, u32> = BTreeMap::new();
+        for seq in self.seqs.iter() {
+            *roots.entry(seq.root).or_default() += 1;
+        }
+        self.pool.contents.check(&roots)?;
+        let mut held = vec![Held::default(); self.pool.num_blocks()];
+        let mut ids = HashSet::new();
+        for seq in self.seqs.iter() {
+            ensure(ids.insert(seq.id), || {
+                format!("two sequences are number {}", seq.id)
+            })?;
+            self.check_table(seq, &mut held)?;
+            self.check_progress(seq)?;
+            self.check_windows(seq)?;
+            self.check_registered(seq)?;
+        }
+        for seq in self.seqs.iter() {
+            self.check_unshared(seq, &held)?;
+        }
+        Ok(held.iter().map(|block| block.times).collect())
+    }
+
+    /// Whole rows of blocks that there are, each in the same place of every table that holds it, in the
+    /// column of its content's group.
+    fn check_table(&self, seq: &Sequence, held: &mut [Held]) -> Result<(), String> {
+        let id = seq.id;
+        seq.table
+            .check()
+            .map_err(|what| format!("sequence {id} has {what}"))?;
+        for group in 0..seq.table.groups() {
+            let rows = seq.table.start(group)..;
+            for (row, &block) in rows.zip(seq.table.blocks_of(group)) {
+                let Some(place) = held.get_mut(block.at()) else {
+                    return Err(format!("sequence {id} holds {block:?}: there is none"));
+                };
+                let (at, before) = ((row, group), place.at);
+                ensure(place.times == 0 || before == at, || {
+                    format!("sequence {id} holds {block:?} at {at:?}, it is at {before:?} already")
+                })?;
+                place.times += 1;
+                place.at = at;
+                let of = self
+                    .pool
+                    .content_of(block)
+                    .map_or(group, |content| content.1);
+                ensure(of == group, || {
+                    format!("sequence {id} holds {block:?} of group {of} in column {group}")
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_progress(&self, seq: &Sequence) -> Result<(), String> {
+        let (id, computed, end) = (seq.id, seq.computed, seq.planned_end);
+        let (block_size, tokens) = (self.groups.block_size(), seq.tokens.len());
+        let rows = seq.table.rows();
+        ensure(computed <= tokens && computed <= rows * block_size, || {
+            format!("sequence {id}: {computed} computed of {tokens} tokens in {rows} rows")
+        })?;
+        ensure(computed <= end, || {
+            format!("sequence {id} is planned to {end}, behind its {computed} computed tokens")
+        })?;
+        ensure(seq.cached <= computed, || {
+            let cached = seq.cached;
+            format!("sequence {id}: {cached} cached of {computed} computed tokens")
+        })?;
+        // The last token of a full hit is computed again.
+        let registered = seq.registered.rows * block_size;
+        ensure(registered <= end + 1, || {
+            format!("sequence {id} is planned to {end} with {registered} registered tokens")
+        })?;
+        ensure(self.caching || seq.registered.rows == 0, || {
+            format!("sequence {id} has registered blocks, and caching is off")
+        })?;
+        ensure(!seq.dropped || seq.num_plans > 0, || {
+            format!("sequence {id} was dropped and lives on")
+        })
+    }
+
+    /// Every row that a token to come sees, and none of those that slid out of a window.
+    fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
+        let (id, computed) = (seq.id, seq.computed);
+        let rows = self.groups.row_of(computed).max(seq.registered.rows);
+        let settled = self.settled_rows(seq);
+        for group in 0..self.groups.len() {
+            let start = seq.table.start(group);
+            let seen = self.groups.first_row(group, rows);
+            ensure(start <= seen, || {
+                format!(
+                    "sequence {id} of {computed} computed tokens begins in row {start} of group {group}, {seen} is seen"
+                )
+            })?;
+            let unseen = self.groups.first_row(group, settled);
+            ensure(start >= unseen.min(seq.table.rows()), || {
+                format!(
+                    "sequence {id} begins in row {start} of group {group}, nothing before {unseen} is seen"
+                )
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Rows that are yet to be written are its own, unless a fork has shared them.
+    fn check_unshared(&self, seq: &Sequence, held: &[Held]) -> Result<(), String> {
+        let full = self.groups.row_of(seq.computed);
+        let from = full.max(seq.registered.rows).max(seq.shared_rows);
+        for block in (from..seq.table.rows()).flat_map(|row| seq.table.row(row)) {
+            let times = held[block.at()].times;
+            ensure(times == 1 && self.pool.content(block).is_none(), || {
+                let id = seq.id;
+                format!("sequence {id} would write on {block:?} of {times} tables")
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Its first rows hold the contents on the path from its namespace to its tip.
+    fn check_registered(&self, seq: &Sequence) -> Result<(), String> {
+        let (id, contents) = (seq.id, &self.pool.contents);
+        let (mut spot, rows) = (seq.registered.tip, seq.registered.rows);
+        let tokens = seq.tokens.get(..rows * self.groups.block_size());
+        let is_path = contents.lives(spot)
+            && tokens.is_some_and(|tokens| contents.leads_to(seq.root, tokens, spot));
+        ensure(is_path, || {
+            format!("sequence {id} does not stand on its first {rows} rows")
+        })?;
+        for row in (0..rows).rev() {
+            let is_its = |group: &usize| match seq.table.get(*group, row) {
+                Some(block) => contents.block(spot, *group) == Some(block),
+                None => true,
+            };
+            ensure((0..self.groups.len()).all(|group| is_its(&group)), || {
+                format!("sequence {id}: row {row} is not its content's")
+            })?;
+            spot = contents.parent(spot).unwrap_or(Spot::NONE);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::check::scene::*;
+    use crate::contents::Spot;
+    use crate::ids::BlockId;
+
+    const CASES: &[Case] = &[
+        ("two sequences are number 1", |s| s.seq(COPY).id = 1),
+        ("sequence 1 has 4 rows, 3 in group 1", |s| {
+            let mut table = s.seq(REST).table.clone();
+            s.manager.state.shorten(REST, 3);
+            table.take_rows(3..4, |_| {});
+            let one = table.blocks_of(0).to_vec();
+            s.seq(REST).table.tail_of_group(0).push(one[0]);
+        }),
+        ("sequence 1 holds BlockId(128): there is none", |s| {
+            s.seq(REST).table.replace(1, 3, BlockId::from(128));
+        }),
+        ("it is at (3, 0) already", |s| {
+            let block = s.seq(REST).table.at(0, 3);
+            s.seq(REST).table.replace(1, 3, block);
+        }),
+        ("of group 1 in column 0", |s| {
+            let (one, other) = (s.seq(REST).table.at(0, 3), s.seq(REST).table.at(1, 3));
+            s.seq(REST).table.replace(0, 3, other);
+            s.seq(REST).table.replace(1, 3, one);
+        }),
+        ("sequence 5: 8 computed of 7 tokens in 3 rows", |s| {
+            s.seq(TAIL).computed = 8
+        }),
+        ("sequence 1: 13 computed of 13 tokens in 4 rows", |s| {
+            s.seq(REST).computed = 13
+        }),
+        (
+            "sequence 1 is planned to 11, behind its 12 computed tokens",
+            |s| {
+                s.seq(REST).planned_end = 11;
+            },
+        ),
+        ("sequence 6: 12 cached of 11 computed tokens", |s| {
+            s.seq(ATTACHED).cached = 12
+        }),
+        (
+            "sequence 6 is planned to 10 with 12 registered tokens",
+            |s| {
+                s.seq(ATTACHED).set_computed(10);
+                s.seq(ATTACHED).cached = 0;
+            },
+        ),
+        (
+            "sequence 1 has registered blocks, and caching is off",
+            |s| {
+                s.manager.state.caching = false;
+            },
+        ),
+        ("sequence 1 was dropped and lives on", |s| {
+            s.seq(REST).dropped = true
+        }),
+        ("begins in row 3 of group 1, 2 is seen", |s| {
+            let mut gone = Vec::new();
+            s.seq(REST).table.slide(1, 3, |block| gone.push(block));
+            gone.into_iter()
+                .for_each(|block| s.manager.state.pool.release(block));
+        }),
+        (
+            "begins in row 2 of group 1, nothing before 3 is seen",
+            |s| {
+                s.seq(REST).registered.rows = 5;
+                s.seq(REST).computed = 15;
+                s.seq(REST).planned_end = 15;
+                s.seq(REST).tokens = (0..16).collect();
+                s.manager.state.allocate(REST, 5);
+            },
+        ),
+        ("sequence 1 does not stand on its first 4 rows", |s| {
+            s.seq(REST).registered.tip = Spot::NONE;
+        }),
+        ("sequence 1 does not stand on its first 4 rows", |s| {
+            s.seq(REST).registered.tip = s.seq(PARENT).registered.tip;
+        }),
+        ("sequence 1 does not stand on its first 4 rows", |s| {
+            s.seq(REST).tokens[1] += 1
+        }),
+        ("row 3 is not its content's", |s| {
+            let block = s.manager.state.allocate_one();
+            let mine = s.seq(COPY).table.replace(0, 3, block);
+            s.manager.state.pool.release(mine);
+        }),
+        ("sequence 3 would write on", |s| {
+            s.seq(PARENT).shared_rows = 0;
+            s.seq(TAIL).shared_rows = 0;
+        }),
+    ];
+
+    #[test]
+    fn each_of_them_is_named() {
+        each_is_named(scene, CASES);
+    }
+}

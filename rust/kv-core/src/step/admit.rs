@@ -1,0 +1,279 @@
+//! Admission: decodes, drafts, prefills; whether there is room and budget.
+
+use super::plan::{Extra, Prefill};
+use super::{State, Steps};
+use crate::error::Error;
+use crate::ids::{PlanKey, SeqKey};
+
+/// How many of `rest` tokens from `start` on to compute when `most` may be.
+fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
+    if rest <= most {
+        return rest;
+    }
+    let boundary = (start + most) / block_size * block_size;
+    if boundary > start {
+        boundary - start
+    } else {
+        most
+    }
+}
+
+impl Steps {
+    /// Plans one token for each of `sequences`; the positions of those that did not fit.
+    pub(crate) fn decode(
+        &mut self,
+        state: &mut State,
+        plan: PlanKey,
+        sequences: &[SeqKey],
+        lookahead: usize,
+    ) -> Result<Vec<usize>, Error> {
+        self.newest_plan(plan)?;
+        for (position, &key) in sequences.iter().enumerate() {
+            if let Err(error) = mark_for_decode(state, plan, key) {
+                for key in &sequences[..position] {
+                    self.unmark(state, key.slot);
+                }
+                return Err(error);
+            }
+        }
+        let mut misfits = Vec::new();
+        for (position, key) in sequences.iter().enumerate() {
+            if !self.plan_decode(state, key.slot, lookahead) {
+                self.unmark(state, key.slot);
+                misfits.push(position);
+            }
+        }
+        Ok(misfits)
+    }
+
+    /// The newest plan does not hold the sequence any more.
+    pub(super) fn unmark(&mut self, state: &mut State, slot: u32) {
+        let before = self.open.iter().rev().nth(1).map(|plan| plan.key.serial);
+        let seq = state.seqs.at_mut(slot);
+        seq.num_plans -= 1;
+        seq.last_plan = before.filter(|_| seq.num_plans > 0).unwrap_or(0);
+    }
+
+    #[inline]
+    fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
+        let needed = state.blocks_to_write(slot, lookahead.saturating_add(1));
+        if self.newest().budget_left == 0 || (needed > 0 && needed > state.pool.available()) {
+            return false;
+        }
+        match needed {
+            0 => {
+                let rows = state.seqs.at(slot).table.rows();
+                self.push_entry(state, slot, 1, rows, None);
+            }
+            _ => self.enter(state, slot, (1, lookahead), None),
+        }
+        true
+    }
+
+    /// Plans a sequence that has one token left to compute together with `drafts` that may follow it.
+    pub(crate) fn speculate(
+        &mut self,
+        state: &mut State,
+        plan: PlanKey,
+        key: SeqKey,
+        drafts: &[u32],
+    ) -> Result<Prefill, Error> {
+        self.newest_plan(plan)?;
+        let seq = state.seqs.get(key)?;
+        if seq.pending > 0 {
+            return Err(Error::InPlan { sequence: seq.id });
+        }
+        mark_for_decode(state, plan, key)?;
+        let len = 1 + drafts.len();
+        let needed = state.blocks_to_write(key.slot, len);
+        let available = state.pool.available();
+        let answer = if len > self.newest().budget_left {
+            Prefill::NoBudget
+        } else if needed > available {
+            Prefill::NoRoom { needed, available }
+        } else {
+            let mut extra = Extra::new(state.seqs.at(key.slot).registered);
+            extra.drafts = drafts.to_vec();
+            self.enter(state, key.slot, (len, 0), Some(extra));
+            return Ok(Prefill::Planned {
+                cached_tokens: 0,
+                tokens: len,
+                samples: true,
+            });
+        };
+        self.unmark(state, key.slot);
+        Ok(answer)
+    }
+
+    /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
+    pub(crate) fn prefill(
+        &mut self,
+        state: &mut State,
+        plan: PlanKey,
+        key: SeqKey,
+        (max_tokens, reserve): (usize, Option<usize>),
+    ) -> Result<Prefill, Error> {
+        let budget = self.newest_plan(plan)?.budget_left;
+        let seq = state.seqs.get(key)?;
+        let sequence = seq.id;
+        if seq.last_plan == plan.serial || seq.pending > 0 || seq.speculating {
+            return Err(Error::InPlan { sequence });
+        }
+        if seq.left() == 0 {
+            return Err(Error::NothingToCompute { sequence });
+        }
+        let block_size = state.groups.block_size();
+        state.find_match(key.slot);
+        let matched = state.matched.rows;
+        let seq = state.seqs.at(key.slot);
+        let start = match matched {
+            0 => seq.planned_end,
+            _ => (seq.planned_end + matched * block_size).min(seq.tokens.len() - 1),
+        };
+        let rest = seq.tokens.len() - start;
+        let len = chunk(start, rest, max_tokens.min(budget), block_size);
+        if len == 0 {
+            return Ok(Prefill::NoBudget);
+        }
+        let copies = match matched {
+            0 => state.must_copy(key.slot, start).count(),
+            _ => 0,
+        };
+        let new = match reserve {
+            None => state.new_blocks(key.slot, start + len),
+            Some(spare) => {
+                let whole = state.blocks_to_come(key.slot, start + len, max_tokens);
+                whole.saturating_add(spare)
+            }
+        };
+        let new = new.saturating_add(copies);
+        let available = state.pool.available();
+        // Where there is room even if all that was found has to be revived, nobody counts.
+        if new.saturating_add(state.matched.blocks.len()) > available {
+            let needed = new.saturating_add(state.revived(key.slot));
+            if needed > available {
+                return Ok(Prefill::NoRoom { needed, available });
+            }
+        }
+        let seq = state.seqs.at_mut(key.slot);
+        let cached_tokens = start - seq.planned_end;
+        let samples = start + len == seq.tokens.len();
+        seq.num_plans += 1;
+        seq.last_plan = plan.serial;
+        let mut extra = Extra::new(seq.registered);
+        extra.prefill = true;
+        self.enter(state, key.slot, (len, 0), Some(extra));
+        Ok(Prefill::Planned {
+            cached_tokens,
+            tokens: len,
+            samples,
+        })
+    }
+}
+
+#[inline]
+fn mark_for_decode(state: &mut State, plan: PlanKey, key: SeqKey) -> Result<(), Error> {
+    let seq = state.seqs.get_mut(key)?;
+    let (sequence, uncomputed) = (seq.id, seq.left());
+    if seq.last_plan == plan.serial || seq.speculating {
+        return Err(Error::InPlan { sequence });
+    }
+    if uncomputed != 1 {
+        return Err(Error::NotDecoding {
+            sequence,
+            uncomputed,
+        });
+    }
+    seq.num_plans += 1;
+    seq.last_plan = plan.serial;
+    Ok(())
+}
+
+impl State {
+    /// The groups whose block of the row of `position` writing there must not change: other sequences hold
+    /// it too, or it is a registered content of which a fork kept the beginning only.
+    #[inline]
+    pub(super) fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
+        let seq = self.seqs.at(slot);
+        let row = self.groups.row_of(position);
+        let partial = (seq.registered.rows..seq.shared_rows).contains(&row);
+        let groups = 0..self.groups.len() * usize::from(partial);
+        groups.filter(move |&group| {
+            let block = seq.table.at(group, row);
+            self.pool.seq_refs(block) > 1 || self.pool.content(block).is_some()
+        })
+    }
+
+    /// Blocks to allocate before the sequence can write its next `len` positions.
+    #[inline]
+    fn blocks_to_write(&self, slot: u32, len: usize) -> usize {
+        let seq = self.seqs.at(slot);
+        let rows = self.groups.rows(seq.planned_end.saturating_add(len));
+        let new = rows.saturating_sub(seq.table.rows());
+        let new = new.saturating_mul(self.groups.len());
+        new.saturating_add(self.must_copy(slot, seq.planned_end).count())
+    }
+
+    /// Rows to allocate so that the table, with the match under way, reaches `end` tokens.
+    fn new_rows(&self, slot: u32, end: usize) -> usize {
+        let held = self.seqs.at(slot).table.rows() + self.matched.rows;
+        self.groups.rows(end).saturating_sub(held)
+    }
+
+    fn new_blocks(&self, slot: u32, end: usize) -> usize {
+        self.new_rows(slot, end) * self.groups.len()
+    }
+
+    /// Blocks to allocate, at once and for good, until all known tokens are computed: in a step that
+    /// ends at `end`, then in steps of at most `max_tokens`. What slides out of a window meanwhile is
+    /// used again.
+    fn blocks_to_come(&self, slot: u32, end: usize, max_tokens: usize) -> usize {
+        let seq = self.seqs.at(slot);
+        let now = self.new_rows(slot, end);
+        if !self.groups.have_windows() {
+            return self.new_blocks(slot, seq.tokens.len());
+        }
+        let rows = seq.table.rows() + self.matched.rows;
+        let come = |group: usize| {
+            // What the match puts out of sight is the plan's.
+            let start = match self.matched.rows {
+                0 => seq.table.start(group),
+                matched => {
+                    let seen = self.groups.first_row(group, seq.registered.rows + matched);
+                    seen.max(seq.table.start(group))
+                }
+            };
+            let peak = self.groups.peak(group, seq.tokens.len(), max_tokens);
+            peak.saturating_sub(rows - start).max(now)
+        };
+        (0..self.groups.len()).map(come).sum()
+    }
+
+    /// Goes on from where the sequence stands, if that is a block boundary; leaves the hits in
+    /// `self.matched`. Rows that it has reserved past the boundary come after them.
+    fn find_match(&mut self, slot: u32) {
+        let seq = self.seqs.at(slot);
+        let (tip, rows) = (seq.registered.tip, seq.registered.rows);
+        let on_boundary = seq.planned_end == rows * self.groups.block_size();
+        if !on_boundary || !self.caching || !seq.read_cache {
+            self.matched.clear(tip);
+            return;
+        }
+        let from = (tip, rows);
+        self.matched
+            .walk(&mut self.pool, &self.groups, &seq.tokens, from, false);
+    }
+
+    /// Blocks of the match under way that are in the queue now, as far as a token after it sees them.
+    fn revived(&self, slot: u32) -> usize {
+        let from = self.seqs.at(slot).registered.rows;
+        let groups = self.groups.len();
+        let blocks = self.matched.blocks.iter().enumerate();
+        let seen = blocks.filter(|(place, _)| {
+            let (row, group) = (from + place / groups, place % groups);
+            row >= self.groups.first_row(group, from + self.matched.rows)
+        });
+        seen.filter(|&(_, &block)| self.pool.is_queued(block))
+            .count()
+    }
+}

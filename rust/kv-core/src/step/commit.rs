@@ -1,0 +1,314 @@
+//! Commit: what the step has computed becomes content.
+//!
+//! Each block that became full is looked up once more (late merge), so a content never has two
+//! registered blocks.
+
+use super::plan::{Entry, Extra, Plan, Redirect};
+use super::{State, Steps};
+use crate::contents::Spot;
+use crate::error::Error;
+use crate::ids::{BlockId, PlanKey};
+use crate::sequence::Registered;
+
+impl Steps {
+    /// Takes the oldest step as computed: one token for each sampling sequence.
+    pub(crate) fn commit(
+        &mut self,
+        state: &mut State,
+        plan: PlanKey,
+        sampled: &[u32],
+    ) -> Result<Vec<Redirect>, Error> {
+        let entries = &self.oldest_plan(plan)?.entries;
+        let expected = entries.iter().filter(|entry| entry.samples).count();
+        if sampled.len() != expected {
+            return Err(Error::SampleCount {
+                expected,
+                given: sampled.len(),
+            });
+        }
+        Ok(self.close_oldest(state, sampled, None))
+    }
+
+    /// The same, with so many tokens for each sampling sequence.
+    pub(crate) fn commit_accepted(
+        &mut self,
+        state: &mut State,
+        plan: PlanKey,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<Vec<Redirect>, Error> {
+        self.check_accepted(state, plan, tokens, counts)?;
+        Ok(self.close_oldest(state, tokens, Some(counts)))
+    }
+
+    fn check_accepted(
+        &self,
+        state: &State,
+        plan: PlanKey,
+        tokens: &[u32],
+        counts: &[usize],
+    ) -> Result<(), Error> {
+        let entries = &self.oldest_plan(plan)?.entries;
+        let sampling = entries.iter().filter(|entry| entry.samples);
+        let (expected, given) = (sampling.clone().count(), counts.len());
+        if expected != given {
+            return Err(Error::SampleCount { expected, given });
+        }
+        let total = counts
+            .iter()
+            .fold(0, |sum: usize, &count| sum.saturating_add(count));
+        if total != tokens.len() {
+            return Err(Error::SampleCount {
+                expected: total,
+                given: tokens.len(),
+            });
+        }
+        let mut rest = tokens;
+        for (entry, &accepted) in sampling.zip(counts) {
+            let (mine, others) = rest.split_at(accepted);
+            rest = others;
+            let drafts = entry.drafts();
+            let fits = (1..=drafts.len() + 1).contains(&accepted);
+            if !fits || mine[..accepted - 1] != drafts[..accepted - 1] {
+                return Err(Error::Accepted {
+                    sequence: state.seqs.at(entry.slot).id,
+                    accepted,
+                    drafts: drafts.len(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// `counts: None`: one token for each sampling sequence.
+    fn close_oldest(
+        &mut self,
+        state: &mut State,
+        tokens: &[u32],
+        counts: Option<&[usize]>,
+    ) -> Vec<Redirect> {
+        let plan = self.open.remove(0);
+        self.tell_open(state);
+        let step = plan.step();
+        let Plan {
+            mut entries,
+            copies,
+            fenced,
+            ..
+        } = plan;
+        let mut redirects = Vec::new();
+        // First: what a later entry announced may be the parent of what an earlier one registers.
+        for entry in &entries {
+            if let Some(extra) = &entry.extra {
+                state.tell_announced(entry.slot, extra);
+            }
+        }
+        let (mut rest, mut sampling) = (tokens, 0);
+        let mut dropped = Vec::new();
+        for entry in &entries {
+            let mut accepted = &[][..];
+            if entry.samples {
+                let count = counts.map_or(1, |counts| counts[sampling]);
+                (accepted, rest) = rest.split_at(count);
+                sampling += 1;
+            }
+            state.take_tokens(entry, accepted);
+            self.register_full(state, entry.slot, step, &mut redirects);
+            state.slide(entry.slot);
+            if state.close_entry(entry) {
+                dropped.push(entry.slot);
+            }
+        }
+        // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
+        for slot in dropped {
+            state.end_sequence(slot);
+        }
+        entries.clear();
+        self.spare_entries = entries;
+        for block in fenced {
+            state.pool.lift_fence(block);
+        }
+        state.pool.stats.copied_blocks += copies.len() as u64;
+        state.pool.stats.committed_steps += 1;
+        redirects
+    }
+
+    /// Registers what became full, or merges it into the blocks that held it first.
+    #[inline]
+    fn register_full(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        step: u32,
+        redirects: &mut Vec<Redirect>,
+    ) {
+        let seq = state.seqs.at(slot);
+        let full = state.groups.row_of(seq.computed);
+        if !state.caching || seq.registered.rows >= full {
+            return;
+        }
+        for row in seq.registered.rows..full {
+            let block_size = state.groups.block_size();
+            let seq = state.seqs.at(slot);
+            let tokens = &seq.tokens[row * block_size..][..block_size];
+            match state.pool.contents.next(seq.registered.tip, tokens) {
+                None => {
+                    state.append_rows(slot, row..full, step);
+                    state.tell_rows(slot, row..full);
+                    return;
+                }
+                Some(content) => {
+                    // The step after this one is to compute it: it may yet be rolled back. Asked
+                    // again later.
+                    if !state.pool.is_there(content) {
+                        return;
+                    }
+                    self.merge_row(state, (slot, row), content, step, redirects);
+                }
+            }
+        }
+    }
+
+    /// Late merge of one row whose content is known.
+    fn merge_row(
+        &mut self,
+        state: &mut State,
+        (slot, row): (u32, usize),
+        content: Spot,
+        step: u32,
+        redirects: &mut Vec<Redirect>,
+    ) {
+        if state.pool.contents.blocks(content).next().is_none() {
+            state.pool.tell_stored(content);
+        }
+        for group in 0..state.groups.len() {
+            let mine = state.seqs.at(slot).table.at(group, row);
+            match state.pool.contents.block(content, group) {
+                // It had lost its block for this group.
+                None => state.pool.store(content, group, mine, step),
+                // A fork shares the block and came first.
+                Some(first) if first == mine => {}
+                // An idle block (a dangling mapping): the new one takes the content over.
+                Some(first) if state.pool.is_queued(first) => {
+                    state.pool.take_over(first, group, mine, step);
+                }
+                // In use: the first one wins.
+                Some(first) => {
+                    state.pool.hold(first);
+                    self.redirect(state, (slot, row, group), first, redirects);
+                }
+            }
+        }
+        state.seqs.at_mut(slot).registered = Registered {
+            tip: content,
+            rows: row + 1,
+        };
+    }
+
+    /// Moves a table entry to the block that holds the content.
+    fn redirect(
+        &mut self,
+        state: &mut State,
+        (slot, row, group): (u32, usize, usize),
+        first: BlockId,
+        redirects: &mut Vec<Redirect>,
+    ) {
+        let seq = state.seqs.at_mut(slot);
+        let mine = seq.table.replace(group, row, first);
+        seq.table_version += 1;
+        redirects.push(Redirect {
+            sequence: seq.id,
+            group,
+            index: row,
+            old_block: mine,
+            new_block: first,
+        });
+        // A step that is planned already may still read the duplicate.
+        if !self.open.is_empty() {
+            self.fence(state, mine);
+        }
+        state.pool.release(mine);
+        state.pool.stats.merged_blocks += 1;
+    }
+}
+
+impl State {
+    /// Contents that the entry announced are there now.
+    fn tell_announced(&mut self, slot: u32, extra: &Extra) {
+        let groups = self.groups.len();
+        let from = extra.announce_from;
+        let rows = from..from + extra.announced;
+        if extra.present.is_empty() {
+            self.tell_rows(slot, rows);
+            return;
+        }
+        for row in rows {
+            // A content of which a block was there before is no news.
+            let mut places = row * groups..(row + 1) * groups;
+            if !places.any(|place| extra.is_present(place)) {
+                self.tell_rows(slot, row..row + 1);
+            }
+        }
+    }
+
+    /// The contents of these rows of a sequence are news.
+    fn tell_rows(&mut self, slot: u32, rows: std::ops::Range<usize>) {
+        if !self.pool.tells() {
+            self.pool.stats.registered_blocks += rows.len() as u64;
+            return;
+        }
+        let Registered { tip, rows: all } = self.seqs.at(slot).registered;
+        for row in rows {
+            let content = self.pool.contents.back(tip, all - row - 1);
+            self.pool.tell_stored(content);
+        }
+    }
+
+    /// Appends what the sequence accepted; counts.
+    #[inline]
+    fn take_tokens(&mut self, entry: &Entry, accepted: &[u32]) {
+        let seq = self.seqs.at_mut(entry.slot);
+        seq.computed = entry.end();
+        if let [token] = accepted {
+            seq.tokens.push(*token);
+            seq.pending -= 1;
+        } else if !accepted.is_empty() {
+            seq.tokens.extend_from_slice(accepted);
+            seq.pending -= 1;
+        }
+        let stats = &mut self.pool.stats;
+        stats.computed_tokens += u64::from(entry.len);
+        let Some(extra) = &entry.extra else { return };
+        stats.in_flight_blocks += extra.in_flight as u64;
+        stats.present_blocks += extra.present.len() as u64;
+        if extra.prefill {
+            stats.prompt_tokens += extra.adopted as u64 + u64::from(entry.len);
+            stats.cached_tokens += extra.adopted as u64;
+            stats.hit_blocks += extra.matched_blocks as u64;
+            stats.slid_blocks += extra.unseen.len() as u64;
+        }
+        if !extra.drafts.is_empty() {
+            stats.draft_tokens += extra.drafts.len() as u64;
+            stats.accepted_draft_tokens += accepted.len() as u64 - 1;
+            seq.computed -= extra.drafts.len() + 1 - accepted.len();
+        }
+    }
+
+    /// A committed plan does not hold the sequence any more. Whether it ends with that.
+    #[inline]
+    fn close_entry(&mut self, entry: &Entry) -> bool {
+        let seq = self.seqs.at_mut(entry.slot);
+        seq.num_plans -= 1;
+        if let Some(extra) = &entry.extra {
+            seq.cached += extra.adopted;
+            if !extra.drafts.is_empty() {
+                seq.speculating = false;
+                seq.planned_end = seq.computed;
+            }
+        }
+        if seq.num_plans == 0 {
+            seq.last_plan = 0;
+        }
+        seq.num_plans == 0 && seq.dropped
+    }
+}

@@ -1,0 +1,238 @@
+//! Entering a plan: adopting what is cached, sharing in flight, copying on write, allocating.
+
+use std::ops::Range;
+
+use super::plan::{Entry, Extra};
+use super::{State, Steps};
+use crate::contents::Spot;
+use crate::ids::BlockId;
+use crate::matching::Match;
+use crate::sequence::Registered;
+use crate::table::BlockTable;
+
+impl Steps {
+    /// Puts a sequence into the plan: adopts the match under way if it is a prefill, then allocates
+    /// for `len` tokens and `lookahead` more. Room and budget were counted before.
+    pub(super) fn enter(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        (len, lookahead): (usize, usize),
+        mut extra: Option<Box<Extra>>,
+    ) {
+        let seq = state.seqs.at(slot);
+        let (rows_before, stood) = (seq.table.rows(), seq.registered);
+        if let Some(extra) = extra.as_mut().filter(|extra| extra.prefill) {
+            self.adopt(state, slot, extra);
+        }
+        let start = state.seqs.at(slot).planned_end;
+        let row = state.groups.row_of(start);
+        let shared: Vec<usize> = state.must_copy(slot, start).collect();
+        if !shared.is_empty() {
+            let extra = extra.get_or_insert_with(|| Extra::new(stood));
+            for group in shared {
+                let source = self.copy_block(state, slot, (group, row));
+                extra
+                    .copied
+                    .push((row * state.groups.len() + group, source));
+            }
+        }
+        if let Some(extra) = extra.as_mut().filter(|extra| extra.prefill) {
+            let step = self.newest().step();
+            state.announce(slot, start..start + len, extra, step);
+        }
+        state.allocate(slot, state.groups.rows(start + len + lookahead));
+        self.push_entry(state, slot, len, rows_before, extra);
+    }
+
+    /// The plan computes the next `len` positions of a sequence, whose blocks are in its table.
+    #[inline(always)] // without `extra`, for each decode, little of it is left
+    pub(super) fn push_entry(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        len: usize,
+        rows_before: usize,
+        extra: Option<Box<Extra>>,
+    ) {
+        let seq = state.seqs.at_mut(slot);
+        let (mut drafts, mut there) = (0, seq.registered.rows);
+        if let Some(extra) = &extra {
+            drafts = extra.drafts.len();
+            if extra.prefill {
+                there = extra.announce_from;
+            }
+        }
+        let (start, end) = (seq.planned_end, seq.planned_end + len);
+        let samples = end == seq.tokens.len() + seq.pending + drafts;
+        let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
+        seq.planned_end = end;
+        seq.speculating = drafts > 0;
+        let plan = self.open.last_mut().expect("checked before");
+        if samples {
+            seq.pending += 1;
+            seq.sample_row = plan.num_samples;
+        }
+        plan.budget_left -= len;
+        plan.num_tokens += len;
+        plan.num_samples += usize::from(samples) + drafts;
+        plan.entries.push(Entry {
+            slot,
+            len: len as u32,
+            start,
+            write_from: there * state.groups.block_size(),
+            rows_before: rows_before as u32,
+            pending_row,
+            samples,
+            extra,
+        });
+    }
+
+    /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
+    /// until it is closed: whatever becomes of its other holders, it is still to be read.
+    fn copy_block(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        (group, row): (usize, usize),
+    ) -> BlockId {
+        let copy = state.allocate_one();
+        let seq = state.seqs.at_mut(slot);
+        let source = seq.table.replace(group, row, copy);
+        seq.table_version += 1;
+        self.fence(state, source);
+        state.pool.release(source);
+        self.newest().copies.push((source, copy));
+        source
+    }
+
+    /// The newest plan holds a block until it is closed.
+    pub(super) fn fence(&mut self, state: &mut State, block: BlockId) {
+        state.pool.fence(block);
+        self.newest().fenced.push(block);
+    }
+
+    /// Adopts the match under way. What no token after it sees leaves the table, so that there is no
+    /// hole; the plan keeps it: it may be rolled back, and the step before may still read it.
+    fn adopt(&mut self, state: &mut State, slot: u32, extra: &mut Extra) {
+        if state.matched.rows == 0 {
+            return;
+        }
+        let matched = std::mem::replace(&mut state.matched, Match::NOTHING);
+        let Registered { rows: from, .. } = extra.stood;
+        let rows = from + matched.rows;
+        let new = BlockTable::of_match(&matched.blocks, from, &state.groups);
+        extra.matched = matched.rows;
+        extra.matched_blocks = new.len();
+        new.blocks().for_each(|block| {
+            extra.in_flight += usize::from(state.pool.adopt(block));
+        });
+        for group in 0..state.groups.len() {
+            let seen = state.groups.first_row(group, rows).min(from);
+            let table = &mut state.seqs.at_mut(slot).table;
+            table.slide(group, seen, |block| extra.unseen.push((group, block)));
+        }
+        for &(_, block) in &extra.unseen {
+            self.fence(state, block);
+            state.pool.release(block);
+        }
+        let seq = state.seqs.at_mut(slot);
+        if !extra.unseen.is_empty() || seq.table.rows() > from {
+            seq.table_version += 1;
+        }
+        seq.table.insert(from, &new);
+        seq.registered = Registered {
+            tip: matched.tip,
+            rows,
+        };
+        let end = (rows * state.groups.block_size()).min(seq.tokens.len() - 1);
+        extra.adopted = end - seq.planned_end;
+        seq.planned_end = end;
+        state.matched = matched;
+    }
+}
+
+impl State {
+    /// In-flight sharing: contents that computing these positions makes full are known now, as
+    /// computed by this step, so that sequences planned later in it share them. Of a content that has
+    /// lost some of its blocks, those that are there go into the table as they are (`present`) and only
+    /// the others are written. Stops at a content that the commit must settle: a block of this
+    /// sequence's own for a content that another block holds.
+    fn announce(&mut self, slot: u32, positions: Range<usize>, extra: &mut Extra, step: u32) {
+        let block_size = self.groups.block_size();
+        let from = self.seqs.at(slot).registered.rows;
+        extra.announce_from = from;
+        // What is full already is settled by the commit of the step before.
+        if !self.sharing || from < self.groups.row_of(positions.start) {
+            return;
+        }
+        let rows = self.groups.row_of(positions.end);
+        for row in from..rows {
+            let seq = self.seqs.at(slot);
+            let has_row = row < seq.table.rows();
+            let tokens = &seq.tokens[row * block_size..][..block_size];
+            let Some(content) = self.pool.contents.next(seq.registered.tip, tokens) else {
+                self.allocate(slot, rows);
+                self.append_rows(slot, row..rows, step);
+                extra.announced += rows - row;
+                break;
+            };
+            if has_row && self.pool.contents.blocks(content).next().is_some() {
+                break;
+            }
+            self.pool.contents.hang(content); // allocating may evict whatever else keeps it
+            if !has_row {
+                self.take_present(slot, row, content, extra);
+            }
+            for group in 0..self.groups.len() {
+                if self.pool.contents.block(content, group).is_none() {
+                    let mine = self.seqs.at(slot).table.at(group, row);
+                    self.pool.store(content, group, mine, step);
+                }
+            }
+            self.pool.contents.unhang(content);
+            self.seqs.at_mut(slot).registered = Registered {
+                tip: content,
+                rows: row + 1,
+            };
+            extra.announced += 1;
+        }
+    }
+
+    /// A row more in the table: the blocks that hold `content`, and new ones where there is none.
+    fn take_present(&mut self, slot: u32, row: usize, content: Spot, extra: &mut Extra) {
+        let groups = self.groups.len();
+        let mut blocks = Vec::with_capacity(groups);
+        for group in 0..groups {
+            let Some(block) = self.pool.contents.block(content, group) else {
+                blocks.push(self.allocate_one());
+                continue;
+            };
+            self.pool.hold(block);
+            extra.in_flight += usize::from(!self.pool.is_ready(block));
+            extra.present.push(row * groups + group);
+            blocks.push(block);
+        }
+        self.seqs.at_mut(slot).table.push_rows(&blocks);
+    }
+
+    /// Rows of a sequence's own become contents, of the first of which nothing is known.
+    pub(super) fn append_rows(&mut self, slot: u32, rows: Range<usize>, step: u32) {
+        let block_size = self.groups.block_size();
+        let seq = self.seqs.at_mut(slot);
+        let tokens = &seq.tokens[rows.start * block_size..rows.end * block_size];
+        let tip = seq.registered.tip;
+        let tip = if seq.table.groups() == 1 {
+            let start = seq.table.start(0);
+            let blocks = &seq.table.blocks_of(0)[rows.start - start..rows.end - start];
+            self.pool.append(tip, tokens, blocks, step)
+        } else {
+            let blocks: Vec<BlockId> = rows.clone().flat_map(|row| seq.table.row(row)).collect();
+            self.pool.append(tip, tokens, &blocks, step)
+        };
+        seq.registered = Registered {
+            tip,
+            rows: rows.end,
+        };
+    }
+}

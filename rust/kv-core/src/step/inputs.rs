@@ -1,0 +1,324 @@
+//! Filling a step's inputs into the caller's arrays.
+//!
+//! The arrays are cells, so that they may be views of memory that other code can also see (a NumPy
+//! array, a pinned tensor), without copies and without `unsafe`.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+
+use super::plan::{Entry, Plan};
+use super::{State, Steps};
+use crate::error::Error;
+use crate::ids::PlanKey;
+use crate::sequence::Sequence;
+use crate::table::BlockTable;
+
+/// An array of the caller, 32 or 64 bits wide.
+#[derive(Clone, Copy, Debug)]
+pub enum IntArray<'a> {
+    /// int32
+    I32(&'a [Cell<i32>]),
+    /// int64
+    I64(&'a [Cell<i64>]),
+}
+
+impl IntArray<'_> {
+    fn len(&self) -> usize {
+        match self {
+            IntArray::I32(cells) => cells.len(),
+            IntArray::I64(cells) => cells.len(),
+        }
+    }
+
+    /// Writes element `at`.
+    #[inline]
+    fn put(&self, at: usize, value: i64) {
+        match self {
+            IntArray::I32(cells) => cells[at].set(value as i32),
+            IntArray::I64(cells) => cells[at].set(value),
+        }
+    }
+
+    /// Writes `values` from element `at` on.
+    #[inline]
+    fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
+        match self {
+            IntArray::I32(cells) => cells[at..]
+                .iter()
+                .zip(values)
+                .for_each(|(c, v)| c.set(v as i32)),
+            IntArray::I64(cells) => cells[at..].iter().zip(values).for_each(|(c, v)| c.set(v)),
+        }
+    }
+}
+
+/// The arrays of one step. T: tokens, B: sequences, S: sampling rows.
+#[derive(Clone, Copy, Debug)]
+pub struct StepArrays<'a> {
+    /// `[>= T]`: the tokens to compute. A pending one is written as `-1 - row`, the row of the logits of
+    /// the step before that gives it.
+    pub input_ids: IntArray<'a>,
+    /// `[>= T]`: their positions in their sequences.
+    pub positions: IntArray<'a>,
+    /// `[groups, >= T]`: where their KV goes, `block * block_size + offset`; -1: it is there already.
+    pub slot_mapping: IntArray<'a>,
+    /// Columns of `slot_mapping`; its length where there is one group.
+    pub slots_width: usize,
+    /// `[>= B + 1]`: sequence `i` has the tokens `query_start_loc[i]..query_start_loc[i + 1]`.
+    pub query_start_loc: IntArray<'a>,
+    /// `[>= B]`: positions of the sequence whose KV is there once the step has run.
+    pub seq_lens: IntArray<'a>,
+    /// `[groups, >= B, width]`, row-major: block tables. An entry that was given back holds the trash
+    /// block, `num_blocks`. Past a row's end, what was there before stays.
+    pub block_tables: IntArray<'a>,
+    /// Rows of `block_tables` for each group.
+    pub table_rows: usize,
+    /// Columns of `block_tables`.
+    pub table_width: usize,
+    /// `[>= S]`: the rows of the token arrays whose logits give a token.
+    pub logits_indices: IntArray<'a>,
+}
+
+/// What a set of arrays holds in each row of its block tables, so that only changes are written.
+#[derive(Debug, Default)]
+pub struct TableRows {
+    /// What is there, and how many rows of it.
+    rows: Vec<(Version, usize)>,
+}
+
+/// Manager, sequence, version of its table.
+type Version = (u32, u64, u32);
+
+/// What no table has.
+const NOTHING_WRITTEN: (Version, usize) = ((u32::MAX, 0, 0), 0);
+
+impl StepArrays<'_> {
+    fn check(&self, plan: &Plan, groups: usize, width: usize) -> Result<(), Error> {
+        let (tokens, sequences) = (plan.num_tokens, plan.entries.len());
+        let groups_of = |cells: usize, of_one: usize| cells.checked_div(of_one).unwrap_or(groups);
+        let slots = groups_of(self.slot_mapping.len(), self.slots_width);
+        let table = self.table_rows * self.table_width;
+        let tables = groups_of(self.block_tables.len(), table);
+        for (name, needed, given) in [
+            ("input_ids", tokens, self.input_ids.len()),
+            ("positions", tokens, self.positions.len()),
+            ("slot_mapping (groups)", groups, slots),
+            ("slot_mapping", tokens, self.slots_width),
+            ("query_start_loc", sequences + 1, self.query_start_loc.len()),
+            ("seq_lens", sequences, self.seq_lens.len()),
+            ("block_tables (groups)", groups, tables),
+            ("block_tables (rows)", sequences, self.table_rows),
+            ("block_tables (columns)", width, self.table_width),
+            (
+                "logits_indices",
+                plan.num_samples,
+                self.logits_indices.len(),
+            ),
+        ] {
+            if needed > given {
+                return Err(Error::BufferTooSmall {
+                    name,
+                    needed,
+                    given,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Steps {
+    /// Whether everything that could be too large for an int32 array fits.
+    fn check_width(
+        &self,
+        state: &State,
+        plan: &Plan,
+        arrays: &StepArrays<'_>,
+    ) -> Result<(), Error> {
+        let fits = |name, value: u64| match i32::try_from(value) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(Error::BufferTooNarrow { name, value }),
+        };
+        if matches!(arrays.slot_mapping, IntArray::I32(_)) {
+            let slots = (state.pool.num_blocks() * state.groups.block_size()) as u64;
+            fits("slot_mapping", slots - 1)?;
+        }
+        if matches!(arrays.input_ids, IntArray::I32(_)) {
+            for entry in &plan.entries {
+                let tokens = entry_tokens(state, entry);
+                fits("input_ids", u64::from(tokens.max().unwrap_or(0)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the inputs of an open plan, entries in plan order. On an error nothing is written.
+    pub(crate) fn fill(
+        &self,
+        state: &State,
+        plan: PlanKey,
+        arrays: &StepArrays<'_>,
+        written: &mut TableRows,
+    ) -> Result<(), Error> {
+        let plan = self.open_plan(plan)?;
+        let rows = plan.entries.iter();
+        let rows = rows.map(|entry| state.seqs.at(entry.slot).table.rows());
+        arrays.check(plan, state.groups.len(), rows.max().unwrap_or(0))?;
+        self.check_width(state, plan, arrays)?;
+        let sequences = plan.entries.len();
+        if written.rows.len() < sequences {
+            written.rows.resize(sequences, NOTHING_WRITTEN);
+        }
+        let (mut at, mut sample) = (0, 0);
+        arrays.query_start_loc.put(0, 0);
+        for (row, entry) in plan.entries.iter().enumerate() {
+            let table = self.table_of(state, plan, entry);
+            let seq = state.seqs.at(entry.slot);
+            let rows = if entry.extra.is_none() {
+                fill_decode(state, (entry, seq), &table, at, arrays);
+                usize::from(entry.samples)
+            } else {
+                fill_tokens(state, entry, at, arrays);
+                fill_slots(state, entry, &table, at, arrays);
+                entry.rows()
+            };
+            at += entry.len as usize;
+            arrays.query_start_loc.put(row + 1, at as i64);
+            arrays.seq_lens.put(row, entry.end() as i64);
+            for row in at - rows..at {
+                arrays.logits_indices.put(sample, row as i64);
+                sample += 1;
+            }
+            let version = match &table {
+                Cow::Borrowed(_) => (self.manager, seq.id, seq.table_version),
+                Cow::Owned(_) => NOTHING_WRITTEN.0, // it is no version of its sequence's
+            };
+            let trash = state.pool.num_blocks() as i64;
+            fill_table(
+                &table,
+                (version, trash),
+                row,
+                arrays,
+                &mut written.rows[row],
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The tokens that an entry computes: known ones, then its drafts.
+fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = u32> + 'a {
+    let seq = state.seqs.at(entry.slot);
+    let known = seq.tokens[entry.start..].iter().chain(entry.drafts());
+    known.take(entry.len as usize).copied()
+}
+
+/// The one token of a decode: what it is, where it stands and where its KV goes.
+#[inline]
+fn fill_decode(
+    state: &State,
+    (entry, seq): (&Entry, &Sequence),
+    table: &BlockTable,
+    at: usize,
+    arrays: &StepArrays<'_>,
+) {
+    let position = entry.start;
+    // A pending token: -1 - (its row among the logits of the step before).
+    let token = match (seq.tokens.get(position), entry.pending_row) {
+        (Some(&token), _) => i64::from(token),
+        (None, row) => -1 - i64::from(row.expect("pending")),
+    };
+    arrays.input_ids.put(at, token);
+    arrays.positions.put(at, position as i64);
+    let row = state.groups.row_of(position);
+    let offset = position - row * state.groups.block_size();
+    for group in 0..table.groups() {
+        let slot = if position < entry.write_from {
+            -1
+        } else {
+            (table.at(group, row).at() * state.groups.block_size() + offset) as i64
+        };
+        arrays
+            .slot_mapping
+            .put(group * arrays.slots_width + at, slot);
+    }
+}
+
+/// What the tokens of an entry are and where they stand.
+#[inline]
+fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>) {
+    let seq = state.seqs.at(entry.slot);
+    let (start, end) = (entry.start, entry.end());
+    let tokens = entry_tokens(state, entry).map(i64::from);
+    // A pending token: -1 - (its row among the logits of the step before).
+    let is_pending = end > seq.tokens.len() + entry.drafts().len();
+    let pending = entry.pending_row.filter(|_| is_pending);
+    let pending = pending.map(|row| -1 - i64::from(row));
+    arrays.input_ids.write(at, tokens.chain(pending));
+    arrays.positions.write(at, start as i64..end as i64);
+}
+
+/// Where the KV of an entry's tokens goes: row by row, so that nothing is divided for each token.
+#[inline]
+fn fill_slots(
+    state: &State,
+    entry: &Entry,
+    table: &BlockTable,
+    at: usize,
+    arrays: &StepArrays<'_>,
+) {
+    let (block_size, groups) = (state.groups.block_size(), state.groups.len());
+    let present = entry
+        .extra
+        .as_ref()
+        .filter(|extra| !extra.present.is_empty());
+    for group in 0..groups {
+        let (mut position, end) = (entry.start, entry.end());
+        while position < end {
+            let row = state.groups.row_of(position);
+            let stop = end.min((row + 1) * block_size);
+            let place = group * arrays.slots_width + at + position - entry.start;
+            let is_there = present.is_some_and(|extra| extra.is_present(row * groups + group));
+            if is_there || stop <= entry.write_from {
+                arrays
+                    .slot_mapping
+                    .write(place, std::iter::repeat_n(-1, stop - position));
+            } else {
+                let first = table.at(group, row).at() * block_size + position - row * block_size;
+                let slots = first as i64..(first + stop - position) as i64;
+                arrays.slot_mapping.write(place, slots);
+            }
+            position = stop;
+        }
+    }
+}
+
+/// The block tables of an entry: what has grown, or everything if entries have changed.
+#[inline]
+fn fill_table(
+    table: &BlockTable,
+    (version, trash): (Version, i64),
+    row: usize,
+    arrays: &StepArrays<'_>,
+    written: &mut (Version, usize),
+) {
+    let rows = table.rows();
+    let then = std::mem::replace(written, (version, rows));
+    let same = then.0 == version && version != NOTHING_WRITTEN.0;
+    let from = if same { then.1.min(rows) } else { 0 };
+    if from == rows {
+        return;
+    }
+    for group in 0..table.groups() {
+        let place = (group * arrays.table_rows + row) * arrays.table_width;
+        let start = table.start(group);
+        if from < start {
+            let trash = std::iter::repeat_n(trash, start - from);
+            arrays.block_tables.write(place + from, trash);
+        }
+        let new = from.max(start);
+        let blocks = table.blocks_of(group)[new - start..].iter();
+        let blocks = blocks.map(|block| i64::from(block.get()));
+        arrays.block_tables.write(place + new, blocks);
+    }
+}

@@ -1,0 +1,157 @@
+//! Steps: what is planned, computed, and committed or undone.
+//!
+//! ```text
+//!   begin_step -> decode, speculate, prefill -> fill -> run -> commit
+//!                 (cancel)                              \-> rollback
+//! ```
+//!
+//! `admit` counts whether there is room and budget, `enter` moves the blocks and remembers what
+//! was before, `undo` takes it back, `commit` makes it last (with the late merge), `inputs` writes
+//! the runner's arrays.
+
+mod admit;
+mod check;
+mod commit;
+mod enter;
+mod inputs;
+mod plan;
+mod undo;
+
+use std::borrow::Cow;
+
+use crate::error::Error;
+use crate::ids::{BlockId, PlanKey};
+use crate::state::State;
+use crate::table::BlockTable;
+
+pub use inputs::{IntArray, StepArrays, TableRows};
+use plan::{Entry, Plan};
+pub use plan::{PlanView, Prefill, Redirect};
+
+/// The open steps.
+pub(crate) struct Steps {
+    manager: u32,
+    /// Oldest first; at most two.
+    open: Vec<Plan>,
+    /// How many there have been.
+    made: u64,
+    /// The memory of a closed plan's entries.
+    spare_entries: Vec<Entry>,
+}
+
+impl Steps {
+    pub(crate) fn new(manager: u32) -> Self {
+        Self {
+            manager,
+            open: Vec::new(),
+            made: 0,
+            spare_entries: Vec::new(),
+        }
+    }
+
+    /// How many there have been.
+    pub(crate) fn made(&self) -> u64 {
+        self.made
+    }
+
+    pub(crate) fn begin(
+        &mut self,
+        state: &mut State,
+        token_budget: usize,
+    ) -> Result<PlanKey, Error> {
+        if let (Some(oldest), 2..) = (self.open.first(), self.open.len()) {
+            return Err(Error::PlanOpen {
+                plan: oldest.key.serial,
+            });
+        }
+        self.made += 1;
+        let key = PlanKey {
+            manager: self.manager,
+            serial: self.made,
+        };
+        let entries = std::mem::take(&mut self.spare_entries);
+        self.open.push(Plan::new(key, token_budget, entries));
+        self.tell_open(state);
+        Ok(key)
+    }
+
+    /// Lets the pool know which steps are open.
+    fn tell_open(&self, state: &mut State) {
+        let steps = self.open.first().zip(self.open.last());
+        let steps = steps.map(|(oldest, newest)| [oldest.step(), newest.step()]);
+        state.pool.set_open_steps(steps);
+    }
+
+    fn open_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        if key.manager != self.manager {
+            return Err(Error::Foreign {
+                what: "plan",
+                id: key.serial,
+            });
+        }
+        let found = self.open.iter().find(|plan| plan.key == key);
+        found.ok_or(Error::PlanClosed { plan: key.serial })
+    }
+
+    /// The plan, which must be the newest: the one that is planned into.
+    fn newest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.open_plan(key)?;
+        match self.open.last() {
+            Some(newest) if newest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: newest.key.serial,
+            }),
+            _ => Ok(plan),
+        }
+    }
+
+    /// The plan, which must be the oldest: the one that is committed.
+    fn oldest_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.open_plan(key)?;
+        match self.open.first() {
+            Some(oldest) if oldest.key != key => Err(Error::PlanOrder {
+                plan: key.serial,
+                first: oldest.key.serial,
+            }),
+            _ => Ok(plan),
+        }
+    }
+
+    #[inline]
+    fn newest(&mut self) -> &mut Plan {
+        self.open.last_mut().expect("checked by newest_plan")
+    }
+
+    /// The figures of an open plan.
+    pub(crate) fn view(&self, key: PlanKey) -> Result<PlanView, Error> {
+        let plan = self.open_plan(key)?;
+        Ok(PlanView {
+            num_tokens: plan.num_tokens,
+            num_sequences: plan.entries.len(),
+            num_samples: plan.num_samples,
+            budget_left: plan.budget_left,
+        })
+    }
+
+    /// Blocks that must be copied before the step runs, as (source, destination), in order.
+    pub(crate) fn copies(&self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
+        Ok(&self.open_plan(key)?.copies)
+    }
+
+    /// Whether the plan is open.
+    pub(crate) fn is_open(&self, key: PlanKey) -> bool {
+        self.open_plan(key).is_ok()
+    }
+
+    /// A sequence's table as a plan has it, whatever the plan after it has put elsewhere.
+    #[inline]
+    fn table_of<'a>(&self, state: &'a State, plan: &Plan, entry: &Entry) -> Cow<'a, BlockTable> {
+        let table = &state.seqs.at(entry.slot).table;
+        match self.open.last() {
+            Some(newest) if newest.key != plan.key && !newest.fenced.is_empty() => {
+                newest.table_before(entry.slot, table)
+            }
+            _ => Cow::Borrowed(table),
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! What a plan is made of.
+
+use std::borrow::Cow;
+
+use crate::ids::{BlockId, PlanKey};
+use crate::sequence::Registered;
+use crate::table::BlockTable;
+
+/// The answer to [`BlockManager::prefill`](crate::BlockManager::prefill) and [`BlockManager::speculate`](crate::BlockManager::speculate).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Prefill {
+    /// The sequence is in the plan.
+    Planned {
+        /// Tokens adopted from the cache by this call.
+        cached_tokens: usize,
+        /// Tokens to compute: what the budget was charged.
+        tokens: usize,
+        /// Whether the step reaches the last known token, so that its logits give the next one.
+        samples: bool,
+    },
+    /// Too few blocks; nothing was changed.
+    NoRoom {
+        /// Blocks needed, idle ones that a match would revive and the reserve included.
+        needed: usize,
+        /// Blocks free or idle.
+        available: usize,
+    },
+    /// No token may be computed: the budget (or `max_tokens`) is used up; nothing was changed.
+    NoBudget,
+}
+
+/// A table entry that a commit moved to the block which held the content first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Redirect {
+    /// The sequence's id.
+    pub sequence: u64,
+    /// The layer group whose table it is in.
+    pub group: usize,
+    /// Index in that table.
+    pub index: usize,
+    /// The duplicate, given back.
+    pub old_block: BlockId,
+    /// The block that holds the content.
+    pub new_block: BlockId,
+}
+
+/// A look at an open plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanView {
+    /// Tokens to compute.
+    pub num_tokens: usize,
+    /// Sequences in the plan.
+    pub num_sequences: usize,
+    /// Rows whose logits give a token: one per sequence that reaches its last known token, and one more
+    /// for each of its drafts.
+    pub num_samples: usize,
+    /// Tokens that may still be planned.
+    pub budget_left: usize,
+}
+
+/// A sequence's part of a step. Most of them decode one token: they are kept small.
+pub(super) struct Entry {
+    pub(super) slot: u32,
+    /// Positions to compute.
+    pub(super) len: u32,
+    /// First position to compute.
+    pub(super) start: usize,
+    /// Positions before this one are there already, or written by another entry of the step.
+    pub(super) write_from: usize,
+    /// Rows of its table before.
+    pub(super) rows_before: u32,
+    /// The row of the plan before that samples the token it computes, if that is still pending.
+    pub(super) pending_row: Option<u32>,
+    /// Whether the step reaches its last known or pending token.
+    pub(super) samples: bool,
+    /// What an entry has that does more than decode.
+    pub(super) extra: Option<Box<Extra>>,
+}
+
+/// What prefills, drafts and copies add to an entry. Places are entries of the sequence's table,
+/// `row * groups + group`.
+pub(super) struct Extra {
+    pub(super) prefill: bool,
+    /// Where the sequence stood before.
+    pub(super) stood: Registered,
+    /// Speculated tokens after the last known one: computed, never registered unless accepted.
+    pub(super) drafts: Vec<u32>,
+    /// The partial blocks that the entry copied to write on: place, and what it was.
+    pub(super) copied: Vec<(usize, BlockId)>,
+    /// Tokens adopted from the cache by this entry, in so many rows and blocks.
+    pub(super) adopted: usize,
+    pub(super) matched: usize,
+    pub(super) matched_blocks: usize,
+    /// What no token after these rows sees, by group, the last one first: the plan keeps it.
+    pub(super) unseen: Vec<(usize, BlockId)>,
+    /// Of the adopted blocks and of `present`, those that an open step computes.
+    pub(super) in_flight: usize,
+    /// Rows whose contents this entry computes and that others may share already: how many rows of
+    /// the table from `announce_from` on.
+    pub(super) announced: usize,
+    pub(super) announce_from: usize,
+    /// Places of these rows that held the content before: computed again, not written again.
+    pub(super) present: Vec<usize>,
+}
+
+impl Extra {
+    pub(super) fn new(stood: Registered) -> Box<Self> {
+        Box::new(Self {
+            prefill: false,
+            stood,
+            drafts: Vec::new(),
+            copied: Vec::new(),
+            adopted: 0,
+            matched: 0,
+            matched_blocks: 0,
+            unseen: Vec::new(),
+            in_flight: 0,
+            announced: 0,
+            announce_from: 0,
+            present: Vec::new(),
+        })
+    }
+
+    /// Whether another sequence wrote the block of this place, or will.
+    #[inline]
+    pub(super) fn is_present(&self, place: usize) -> bool {
+        self.present.binary_search(&place).is_ok()
+    }
+
+    /// The places whose blocks others have written, or will in an open step.
+    pub(super) fn shared(&self, groups: usize) -> impl Iterator<Item = usize> + '_ {
+        let adopted = self.announce_from - self.matched..self.announce_from;
+        let adopted = adopted.start * groups..adopted.end * groups;
+        adopted.chain(self.present.iter().copied())
+    }
+
+    /// The places that hold contents which this entry computes for all.
+    pub(super) fn announced(&self, groups: usize) -> impl DoubleEndedIterator<Item = usize> + '_ {
+        let from = self.announce_from * groups;
+        let places = from..from + self.announced * groups;
+        places.filter(|&place| !self.is_present(place))
+    }
+}
+
+impl Entry {
+    #[inline]
+    pub(super) fn drafts(&self) -> &[u32] {
+        self.extra.as_ref().map_or(&[], |extra| &extra.drafts)
+    }
+
+    /// Rows whose logits give a token.
+    #[inline]
+    pub(super) fn rows(&self) -> usize {
+        usize::from(self.samples) + self.drafts().len()
+    }
+
+    /// The position after the last one that it computes.
+    #[inline]
+    pub(super) fn end(&self) -> usize {
+        self.start + self.len as usize
+    }
+
+    /// Tokens adopted from the cache.
+    pub(super) fn adopted(&self) -> usize {
+        self.extra.as_ref().map_or(0, |extra| extra.adopted)
+    }
+
+    /// Blocks that it shares with an open step.
+    pub(super) fn in_flight(&self) -> usize {
+        self.extra.as_ref().map_or(0, |extra| extra.in_flight)
+    }
+}
+
+/// An open step. The contents that it computes carry its number; they are ready once it is closed.
+pub(super) struct Plan {
+    pub(super) key: PlanKey,
+    pub(super) entries: Vec<Entry>,
+    pub(super) budget_left: usize,
+    pub(super) num_tokens: usize,
+    pub(super) num_samples: usize,
+    /// Blocks to copy before the step, source and destination.
+    pub(super) copies: Vec<(BlockId, BlockId)>,
+    /// Blocks that the step reads beside its sequences' own: held until it is closed.
+    pub(super) fenced: Vec<BlockId>,
+}
+
+impl Plan {
+    pub(super) fn new(key: PlanKey, token_budget: usize, entries: Vec<Entry>) -> Self {
+        Self {
+            key,
+            entries,
+            budget_left: token_budget,
+            num_tokens: 0,
+            num_samples: 0,
+            copies: Vec::new(),
+            fenced: Vec::new(),
+        }
+    }
+
+    /// The plan's number as contents carry it. It wraps after 2^32 steps; a content that old which is
+    /// mistaken for one of the open step is missed by a lease once, and nothing else.
+    pub(super) fn step(&self) -> u32 {
+        self.key.serial as u32
+    }
+
+    /// A sequence's table as it was before this plan put some of it out of sight, or a copy in its place.
+    #[cold]
+    pub(super) fn table_before<'a>(&self, slot: u32, table: &'a BlockTable) -> Cow<'a, BlockTable> {
+        let mut entries = self.entries.iter();
+        let extra = entries
+            .find(|entry| entry.slot == slot)
+            .and_then(|entry| entry.extra.as_ref())
+            .filter(|extra| !extra.unseen.is_empty() || !extra.copied.is_empty());
+        let Some(extra) = extra else {
+            return Cow::Borrowed(table);
+        };
+        let mut table = table.clone();
+        if extra.matched > 0 {
+            extra.take_match_out(&mut table, |_| {});
+        }
+        let groups = table.groups();
+        for &(place, source) in &extra.copied {
+            table.replace(place % groups, place / groups, source);
+        }
+        Cow::Owned(table)
+    }
+}
+
+impl Extra {
+    /// Makes a table what it was before the match: without the matched rows, which go to `each`, the
+    /// last one first, and with what they put out of sight.
+    pub(super) fn take_match_out(&self, table: &mut BlockTable, each: impl FnMut(BlockId)) {
+        let rows = self.stood.rows;
+        table.take_rows(rows..rows + self.matched, each);
+        for group in 0..table.groups() {
+            let unseen = self.unseen.iter().filter(|of| of.0 == group);
+            let start = table.start(group) - unseen.clone().count();
+            table.restore(group, start, unseen.map(|of| of.1));
+        }
+    }
+}

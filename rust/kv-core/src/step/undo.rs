@@ -1,0 +1,172 @@
+//! Taking back: one sequence of the newest plan, or the whole plan.
+
+use std::collections::HashSet;
+
+use super::plan::Entry;
+use super::{State, Steps};
+use crate::error::Error;
+use crate::ids::{BlockId, PlanKey, SeqKey};
+
+impl Steps {
+    /// Takes a sequence out of the plan again, and those that share what it was to compute; their ids,
+    /// in plan order.
+    pub(crate) fn cancel(
+        &mut self,
+        state: &mut State,
+        plan: PlanKey,
+        key: SeqKey,
+    ) -> Result<Vec<u64>, Error> {
+        let plan = self.newest_plan(plan)?;
+        let sequence = state.seqs.get(key)?.id;
+        let at = plan.entries.iter().position(|entry| entry.slot == key.slot);
+        let at = at.ok_or(Error::NotPlanned { sequence })?;
+        let out = dependents(state, &plan.entries, at);
+        let mut ids = Vec::new();
+        for &at in out.iter().rev() {
+            let plan = self.newest();
+            let entry = plan.entries.remove(at);
+            plan.budget_left += entry.len as usize;
+            plan.num_tokens -= entry.len as usize;
+            plan.num_samples -= entry.rows();
+            ids.push(state.seqs.at(entry.slot).id);
+            self.undo(state, &entry);
+        }
+        ids.pop();
+        ids.reverse();
+        self.number_rows(state);
+        Ok(ids)
+    }
+
+    /// Rows move up when an entry goes.
+    fn number_rows(&mut self, state: &mut State) {
+        let mut row = 0;
+        for entry in &self.newest().entries {
+            if entry.samples {
+                state.seqs.at_mut(entry.slot).sample_row = row;
+            }
+            row += entry.rows();
+        }
+    }
+
+    fn undo(&mut self, state: &mut State, entry: &Entry) {
+        let (slot, rows) = (entry.slot, entry.rows_before as usize);
+        match &entry.extra {
+            None => state.shorten(slot, rows),
+            Some(extra) => {
+                for place in extra.announced(state.groups.len()).rev() {
+                    let block = state.at(slot, place);
+                    state.pool.forget(block);
+                }
+                state.shorten(slot, rows + extra.matched);
+                if extra.matched > 0 {
+                    let (seq, pool) = (state.seqs.at_mut(slot), &mut state.pool);
+                    extra.take_match_out(&mut seq.table, |block| pool.release(block));
+                    seq.table_version += 1;
+                    for &(_, block) in &extra.unseen {
+                        pool.hold(block);
+                    }
+                }
+                for &(place, source) in &extra.copied {
+                    self.take_copy_back(state, slot, place, source);
+                }
+                // Otherwise it stands where it did, or where the commit of the plan before brought it.
+                if extra.matched > 0 || extra.announced > 0 {
+                    state.seqs.at_mut(slot).registered = extra.stood;
+                }
+            }
+        }
+        self.unmark(state, slot);
+        let seq = state.seqs.at_mut(slot);
+        seq.planned_end = entry.start - entry.adopted();
+        seq.pending -= usize::from(entry.samples);
+        seq.speculating = false;
+        if let (true, Some(row)) = (seq.pending > 0, entry.pending_row) {
+            seq.sample_row = row as usize;
+        }
+        // What the plan before has settled meanwhile goes at last.
+        state.slide(slot);
+        if state.seqs.at(slot).dropped {
+            state.end_sequence(slot);
+        }
+    }
+
+    fn take_copy_back(&mut self, state: &mut State, slot: u32, place: usize, source: BlockId) {
+        let (row, group) = (place / state.groups.len(), place % state.groups.len());
+        state.pool.hold(source);
+        let seq = state.seqs.at_mut(slot);
+        let copy = seq.table.replace(group, row, source);
+        seq.table_version += 1;
+        state.pool.release(copy);
+        self.newest().copies.retain(|&(_, to)| to != copy);
+    }
+
+    /// Undoes the newest plan.
+    pub(crate) fn rollback(&mut self, state: &mut State, plan: PlanKey) -> Result<(), Error> {
+        self.newest_plan(plan)?;
+        self.roll_back_newest(state);
+        Ok(())
+    }
+
+    /// Rolls back a plan after those that were planned on top of it.
+    pub(crate) fn roll_back_from(&mut self, state: &mut State, key: PlanKey) {
+        let is_later = |plan: &super::Plan| plan.key.serial >= key.serial;
+        while self.open.last().is_some_and(is_later) {
+            self.roll_back_newest(state);
+        }
+    }
+
+    fn roll_back_newest(&mut self, state: &mut State) {
+        while let Some(entry) = self.newest().entries.pop() {
+            self.undo(state, &entry);
+        }
+        let plan = self.open.pop().expect("checked by newest_plan");
+        self.tell_open(state);
+        for block in plan.fenced {
+            state.pool.lift_fence(block);
+        }
+        state.pool.stats.rolled_back_steps += 1;
+    }
+}
+
+/// The entry at `first` and all later ones that adopted, directly or not, what it computes.
+fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
+    let announces = |entry: &Entry| {
+        entry
+            .extra
+            .as_ref()
+            .is_some_and(|extra| extra.announced > 0)
+    };
+    let in_flight = entries[first..].iter().any(|entry| entry.in_flight() > 0);
+    if !announces(&entries[first]) || !in_flight {
+        return vec![first];
+    }
+    let groups = state.groups.len();
+    let mut out = vec![first];
+    let mut gone: HashSet<BlockId> = HashSet::new();
+    for (at, entry) in entries.iter().enumerate().skip(first) {
+        let Some(extra) = &entry.extra else { continue };
+        let table = &state.seqs.at(entry.slot).table;
+        let shared = extra.shared(groups);
+        let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
+        let depends = extra.in_flight > 0 && shared.any(|block| gone.contains(&block));
+        if depends {
+            out.push(at);
+        }
+        if depends || at == first {
+            gone.extend(
+                extra
+                    .announced(groups)
+                    .map(|place| state.at(entry.slot, place)),
+            );
+        }
+    }
+    out
+}
+
+impl State {
+    /// The block of a place of a sequence's table.
+    pub(super) fn at(&self, slot: u32, place: usize) -> BlockId {
+        let groups = self.groups.len();
+        self.seqs.at(slot).table.at(place % groups, place / groups)
+    }
+}
