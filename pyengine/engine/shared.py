@@ -3,11 +3,13 @@
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from pyengine.core.errors import EngineDeadError
@@ -75,12 +77,11 @@ class SharedEngine:
     def end(self, states: Sequence[RequestState]) -> None:
         """End requests now, once no other thread drives."""
         self._inbox.extend([(self._abort, state) for state in states])
-        who = object()
         try:
-            self._turn.wait_for(who)
+            self._turn.wait_for(sys._getframe())
             self._read_inbox()
         finally:
-            self._turn.give_back(who)
+            self._turn.give_back(sys._getframe())
 
     def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
         """Run steps, or wait for another thread that does, until `is_done`.
@@ -90,16 +91,15 @@ class SharedEngine:
         """
         self.refuse_fork()
         self._waiting.append(wake)
-        who = object()
         try:
             while not is_done():
-                if self._turn.take(who):
+                if self._turn.take(sys._getframe()):
                     self.step()
                 else:
                     wake.wait()
                     wake.clear()
         finally:
-            self._turn.give_back(who)
+            self._turn.give_back(sys._getframe())
             with suppress(ValueError):
                 self._waiting.remove(wake)
             self.settle()
@@ -118,9 +118,8 @@ class SharedEngine:
 
         A step that fails ends all requests with its error. Only a dead engine ends this.
         """
-        who = object()
         try:
-            self._turn.wait_for(who)
+            self._turn.wait_for(sys._getframe())
             while not is_over():
                 try:
                     self._read_inbox()
@@ -133,21 +132,20 @@ class SharedEngine:
                 except Exception as error:  # every request has been told
                     _log.error("a step failed for all requests: %r", error)
         finally:
-            self._turn.give_back(who)
+            self._turn.give_back(sys._getframe())
 
     def settle(self) -> None:
         """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
         if self.is_elsewhere:  # what is given up in a fork is given up there
             return
-        who = object()
         try:
-            while self._inbox and self._turn.take(who):
+            while self._inbox and self._turn.take(sys._getframe()):
                 try:
                     self._read_inbox()
                 finally:
-                    self._turn.give_back(who)
+                    self._turn.give_back(sys._getframe())
         finally:
-            self._turn.give_back(who)
+            self._turn.give_back(sys._getframe())
             self._wake_another()
 
     @property
@@ -198,28 +196,48 @@ class SharedEngine:
 
 
 class _Turn:
-    """Whose turn it is; a lock that Ctrl-C cannot leave closed.
+    """Whose turn it is: a lock that Ctrl-C cannot leave closed, wherever it falls.
 
-    Whoever wants it names himself before, and gives it back whether he has got it or not: so there
-    is no moment between having it and knowing that it is to be given back.
+    It is taken by a call, that is, by its frame. A call that has ended and has not given it back,
+    because an interrupt came while it was about to, has it no more. (No `finally` and no `with`
+    alone can promise that: an interrupt may come at their first line.)
     """
 
     def __init__(self) -> None:
-        self._holder: dict[str, object] = {}
+        self._claims: dict[int, tuple[FrameType, int]] = {}
+        """Who has it, and in which thread, under the number that counts."""
+        self._number = 0
 
-    def take(self, who: object) -> bool:
-        """Whether it is `who`'s turn now, or was already."""
-        return self._holder.setdefault("who", who) is who  # one call of C: nobody comes between
+    def take(self, call: FrameType) -> bool:
+        """Whether it is the turn of `call`, a frame of this thread, now or was already."""
+        number, claim = self._number, (call, threading.get_ident())
+        holder = self._claims.setdefault(number, claim)  # one call of C: nobody comes between
+        if holder[0] is call:
+            return True
+        if _is_running(*holder) or self._claims.setdefault(number + 1, claim)[0] is not call:
+            return False
+        self._number = number + 1
+        self._claims.pop(number, None)
+        return True
 
-    def wait_for(self, who: object) -> None:
+    def wait_for(self, call: FrameType) -> None:
         """Take it as soon as nobody has it."""
-        while not self.take(who):
+        while not self.take(call):
             time.sleep(_LOOKS_EVERY)
 
-    def give_back(self, who: object) -> None:
-        """Let others have it, if it was `who`'s turn."""
-        if self._holder.get("who") is who:
-            del self._holder["who"]
+    def give_back(self, call: FrameType) -> None:
+        """Let others have it, if it was the turn of `call`."""
+        holder = self._claims.get(self._number)
+        if holder is not None and holder[0] is call:
+            del self._claims[self._number]
+
+
+def _is_running(call: FrameType, thread: int) -> bool:
+    """Whether a call has not ended: it is among those that its thread is in."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager
