@@ -224,7 +224,8 @@ class Engine:
         `before` is the step that is there already. None: there is nothing to do, or this has to
         wait until the tokens of `before` are known.
         """
-        held = self._faults.held() if self._faults.is_searching else frozenset()
+        everybody = self._requests.values()
+        held = self._faults.held(everybody) if self._faults.is_searching else frozenset()
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:
