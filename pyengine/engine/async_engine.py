@@ -51,7 +51,7 @@ class AsyncEngine(Frontend):
 
     def _serve(self) -> None:
         self._shared.drive(lambda: self._is_closing, self._wait)
-        self._shared.abort(self._unfinished())
+        self._shared.end(self._unfinished())
         self._mail.deliver()
 
     def _wait(self) -> None:

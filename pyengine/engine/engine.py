@@ -135,18 +135,21 @@ class Engine:
 
     def add(self, state: RequestState) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
-        if state.request_id in self._requests:
+        other = self._requests.get(state.request_id)
+        if other is state:  # an interrupt came after it had been queued
+            return
+        if other is not None:
             raise InvalidRequestError(
                 f"request id {state.request_id!r} is in use: give another one, or none"
             )
-        self._requests[state.request_id] = state
         try:
+            self._requests[state.request_id] = state
             self._scheduler.add(state.samples[0])
             if state.deadline is not None:
                 heappush(self._deadlines, (state.deadline, next(self._numbers), state))
         except BaseException:  # Ctrl-C, too: all or nothing
             self._scheduler.finish(state.samples)
-            del self._requests[state.request_id]
+            self._requests.pop(state.request_id, None)
             raise
         for observer in self._observers:
             observer.on_arrival(state)

@@ -46,11 +46,13 @@ class SharedEngine:
         If a second Ctrl-C comes meanwhile, the rest is done before whatever is next.
         """
         self._inbox.extend([(self._abort, state) for state in states])
-        if self._turn.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._pass_on()
+        self.settle()
+
+    def end(self, states: Sequence[RequestState]) -> None:
+        """End requests now, once no other thread drives."""
+        self._inbox.extend([(self._abort, state) for state in states])
+        with self._turn:
+            self._read_inbox()
 
     def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
         """Run steps, or wait for another thread that does, until `is_done`.
@@ -73,7 +75,7 @@ class SharedEngine:
         finally:
             with suppress(ValueError):
                 self._waiting.remove(wake)
-            self._wake_another()
+            self.settle()
 
     def step(self) -> StepResult:
         """One step by the thread whose turn it is."""
@@ -103,12 +105,15 @@ class SharedEngine:
                     _log.error("a step failed for all requests: %r", error)
 
     def settle(self) -> None:
-        """Do what is in the inbox, if no thread drives."""
-        if self._turn.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._pass_on()
+        """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
+        try:
+            while self._inbox and self._turn.acquire(blocking=False):
+                try:
+                    self._read_inbox()
+                finally:
+                    self._turn.release()
+        finally:
+            self._wake_another()
 
     @property
     def num_waiting(self) -> int:
@@ -139,8 +144,9 @@ class SharedEngine:
 
     def _fail_all(self, error: Exception) -> None:
         """Tell everybody that the step has failed for all; nothing stays behind."""
-        live = {*self._engine.unfinished, *(state for _, state in self._inbox)}
-        self._inbox.clear()
+        live = set(self._engine.unfinished)
+        while self._inbox:  # what comes from now on is for the next step
+            live.add(self._inbox.popleft()[1])
         sinks = [state.sink for state in live]
         for state in live:
             state.sink = None
@@ -148,10 +154,6 @@ class SharedEngine:
         for sink in sinks:
             if sink is not None:
                 sink.fail(error)
-
-    def _pass_on(self) -> None:
-        self._turn.release()
-        self._wake_another()
 
     def _wake_another(self) -> None:
         """Let somebody else drive, if somebody waits."""
