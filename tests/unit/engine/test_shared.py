@@ -46,7 +46,7 @@ def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None
             shared._fail_all(ValueError("all of it"))
         assert all(isinstance(sink.error, ValueError) for _, sink in states)
         if moment.has_come:
-            state, sink = late[-1]
+            _, sink = late[-1]
             if sink.error is None:
                 shared.run_until(lambda: bool(sink.items), Event())  # noqa: B023
                 assert sink.items[0].outputs[0].token_ids == continued([3], 8)
