@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from pyengine.cache import TraceError
 from pyengine.core.errors import ConfigurationError, InvalidRequestError
@@ -31,6 +31,12 @@ class Frontend:
         self._description = parts.description
         self._default_params = parts.default_params
         self._ids = count()
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds a model and its KV "
+            "cache; make one in each process, and send prompts and outputs"
+        )
 
     def apply_chat_template(
         self,

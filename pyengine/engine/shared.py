@@ -1,6 +1,7 @@
 """One engine for many threads: requests come in from anywhere, one thread at a time runs steps."""
 
 import logging
+import os
 import signal
 import threading
 from collections import deque
@@ -26,6 +27,7 @@ class SharedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._owner = os.getpid()
         self._turn = threading.Lock()
         """Held by the thread that works on the engine."""
         self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
@@ -36,8 +38,26 @@ class SharedEngine:
         """The engine itself; any thread may use its `intake`."""
         return self._engine
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a fork of the process that made the engine.
+
+        Its threads are not here then, and its locks may be closed for ever.
+        """
+        return os.getpid() != self._owner
+
+    def refuse_fork(self) -> None:
+        """Raise `EngineDeadError` in a fork of the process that made the engine."""
+        if self.is_elsewhere:
+            raise EngineDeadError(
+                f"this engine belongs to process {self._owner}, which goes on, and this process "
+                f"({os.getpid()}) is a fork of it: make a new engine here, or start the process "
+                "by multiprocessing's `spawn`"
+            )
+
     def submit(self, states: Sequence[RequestState]) -> None:
         """Queue requests before the next step."""
+        self.refuse_fork()
         self._inbox.extend([(self._add, state) for state in states])
 
     def abort(self, states: Sequence[RequestState]) -> None:
@@ -60,6 +80,7 @@ class SharedEngine:
         `wake` is set by the caller's sink when there is something new. Raises what a step raises;
         the requests of all threads have failed then.
         """
+        self.refuse_fork()
         self._waiting.append(wake)
         try:
             while not is_done():
@@ -106,6 +127,8 @@ class SharedEngine:
 
     def settle(self) -> None:
         """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
+        if self.is_elsewhere:  # what is given up in a fork is given up there
+            return
         try:
             while self._inbox and self._turn.acquire(blocking=False):
                 try:
@@ -122,6 +145,7 @@ class SharedEngine:
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
+        self.refuse_fork()
         self.settle()
         return self._engine.stats()
 
