@@ -92,11 +92,13 @@ class AsyncEngine(Frontend):
         state.sink = collector
         self._submit(state)
         try:
-            while not collector.is_over or collector.has_item:
+            is_over = False
+            while not is_over:
                 await reader.item(lambda: collector.has_item)
                 item = collector.get()
                 if item is not None:
                     yield item
+                    is_over = item.finished
         finally:
             if not self._shared.is_elsewhere:
                 self._leave(state)

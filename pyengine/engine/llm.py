@@ -164,11 +164,13 @@ class LLM(Frontend):
         state.sink = items
         try:
             self._shared.submit([state])
-            while items.has_item or not items.is_over:
+            is_over = False
+            while not is_over:
                 self._shared.run_until(lambda: items.has_item, wake)
                 item = items.get()
                 if item is not None:
                     yield item
+                    is_over = item.finished
         finally:
             self._abandon([state])
 

@@ -86,6 +86,7 @@ class Storm:
         for index, tokens in found.items():
             assert tokens == expected[index].token_ids[: len(tokens)], wish
         if not items or not items[-1].finished:
+            assert wish.leaving != "stays", wish
             self.seen["left by its caller"] += 1
             return
         reasons = {one.finish_reason for one in items[-1].outputs}
