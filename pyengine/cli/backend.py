@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import typer
 
+from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
@@ -104,9 +105,24 @@ def held_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def _libraries() -> Iterator[None]:
+    """Where torch is imported. Raises `ConfigurationError` where the process may not have it."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except (ImportError, MemoryError, OSError) as error:
+        raise ConfigurationError(
+            f"torch and transformers could not be loaded: {str(error) or type(error).__name__}; "
+            "they map some 4 GB: look at the limits of this process (`ulimit -v`, `ulimit -n`), "
+            "or install them again"
+        ) from error
+
+
 def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
-    with held_interrupt():
+    with held_interrupt(), _libraries():
         from pyengine.engine import LLM
 
     llm = LLM(**asdict(settings))

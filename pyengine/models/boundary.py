@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pyengine.core.errors import ModelLoadError, PyEngineError
+from pyengine.core.errors import ConfigurationError, ModelLoadError, PyEngineError
 
 _LONGEST_REASON = 1500
 """Characters of a foreign error's text that are passed on."""
@@ -49,14 +49,25 @@ def load_errors(what: str, *, way_out: str = "") -> Iterator[None]:
     """Whatever fails inside is a `ModelLoadError` that begins with `what` and ends with `way_out`.
 
     Files of other people make transformers and the libraries below it raise nearly every type
-    of error: this is the one place where they are turned. The errors of pyengine pass.
+    of error: this is the one place where they are turned. The errors of pyengine pass. Memory that
+    runs out is no fault of the files: it is a `ConfigurationError`.
     """
     try:
         yield
     except PyEngineError:
         raise
     except Exception as error:  # a bare Exception is what the tokenizers library raises
+        if _is_out_of_memory(error):
+            raise ConfigurationError(
+                f"{what}: {reason_of(error)}; there is not enough memory for it: give this process "
+                "more (`ulimit -v`), or take a smaller model or dtype"
+            ) from error
         raise ModelLoadError(f"{what}: {reason_of(error)}{way_out}") from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: libraries in C++ and Rust say so in the system's words alone."""
+    return isinstance(error, MemoryError) or "cannot allocate memory" in str(error).lower()
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,0 +1,74 @@
+"""Little address space, few open files, no /dev/shm: a sentence or an answer, and no traceback."""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+GENERATE = [sys.executable, "-c", "from pyengine.cli import main; main()"]
+GENERATE += ["generate", "--max-tokens", "4", "hello"]
+LIBRARY = """
+import pyengine
+try:
+    llm = pyengine.LLM(num_blocks=64)
+    params = pyengine.SamplingParams(max_tokens=4)
+    print(llm.generate(["hello"], params, use_tqdm=False)[0].finished)
+except pyengine.core.PyEngineError as error:
+    print(f"refused: {error}")
+"""
+
+
+def limited(command: list[str], kind: int, most: int) -> "subprocess.CompletedProcess[str]":
+    """Run a command that may have so many bytes of addresses, or files."""
+    limit: Callable[[], None] = lambda: resource.setrlimit(kind, (most, most))  # noqa: E731
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, preexec_fn=limit
+    )
+
+
+@pytest.mark.parametrize("gigabytes", [0.7, 1.5, 2.5, 3.9, 4.5, 5.2])
+def test_little_address_space_is_said_in_a_sentence(gigabytes: float) -> None:
+    ended = limited(GENERATE, resource.RLIMIT_AS, int(gigabytes * 1e9))
+    assert "Traceback" not in ended.stderr, ended.stderr
+    if ended.returncode != 0:
+        assert ended.returncode == 1
+        (line,) = [one for one in ended.stderr.splitlines() if one.startswith("error: ")]
+        assert "delete the folder" not in line  # nothing is wrong with the model
+
+
+@pytest.mark.parametrize("gigabytes", [4.2, 4.6, 5.2])
+def test_and_a_library_raises_errors_of_its_own(gigabytes: float) -> None:
+    ended = limited([sys.executable, "-c", LIBRARY], resource.RLIMIT_AS, int(gigabytes * 1e9))
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert ended.stdout.startswith(("True", "refused: ")), ended
+
+
+@pytest.mark.parametrize("command", [GENERATE, [sys.executable, "-c", LIBRARY]])
+def test_twenty_open_files_are_enough(command: list[str]) -> None:
+    ended = limited(command, resource.RLIMIT_NOFILE, 20)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
+def test_six_open_files_are_not_and_it_is_said() -> None:
+    ended = limited(GENERATE, resource.RLIMIT_NOFILE, 6)
+    assert "Traceback" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_shared_memory_folder(processes: int) -> None:
+    """`/dev/shm` that takes nothing, in a mount namespace of its own."""
+    inside = ["mount -t tmpfs -o ro none /dev/shm", 'exec "$@"']
+    alone = ["unshare", "-m", "sh", "-c"]
+    if subprocess.run([*alone, inside[0]], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    command = [*alone, " && ".join(inside), "sh", *GENERATE, "--tensor-parallel-size"]
+    ended = subprocess.run(
+        [*command, str(processes)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert ended.returncode == 0 or "error: " in ended.stderr, ended.stderr
