@@ -203,7 +203,9 @@ impl World {
         if matches!(answer, Prefill::Planned { .. }) {
             let step = self.steps.back_mut().expect("open");
             step.rows.push(id);
-            if !drafts.is_empty() {
+            if drafts.is_empty() {
+                step.decodes.push(id); // that is what it is
+            } else {
                 step.drafts.insert(id, drafts);
             }
         }
