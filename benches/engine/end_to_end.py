@@ -36,7 +36,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from benches.engine.page import publish
@@ -57,6 +57,8 @@ TITLES = {
 }
 DTYPES = ("float32", "bfloat16")
 START = "start to first token"
+VLLM_SPINS_SECONDS = 1.2
+"""vLLM's workers look out for work so long on a core of their own; the next one waits for that."""
 
 
 GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against vLLM with blocks of 32
@@ -85,6 +87,7 @@ class Engine:
         }
         environment = defaults | os.environ | own
         self._errors = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.is_alive = True
         start = perf_counter()
         self._process = subprocess.Popen(
             [str(python), "-m", "benches.engine.serve", name, str(embedded_model()), dtype],
@@ -105,7 +108,7 @@ class Engine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            status = self._process.wait()
+            self.is_alive, status = False, self._process.wait()
             self._errors.seek(0)
             said = [one.strip() for one in self._errors if re.search(r"\w+Error: ", one)]
             raise RuntimeError(f"{self.name} ended with {status}: {said[0] if said else 'no word'}")
@@ -113,18 +116,28 @@ class Engine:
         return answer
 
     def generate(self, asked: Asked) -> dict[str, Any]:
-        """`seconds`, `tokens`, and how many `characters` of text."""
+        """`seconds`, `tokens`, and how many `characters` of text.
+
+        Raises `RuntimeError` if the process has ended, or text is not what was asked for.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(asked)) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        with suppress(BrokenPipeError):  # the answer says why
+            self._process.stdin.write(json.dumps(asdict(asked)) + "\n")
+            self._process.stdin.flush()
+        found = self._answer()
+        if self.name in (VLLM, VLLM32):
+            sleep(VLLM_SPINS_SECONDS)
+        if bool(found["characters"]) != asked.is_text:
+            raise RuntimeError(f"{self.name} gave {found['characters']} characters of text")
+        return found
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # it ended before
             self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
         self._errors.close()
 
 
@@ -159,6 +172,13 @@ class Record:
         """One more round."""
         self.found[dtype][work][engine].append(seconds)
         self.write()
+
+    def compare(self, dtype: str, work: str, tokens: dict[str, list[list[int]]]) -> None:
+        """Count the sequences that are the first engine's, round by round."""
+        reference, same = next(iter(tokens.values())), self.same[dtype][work]
+        for name, each in tokens.items():
+            equal = sum(a == b for a, b in zip(each, reference, strict=True))
+            same[name] = same.get(name, 0) + equal
 
     def write(self) -> None:
         """All of it; a run that is cut off leaves a whole file."""
@@ -209,31 +229,34 @@ def start(names: list[str], dtype: str, caches: Path, record: Record) -> list[En
 
 
 def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: Record) -> None:
-    """Rounds of one work: a warming call each, then all engines in turn."""
+    """Rounds of one work: a warming call each, then all engines in turn.
+
+    One that fails has no more rounds of it, and the record says why.
+    """
     random = Random(f"{work.name}")
-    order = list(engines)
-    for engine in engines:  # shapes that it has not seen yet, memory that it has not touched
+    for engine in engines:
         record.begin(dtype, work.name, engine.name)
-        if not (work.is_slow and engine.name == TRANSFORMERS):
-            asked = work.asked(random)
-            engine.generate(replace(asked, max_tokens=min(work.max_tokens, 4)))
-    for turn in range(rounds):
+    order = [engine for engine in engines if engine.is_alive]
+    for turn in range(-1, rounds):  # -1: shapes that it has not seen yet, memory not touched yet
         asked, tokens = work.asked(random), {}
-        for engine in order:
-            if work.is_slow and engine.name == TRANSFORMERS and turn > 0:
+        if turn < 0:
+            asked = replace(asked, max_tokens=min(work.max_tokens, 4))
+        for engine in list(order):
+            if work.is_slow and engine.name == TRANSFORMERS and turn != 0:
                 continue
-            found = engine.generate(asked)
-            if bool(found["characters"]) != asked.is_text:
-                raise RuntimeError(f"{engine.name}: {work.name}: {found['characters']} characters")
-            tokens[engine.name] = found["tokens"]
-            record.add(dtype, work.name, engine.name, found["seconds"])
+            try:
+                found = engine.generate(asked)
+            except RuntimeError as error:
+                record.about["missing"][f"{work.name}, {engine.name}, {dtype}"] = str(error)
+                order.remove(engine)
+                continue
+            if turn >= 0:
+                tokens[engine.name] = found["tokens"]
+                record.add(dtype, work.name, engine.name, found["seconds"])
             say(f"{dtype}: {work.name}: {engine.name} {found['seconds']:.2f} s")
-        if work.kind != "sampled":
-            same = record.same[dtype][work.name]
-            for name, each in tokens.items():
-                equal = sum(a == b for a, b in zip(each, tokens[engines[0].name], strict=True))
-                same[name] = same.get(name, 0) + equal
-        order.append(order.pop(0))
+        if tokens and work.kind != "sampled":
+            record.compare(dtype, work.name, tokens)
+        order = order[1:] + order[:1]
 
 
 _BEGUN = perf_counter()

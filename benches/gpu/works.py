@@ -21,7 +21,7 @@ import torch
 from benches.gpu.model import SHAPES, Shape, roofline_tokens_per_second
 from benches.gpu.watch import watched
 from pyengine import LLM, SamplingParams
-from pyengine.engine import Engine, Prompt, RequestState
+from pyengine.engine import Engine, Prompt, RequestState, builder
 
 Figures = dict[str, Any]
 WINDOWS, WARM_STEPS, MOST_SECONDS = 3, 4, 8.0
@@ -54,7 +54,7 @@ class Bench:
         """An engine over a new random model, once what nobody refers to has been given back."""
         self.release()
         loaded = self.shape.load(self.device)
-        with patch("pyengine.engine.assembly.load_model", lambda *_, **__: loaded):
+        with patch.object(builder, "load_model", lambda *_, **__: loaded):
             return LLM("random", device=self.device, dtype="bfloat16", **settings)
 
     def release(self) -> None:

@@ -51,7 +51,7 @@ class AsyncEngine(Frontend):
 
     def _serve(self) -> None:
         self._shared.drive(lambda: self._is_closing, self._wait)
-        self._shared.abort(self._unfinished())
+        self._shared.end(self._unfinished())
         self._mail.deliver()
 
     def _wait(self) -> None:
@@ -82,6 +82,7 @@ class AsyncEngine(Frontend):
         and after `close`, `RequestFailedError` if the forward pass fails on this request, and
         `EngineDeadError` once the engine has ended.
         """
+        self._shared.refuse_fork()
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
         state = self._checked(parsed, params, request_id, cache_salt, priority)
@@ -91,17 +92,24 @@ class AsyncEngine(Frontend):
         state.sink = collector
         self._submit(state)
         try:
-            while not collector.is_over or collector.has_item:
+            is_over = False
+            while not is_over:
                 await reader.item(lambda: collector.has_item)
                 item = collector.get()
                 if item is not None:
                     yield item
+                    is_over = item.finished
         finally:
-            with self._lock:
-                self._live.pop(state.request_id, None)
-            if state.finished_time is None:
-                self._shared.abort([state])
-                self._wake.set()
+            if not self._shared.is_elsewhere:
+                self._leave(state)
+
+    def _leave(self, state: RequestState) -> None:
+        """Its caller reads no more."""
+        with self._lock:
+            self._live.pop(state.request_id, None)
+        if state.finished_time is None:
+            self._shared.abort([state])
+            self._wake.set()
 
     def _checked(
         self,
@@ -149,6 +157,7 @@ class AsyncEngine(Frontend):
 
         Returns whether it was there.
         """
+        self._shared.refuse_fork()
         with self._lock:
             state = self._live.get(request_id)
         if state is None or state.finished_time is not None:
@@ -162,6 +171,7 @@ class AsyncEngine(Frontend):
 
         After `timeout` seconds the others are ended, with the finish reason "abort".
         """
+        self._shared.refuse_fork()
         with self._lock:
             self._is_draining = True
         end = math.inf if timeout is None else monotonic() + timeout
@@ -179,6 +189,7 @@ class AsyncEngine(Frontend):
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if no step can be run any more."""
+        self._shared.refuse_fork()
         if self._engine.death:
             raise EngineDeadError(self._engine.death)
         if not self._thread.is_alive() and not self._is_closing:
@@ -186,6 +197,8 @@ class AsyncEngine(Frontend):
 
     def close(self) -> None:
         """End the engine: what runs is aborted. May be called more than once."""
+        if self._shared.is_elsewhere:  # the engine goes on where it was made
+            return
         with self._lock:
             if self._is_closing:
                 return

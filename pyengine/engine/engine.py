@@ -135,18 +135,21 @@ class Engine:
 
     def add(self, state: RequestState) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
-        if state.request_id in self._requests:
+        other = self._requests.get(state.request_id)
+        if other is state:  # an interrupt came after it had been queued
+            return
+        if other is not None:
             raise InvalidRequestError(
                 f"request id {state.request_id!r} is in use: give another one, or none"
             )
-        self._requests[state.request_id] = state
         try:
+            self._requests[state.request_id] = state
             self._scheduler.add(state.samples[0])
             if state.deadline is not None:
                 heappush(self._deadlines, (state.deadline, next(self._numbers), state))
         except BaseException:  # Ctrl-C, too: all or nothing
             self._scheduler.finish(state.samples)
-            del self._requests[state.request_id]
+            self._requests.pop(state.request_id, None)
             raise
         for observer in self._observers:
             observer.on_arrival(state)
@@ -203,7 +206,8 @@ class Engine:
             tokens = now.batch.own_tokens(results.sampled.token_ids)
             self._scheduler.commit(now.step, tokens.numpy())
         except BaseException as error:
-            num_tokens = now.step.plan.num_tokens
+            # Ctrl-C may have come after the commit.
+            num_tokens = now.step.plan.num_tokens if now.step.plan.is_open else 0
             self._roll_back(following)
             self._roll_back(now)
             if isinstance(error, BrokenLogitsError):
@@ -224,7 +228,8 @@ class Engine:
         `before` is the step that is there already. None: there is nothing to do, or this has to
         wait until the tokens of `before` are known.
         """
-        held = self._faults.held() if self._faults.is_searching else frozenset()
+        everybody = self._requests.values()
+        held = self._faults.held(everybody) if self._faults.is_searching else frozenset()
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:

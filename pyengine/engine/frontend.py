@@ -4,15 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from pyengine.cache import TraceError
 from pyengine.core.errors import ConfigurationError, InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
 from pyengine.engine.builder import build_engine
+from pyengine.engine.chat import ChatOptions, Message, render_chat
 from pyengine.engine.engine import EngineObserver, EngineStats
-from pyengine.engine.prompts import ChatOptions, Message, Prompt, render_chat
+from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.engine.shared import SharedEngine
 
@@ -31,6 +32,12 @@ class Frontend:
         self._description = parts.description
         self._default_params = parts.default_params
         self._ids = count()
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds a model and its KV "
+            "cache; make one in each process, and send prompts and outputs"
+        )
 
     def apply_chat_template(
         self,

@@ -13,20 +13,11 @@ from pyengine.core.errors import InvalidRequestError, RequestFailedError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
+from pyengine.engine.chat import ChatOptions, Message, as_conversations, render_chat
 from pyengine.engine.collector import OutputCollector
 from pyengine.engine.engine import Engine
 from pyengine.engine.frontend import Frontend
-from pyengine.engine.prompts import (
-    ChatOptions,
-    Message,
-    Prompt,
-    PromptLike,
-    as_conversations,
-    as_list,
-    match_params,
-    parse_prompt,
-    render_chat,
-)
+from pyengine.engine.prompts import Prompt, PromptLike, as_list, match_params, parse_prompt
 from pyengine.engine.request import RequestState
 from pyengine.engine.shared import held_interrupts
 
@@ -164,11 +155,13 @@ class LLM(Frontend):
         state.sink = items
         try:
             self._shared.submit([state])
-            while items.has_item or not items.is_over:
+            is_over = False
+            while not is_over:
                 self._shared.run_until(lambda: items.has_item, wake)
                 item = items.get()
                 if item is not None:
                     yield item
+                    is_over = item.finished
         finally:
             self._abandon([state])
 

@@ -1,6 +1,5 @@
-"""Prompts and conversations in every form that callers give them, to token ids."""
+"""Prompts in every form that callers give them, to token ids."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -15,26 +14,8 @@ from pyengine.core.sampling_params import SamplingParams
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` (text) or `prompt_token_ids`, and `cache_salt`."""
-Message: TypeAlias = Mapping[str, Any]
-"""One turn of a conversation: `role`, and `content` or `tool_calls`."""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_MESSAGE_KEYS = frozenset(
-    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
-)
-_RESERVED = frozenset(
-    [
-        "conversation",
-        "messages",
-        "tools",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +48,6 @@ def as_list(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
     return several
 
 
-def as_conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Sequence[Message]]:
-    """One conversation or several, as several."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise InvalidRequestError(
-            f"{_shown(messages)} is no conversation: give a list of messages, each with 'role' "
-            "and 'content'"
-        )
-    several: list[Any] = list(messages)
-    if all(isinstance(item, Mapping) for item in several):
-        return [several]
-    return several
-
-
 def parse_prompt(prompt: PromptLike, tokenizer: Any) -> Prompt:
     """The token ids of one prompt.
 
@@ -105,7 +71,7 @@ def _parse_mapping(prompt: Mapping[str, Any], tokenizer: Any) -> Prompt:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(
-            f"'prompt' is {_shown(text)}: it must be text; token ids go into 'prompt_token_ids'"
+            f"'prompt' is {shown(text)}: it must be text; token ids go into 'prompt_token_ids'"
         )
     if text is None and ids is None:
         raise InvalidRequestError(
@@ -123,7 +89,7 @@ def salt_namespace(cache_salt: Any) -> bytes:
         return b""
     if not isinstance(cache_salt, str) or not cache_salt:
         raise InvalidRequestError(
-            f"cache_salt={_shown(cache_salt)}: it must be text of at least one character, or None"
+            f"cache_salt={shown(cache_salt)}: it must be text of at least one character, or None"
         )
     try:
         return cache_salt.encode()
@@ -136,11 +102,11 @@ def _encode(text: str, tokenizer: Any) -> Sequence[int]:
         raise InvalidRequestError(
             f"the prompt {text[:40]!r} is text and this model has no tokenizer: give token ids"
         )
-    _refuse_surrogates(text)
+    refuse_surrogates(text)
     return cast(Sequence[int], np.array(tokenizer.encode(text), dtype=np.int64))
 
 
-def _refuse_surrogates(text: str) -> None:
+def refuse_surrogates(text: str) -> None:
     """Raise for what is no Unicode text: half a pair, as JSON can spell it."""
     try:
         text.encode()
@@ -169,14 +135,14 @@ def _token_ids(ids: Any) -> Sequence[int]:
         for position, token in enumerate(several):
             if not is_integer(token):
                 raise InvalidRequestError(
-                    f"a prompt is text or token ids; found {_shown(token)} at position {position}"
+                    f"a prompt is text or token ids; found {shown(token)} at position {position}"
                 )
     try:
         return cast(Sequence[int], np.array(several, dtype=np.int64))
     except OverflowError:
         position = next(at for at, token in enumerate(several) if not -(2**63) <= token < 2**63)
         raise InvalidRequestError(
-            f"token id {_shown(several[position])} at position {position} of the prompt is outside "
+            f"token id {shown(several[position])} at position {position} of the prompt is outside "
             "of any vocabulary"
         ) from None
 
@@ -200,12 +166,12 @@ def _as_array(ids: Any) -> npt.NDArray[Any]:
 
 def _no_prompt(found: Any) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{_shown(found)} is no prompt: give text, a list or an array of token ids, or a mapping "
+        f"{shown(found)} is no prompt: give text, a list or an array of token ids, or a mapping "
         "with 'prompt' or 'prompt_token_ids'"
     )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value and its type, short enough for a message."""
     try:
         text = repr(value)
@@ -230,7 +196,7 @@ def match_params(
     for one in several:
         if not isinstance(one, SamplingParams):
             raise InvalidRequestError(
-                f"sampling_params holds {_shown(one)}: give SamplingParams(...), one for all "
+                f"sampling_params holds {shown(one)}: give SamplingParams(...), one for all "
                 "prompts or one for each"
             )
     if len(several) != num_prompts:
@@ -239,137 +205,3 @@ def match_params(
             "give one for all, or one for each"
         )
     return several
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """How a conversation becomes a prompt.
-
-    `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
-    handed to it (vLLM's `chat_template_kwargs`). With `continue_final_message` the last message is
-    left open and the model goes on with it.
-    """
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
-    template: str | None = None
-    variables: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message=True goes on with the last message, and "
-                "add_generation_prompt=True begins a new one: set one of them to False"
-            )
-        reserved = sorted(_RESERVED & set(self.variables or ()))
-        if reserved:
-            raise InvalidRequestError(
-                f"{reserved[0]!r} cannot be set by chat_template_kwargs: it has a parameter of its "
-                "own"
-            )
-
-
-DEFAULT_CHAT = ChatOptions()
-
-
-def render_chat(
-    messages: Sequence[Message], tokenizer: Any, options: ChatOptions = DEFAULT_CHAT
-) -> list[int]:
-    """The token ids of a conversation by the model's chat template, as transformers renders it.
-
-    Raises `InvalidRequestError` for messages that no template takes, and with the template's own
-    words for those that this one refuses.
-    """
-    from jinja2 import TemplateError
-
-    template = options.template or getattr(tokenizer, "chat_template", None)
-    if tokenizer is None or not template:
-        raise InvalidRequestError(
-            "this model has no chat template: use generate with a prompt written out"
-        )
-    given: Any = messages
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise InvalidRequestError(f"{_shown(given)} is no conversation: give a list of messages")
-    several = [_message(at, one, str(template)) for at, one in enumerate(given)]
-    if not several:
-        raise InvalidRequestError("the conversation is empty: it needs at least one message")
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            several,
-            tools=None if options.tools is None else [dict(tool) for tool in options.tools],
-            chat_template=options.template,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            tokenize=True,
-            return_dict=False,
-            **(options.variables or {}),
-        )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise InvalidRequestError(
-            f"the model's chat template does not take this conversation: {error}"
-        ) from error
-    return ids
-
-
-def _message(position: int, message: Any, template: str) -> dict[str, Any]:
-    """A message as templates take it: text as text, arguments of tool calls as mappings."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(
-            f"message {position} is {_shown(message)}: a message has 'role' and 'content'"
-        )
-    unknown = [one for one in message if one not in _MESSAGE_KEYS and str(one) not in template]
-    if unknown:
-        raise InvalidRequestError(
-            f"message {position} has the key {unknown[0]!r}, which the chat template does not "
-            f"read; known are {', '.join(sorted(_MESSAGE_KEYS))}"
-        )
-    plain = dict(message)
-    content, calls = message.get("content"), message.get("tool_calls")
-    if content is None:
-        if not calls:
-            raise InvalidRequestError(
-                f"message {position} has neither 'content' nor 'tool_calls': give one of them"
-            )
-        plain["content"] = ""  # templates add it to other text
-    else:
-        plain["content"] = _content(position, content)
-    if calls:
-        plain["tool_calls"] = [_tool_call(position, call) for call in calls]
-    return plain
-
-
-def _content(position: int, content: Any) -> str:
-    """The text of a message; given in parts, as OpenAI's API takes it, a line for each."""
-    parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
-    texts: list[str] = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            found = f"a part of type {kind!r}" if kind not in (None, "text") else _shown(content)
-            raise InvalidRequestError(
-                f"the content of message {position} is {found}: this engine takes text, as a "
-                "string or as parts of type 'text'"
-            )
-        _refuse_surrogates(text)
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_call(position: int, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(
-            f"a tool call of message {position} is {_shown(call)}: it has 'function' with 'name' "
-            "and 'arguments'"
-        )
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's API gives them as JSON, templates read a mapping
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise InvalidRequestError(
-                f"the arguments of a tool call of message {position} are no JSON: {error}"
-            ) from error
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -8,6 +8,8 @@ from pyengine.scheduler import SchedulerLimits
 
 _FAILURES = 2
 """So many failed steps with nobody else to suspect make a request fail; the first may pass."""
+_HOPELESS = 4
+"""So many found at fault without a step that goes well in between: it is not the requests."""
 _FIRST_CALM, _LONGEST_CALM = 64, 4096
 """Steps without a failure before limits are raised again."""
 
@@ -28,12 +30,15 @@ class FaultFinder:
     well. Newcomers are left out first: those who have no token yet. Then
     halves of the suspects, the last in the order of service first. So one of n that decode already
     is found within 2 steps beside the one that failed when it has just come, otherwise within
-    log2(n) + 2. A request that was suspected alone and fails once more is at fault.
+    log2(n) + 2. The last suspect runs alone, where it can be: whoever has come since may be at
+    fault as well, or a step may fail by chance. If it fails once more, it is at fault.
     """
 
     def __init__(self) -> None:
         self._suspects: list[RequestState] = []
         self._held: set[RequestState] = set()
+        self._can_hold = True
+        """Whether steps can be made of those who are not left out."""
         self._num_failed = 0
         """Requests found at fault since a step went well."""
 
@@ -42,9 +47,21 @@ class FaultFinder:
         """Whether a step has failed and nobody has been found at fault or all cleared since."""
         return bool(self._suspects)
 
-    def held(self) -> set[Sample]:
-        """Samples that the next step has to do without."""
-        return {one for state in self._held for one in state.samples}
+    def held(self, everybody: Iterable[RequestState]) -> set[Sample]:
+        """Of all unfinished requests, the samples that the next step has to do without.
+
+        Nobody new joins in during a search.
+        """
+        if not self._can_hold:
+            return set()
+        suspects, is_last = set(self._suspects), len(self._suspects) == 1
+        held = [
+            one
+            for one in everybody
+            if one in self._held
+            or (one not in suspects and (is_last or one.first_token_time is None))
+        ]
+        return {one for state in held for one in state.samples}
 
     def failed(self, samples: Iterable[Sample]) -> Verdict:
         """A step with these samples failed and was rolled back."""
@@ -52,6 +69,7 @@ class FaultFinder:
         suspects = [one for one in self._suspects if one in took_part]
         if not suspects:
             suspects = sorted(took_part, key=lambda one: one.samples[0].order)
+            self._can_hold = True
         if not suspects:  # all of them were aborted meanwhile
             return Verdict()
         for one in suspects:
@@ -62,11 +80,12 @@ class FaultFinder:
             return Verdict()
         self._held.clear()
         (suspect,) = suspects
-        if suspect.num_failures < _FAILURES:
+        is_alone = len(took_part) == 1 or not self._can_hold
+        if suspect.num_failures < _FAILURES or not is_alone:
             return Verdict()
         self._suspects = []
         self._num_failed += 1
-        return Verdict(suspect, is_hopeless=self._num_failed > 1)
+        return Verdict(suspect, is_hopeless=self._num_failed >= _HOPELESS)
 
     def succeeded(self, samples: Iterable[Sample]) -> None:
         """A step with these samples went well."""
@@ -90,6 +109,7 @@ class FaultFinder:
     def release(self) -> None:
         """Leave nobody out: no step can be made of the others."""
         self._held.clear()
+        self._can_hold = False
 
     def _hold_back(self) -> None:
         """Leave some of the suspects out of the next step, and let the others show themselves."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
+import numpy as np
+
 from pyengine.core.outputs import (
     CompletionOutput,
     FinishReason,
@@ -311,7 +313,8 @@ class RequestState(Request):
 
     def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:
         if self._prompt_ids is None:
-            self._prompt_ids = [int(token) for token in self.prompt_token_ids]
+            ids: Any = self.prompt_token_ids
+            self._prompt_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

@@ -1,8 +1,10 @@
 """One engine for many threads: requests come in from anywhere, one thread at a time runs steps."""
 
 import logging
+import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +15,9 @@ from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
 
 _log = logging.getLogger(__name__)
+
+_LOOKS_EVERY = 0.001
+"""Seconds between two looks whether the thread that drives has stopped."""
 
 
 class SharedEngine:
@@ -26,8 +31,9 @@ class SharedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._turn = threading.Lock()
-        """Held by the thread that works on the engine."""
+        self._owner = os.getpid()
+        self._turn = _Turn()
+        """Of the thread that works on the engine."""
         self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
         self._waiting: deque[threading.Event] = deque()
 
@@ -36,8 +42,26 @@ class SharedEngine:
         """The engine itself; any thread may use its `intake`."""
         return self._engine
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a fork of the process that made the engine.
+
+        Its threads are not here then, and its locks may be closed for ever.
+        """
+        return os.getpid() != self._owner
+
+    def refuse_fork(self) -> None:
+        """Raise `EngineDeadError` in a fork of the process that made the engine."""
+        if self.is_elsewhere:
+            raise EngineDeadError(
+                f"this engine belongs to process {self._owner}, which goes on, and this process "
+                f"({os.getpid()}) is a fork of it: make a new engine here, or start the process "
+                "by multiprocessing's `spawn`"
+            )
+
     def submit(self, states: Sequence[RequestState]) -> None:
         """Queue requests before the next step."""
+        self.refuse_fork()
         self._inbox.extend([(self._add, state) for state in states])
 
     def abort(self, states: Sequence[RequestState]) -> None:
@@ -46,11 +70,17 @@ class SharedEngine:
         If a second Ctrl-C comes meanwhile, the rest is done before whatever is next.
         """
         self._inbox.extend([(self._abort, state) for state in states])
-        if self._turn.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._pass_on()
+        self.settle()
+
+    def end(self, states: Sequence[RequestState]) -> None:
+        """End requests now, once no other thread drives."""
+        self._inbox.extend([(self._abort, state) for state in states])
+        who = object()
+        try:
+            self._turn.wait_for(who)
+            self._read_inbox()
+        finally:
+            self._turn.give_back(who)
 
     def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
         """Run steps, or wait for another thread that does, until `is_done`.
@@ -58,22 +88,21 @@ class SharedEngine:
         `wake` is set by the caller's sink when there is something new. Raises what a step raises;
         the requests of all threads have failed then.
         """
+        self.refuse_fork()
         self._waiting.append(wake)
+        who = object()
         try:
             while not is_done():
-                if self._turn.acquire(blocking=False):
-                    try:
-                        while not is_done():
-                            self.step()
-                    finally:
-                        self._turn.release()
+                if self._turn.take(who):
+                    self.step()
                 else:
                     wake.wait()
                     wake.clear()
         finally:
+            self._turn.give_back(who)
             with suppress(ValueError):
                 self._waiting.remove(wake)
-            self._wake_another()
+            self.settle()
 
     def step(self) -> StepResult:
         """One step by the thread whose turn it is."""
@@ -89,7 +118,9 @@ class SharedEngine:
 
         A step that fails ends all requests with its error. Only a dead engine ends this.
         """
-        with self._turn:
+        who = object()
+        try:
+            self._turn.wait_for(who)
             while not is_over():
                 try:
                     self._read_inbox()
@@ -101,14 +132,23 @@ class SharedEngine:
                     return
                 except Exception as error:  # every request has been told
                     _log.error("a step failed for all requests: %r", error)
+        finally:
+            self._turn.give_back(who)
 
     def settle(self) -> None:
-        """Do what is in the inbox, if no thread drives."""
-        if self._turn.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._pass_on()
+        """Do what is in the inbox, if no thread drives. One that does looks here when it stops."""
+        if self.is_elsewhere:  # what is given up in a fork is given up there
+            return
+        who = object()
+        try:
+            while self._inbox and self._turn.take(who):
+                try:
+                    self._read_inbox()
+                finally:
+                    self._turn.give_back(who)
+        finally:
+            self._turn.give_back(who)
+            self._wake_another()
 
     @property
     def num_waiting(self) -> int:
@@ -117,6 +157,7 @@ class SharedEngine:
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
+        self.refuse_fork()
         self.settle()
         return self._engine.stats()
 
@@ -139,8 +180,9 @@ class SharedEngine:
 
     def _fail_all(self, error: Exception) -> None:
         """Tell everybody that the step has failed for all; nothing stays behind."""
-        live = {*self._engine.unfinished, *(state for _, state in self._inbox)}
-        self._inbox.clear()
+        live = set(self._engine.unfinished)
+        while self._inbox:  # what comes from now on is for the next step
+            live.add(self._inbox.popleft()[1])
         sinks = [state.sink for state in live]
         for state in live:
             state.sink = None
@@ -149,14 +191,35 @@ class SharedEngine:
             if sink is not None:
                 sink.fail(error)
 
-    def _pass_on(self) -> None:
-        self._turn.release()
-        self._wake_another()
-
     def _wake_another(self) -> None:
         """Let somebody else drive, if somebody waits."""
         with suppress(IndexError):
             self._waiting[0].set()
+
+
+class _Turn:
+    """Whose turn it is; a lock that Ctrl-C cannot leave closed.
+
+    Whoever wants it names himself before, and gives it back whether he has got it or not: so there
+    is no moment between having it and knowing that it is to be given back.
+    """
+
+    def __init__(self) -> None:
+        self._holder: dict[str, object] = {}
+
+    def take(self, who: object) -> bool:
+        """Whether it is `who`'s turn now, or was already."""
+        return self._holder.setdefault("who", who) is who  # one call of C: nobody comes between
+
+    def wait_for(self, who: object) -> None:
+        """Take it as soon as nobody has it."""
+        while not self.take(who):
+            time.sleep(_LOOKS_EVERY)
+
+    def give_back(self, who: object) -> None:
+        """Let others have it, if it was `who`'s turn."""
+        if self._holder.get("who") is who:
+            del self._holder["who"]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ and 5 are its doing; the order of calls below makes 3, 4, 6 and 7.
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from time import monotonic
@@ -149,7 +149,7 @@ class Scheduler:
         jobs whose tokens must be known first. None then also means that this step has to wait for
         that one, because somebody must be preempted: whose blocks an open step uses cannot be.
 
-        Jobs in `without` take no part; nobody is admitted past one of them that waits.
+        Jobs in `without` take no part.
 
         Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
         """
@@ -235,7 +235,8 @@ class Scheduler:
 
     def _admit(self, step: ScheduledStep, without: Collection[Job]) -> None:
         """Waiting jobs in their order, as long as whole prompts, budget and seats suffice."""
-        job = self._waiting.first()
+        candidates = self._candidates(without)
+        job = next(candidates, None)
         if job is None:
             return
         seats = self._limits.max_num_seqs - sum([job.num_seats for job in self._running])
@@ -247,7 +248,7 @@ class Scheduler:
             for job in self._running
             if job.num_uncomputed > 1 or id(job) in begun
         )
-        while job is not None and job.num_seats <= seats and job not in without:
+        while job is not None and job.num_seats <= seats:
             answer = step.plan.prefill(job.sequence, self._most_of(job), reserve=reserve)
             if not isinstance(answer, Prefilled):
                 return
@@ -258,7 +259,15 @@ class Scheduler:
             entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
             if not entry.samples:
                 reserve += self._blocks_to_come(job)
-            job = self._waiting.first()
+            job = next(candidates, None)
+
+    def _candidates(self, without: Collection[Job]) -> Iterator[Job]:
+        """Who may be admitted, in order; each has been admitted when the next one is asked for."""
+        if without:
+            yield from [job for job in self._waiting if job not in without]
+            return
+        while (job := self._waiting.first()) is not None:
+            yield job
 
     def _blocks_to_come(self, job: Job) -> int:
         """Blocks that the job takes at most for the known tokens that no step computes yet.
@@ -363,3 +372,5 @@ class Scheduler:
             if job in self._running:
                 self._running.remove(job)
             job.is_running = False
+        if not self.has_work:
+            self._newest = None  # an open step that Ctrl-C has let fall ends with its plan

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pyengine import LLM
+from pyengine.engine import builder
 from pyengine.runner.graphs import EagerRecorder
 from tests.gpu.answers import ask, oracle
 from tests.gpu.compare import compare, rounded
@@ -42,7 +43,7 @@ def replay_is_launches(place: Place, family: str, backend: str) -> dict[str, Any
         raise Refused("it has no graphs")
     replayed = recorded(captured)
     answers = ask(captured)
-    with patch("pyengine.engine.assembly.CudaRecorder", EagerRecorder):
+    with patch.object(builder, "CudaRecorder", EagerRecorder):
         again = build(enforce_eager=False)
     launched = recorded(again)
     ask(again)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,12 @@ from benches.engine.end_to_end import (
     WORKS,
     Record,
     Work,
+    measure,
     summary,
     tables,
 )
 from benches.engine.page import PAGE, publish
+from benches.engine.serve import Asked
 
 
 def test_works_ask_for_what_their_names_say() -> None:
@@ -67,6 +70,29 @@ def test_ratios_are_of_the_same_rounds_and_the_better_of_ours_counts(tmp_path: P
     assert list(summary(record))[2:] == [f"| {WORKS[1].name} | 1.00 |  |  |"]
 
 
+class Fake:
+    """An engine that answers, up to a call from which on it fails."""
+
+    is_alive = True
+
+    def __init__(self, name: str, fails_at: int = 1000) -> None:
+        self.name, self._calls = name, iter(range(fails_at))
+
+    def generate(self, asked: Asked) -> dict[str, Any]:
+        if next(self._calls, None) is None:
+            raise RuntimeError("out of memory")
+        tokens = [[1] * asked.max_tokens for _ in asked.prompts]
+        return {"seconds": 2.0, "tokens": tokens, "characters": 0}
+
+
+def test_an_engine_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    record, engines = Record(tmp_path / "found.json", keep=False), [Fake(OURS), Fake(VLLM32, 2)]
+    measure(engines, WORKS[1], 3, "float32", record)  # type: ignore[arg-type]
+    assert record.found["float32"][WORKS[1].name] == {OURS: [2.0] * 3, VLLM32: [2.0]}
+    assert record.about["missing"] == {f"{WORKS[1].name}, {VLLM32}, float32": "out of memory"}
+    assert record.same["float32"][WORKS[1].name] == {OURS: 96, VLLM32: 32}
+
+
 def test_what_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["x", "--engines", "pyengine,sglang"])
     with pytest.raises(SystemExit):
@@ -90,3 +116,16 @@ def test_tables_go_between_their_marks_and_nothing_else_is_touched(tmp_path: Pat
 def test_the_pages_have_the_marks(page: Path, name: str) -> None:
     text = page.read_text()
     assert f"<!-- {name} -->\n" in text and f"<!-- end of {name} -->" in text
+
+
+@pytest.mark.slow
+def test_this_engine_answers_ids_and_text(tmp_path: Path) -> None:
+    engine = end_to_end.Engine(OURS, "float32", tmp_path)
+    try:
+        ids = engine.generate(Asked([[5, 6, 7]], 3))
+        text = engine.generate(Asked(["The capital of France is"], 4, temperature=1.0, top_p=0.9))
+    finally:
+        engine.close()
+    assert engine.told["dtype"] == "float32"
+    assert (len(ids["tokens"][0]), ids["characters"]) == (3, 0)
+    assert len(text["tokens"][0]) == 4 and text["characters"] > 0 and text["seconds"] > 0

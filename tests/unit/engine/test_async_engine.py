@@ -94,7 +94,7 @@ def test_a_slow_reader_finds_what_came_meanwhile_in_one_item(model: FakeModel) -
 
     found = asyncio.run(main())
     assert functools.reduce(operator.iadd, found, []) == continued([1, 2], 20)
-    assert len(found) == 2
+    assert len(found) <= 2  # one, where it came too late for the first
 
 
 @pytest.mark.parametrize("items", [0, 1, 5])

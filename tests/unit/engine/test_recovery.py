@@ -12,7 +12,7 @@ from pyengine.engine.recovery import LimitRecovery
 from pyengine.runner import StepLogits
 from pyengine.scheduler import SchedulerLimits
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
-from tests.support.fake_runner import continued
+from tests.support.fake_runner import Fault, continued
 
 POISON = 96
 
@@ -96,6 +96,47 @@ def test_several_at_fault_all_end_and_nobody_else() -> None:
     bench.assert_all_free()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("moment", range(1, 8))
+@pytest.mark.parametrize("place", [0, 4, 9])
+def test_one_at_fault_that_comes_during_the_search_proves_nothing_about_others(
+    place: int, moment: int, depth: int
+) -> None:
+    bench = poisoned(depth=depth)
+    names = list(PROMPTS)[:9]
+    names.insert(place, "bad")
+    bench.submit({name: PROMPTS.get(name, [POISON]) for name in names})
+    for _ in range(moment):
+        bench.engine.step()
+    worse = bench.engine.add_request("worse", Prompt(token_ids=[3, POISON]), GREEDY, priority=-1)
+    states = bench.states | {"worse": worse}
+    bench.run()
+    at_fault = {name for name, state in states.items() if state.error is not None}
+    assert at_fault == {"bad", "worse"}
+    for name in names:
+        if name != "bad":
+            assert states[name].output().outputs[0].token_ids == continued(PROMPTS[name], 8)
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_fails_by_chance_is_not_held_against_who_was_in_it(depth: int) -> None:
+    """The next one fails too, and on somebody who has come meanwhile."""
+    bench = poisoned(depth=depth)
+    bench.submit({"good": PROMPTS["0"]})
+    bench.engine.step()
+    bench.runner.fault = Fault(len(bench.runner.computed), ValueError("by chance"))
+    state = bench.states["good"]
+    while not state.num_failures:
+        bench.engine.step()
+    bench.submit({"bad": [POISON]})
+    done = bench.run()
+    assert done["good"].error is None
+    assert done["good"].outputs[0].token_ids == continued(PROMPTS["0"], 8)
+    assert done["bad"].error is not None
+    bench.assert_all_free()
+
+
 def test_one_at_fault_in_the_middle_of_its_answer_keeps_what_it_has() -> None:
     prompt = next([at, 5] for at in range(90) if 50 in continued([at, 5], 8)[2:6])
     tokens = continued(prompt, 8)
@@ -128,7 +169,7 @@ def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING), pytest.raises(PoisonError):
         bench.run()
     assert "tried again" in caplog.text
-    assert sum(one.error is not None for one in bench.states.values()) <= 2
+    assert sum(one.error is not None for one in bench.states.values()) <= 4
     bench.engine.abort(list(bench.states.values()))
     bench.assert_all_free()
 

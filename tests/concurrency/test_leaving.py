@@ -1,0 +1,162 @@
+"""A caller that goes away at every possible moment: nothing leaks, and nobody else notices."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pyengine.core import SamplingParams
+from pyengine.engine import Prompt, RequestState
+from pyengine.engine.shared import SharedEngine
+from tests.support.engines import Bench, Sink, make_bench
+from tests.support.wishes import letters
+
+MOMENTS = ("before planning", "before the forward pass", "after it", "after commit", "at an output")
+STOP = ("q",)
+PROMPTS = {"stays": [5, 6, 7, 8, 9], "also stays": [40, 41], "goes": [5, 6, 7, 8, 9, 10]}
+NUM_BLOCKS = {1: 5, 3: 9}
+"""So few, for so many samples of each, that somebody is preempted."""
+
+
+class Stage:
+    """An engine that says when which moment is there."""
+
+    def __init__(self, depth: int, num_blocks: int) -> None:
+        self.bench: Bench = make_bench(
+            num_blocks, 4, depth=depth, max_num_seqs=8, max_model_len=20, tokenizer=letters()
+        )
+        self.shared = SharedEngine(self.bench.engine)
+        self.at: Callable[[str], object] = lambda moment: None
+        scheduler, runner = self.bench.scheduler, self.bench.runner
+        schedule, run, commit = scheduler.schedule, runner.run, scheduler.commit
+
+        def told_schedule(**settings: Any) -> Any:
+            self.at("before planning")
+            return schedule(**settings)
+
+        def told_run(*step: Any) -> Any:
+            self.at("before the forward pass")
+            logits = run(*step)
+            self.at("after it")
+            return logits
+
+        def told_commit(*step: Any) -> Any:
+            redirects = commit(*step)
+            self.at("after commit")
+            return redirects
+
+        scheduler.schedule = told_schedule  # type: ignore[method-assign]
+        runner.run = told_run  # type: ignore[method-assign]
+        scheduler.commit = told_commit  # type: ignore[method-assign]
+
+
+class Teller(Sink):
+    """Says that an output has come."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def put(self, output: Any) -> None:
+        super().put(output)
+        self._stage.at("at an output")
+
+
+def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str, RequestState]:
+    states = {}
+    for name in names:
+        state = stage.bench.engine.intake.request(name, Prompt(token_ids=PROMPTS[name]), params)
+        state.sink = Teller(stage)
+        states[name] = state
+    return states
+
+
+def tokens_of(state: RequestState) -> list[list[int]]:
+    return [one.token_ids for one in state.output().outputs]
+
+
+def run(stage: Stage, states: dict[str, RequestState]) -> None:
+    stage.shared.submit(list(states.values()))
+    for _ in range(400):
+        stage.shared.settle()
+        if not stage.bench.engine.has_work:
+            return
+        stage.shared.step()
+        stage.bench.manager.check()
+    raise AssertionError("somebody waits for ever")
+
+
+def alone(name: str, params: SamplingParams) -> list[list[int]]:
+    stage = Stage(1, 256)
+    states = requests(stage, [name], params)
+    run(stage, states)
+    return tokens_of(states[name])
+
+
+def when(number: int, leave: Callable[[str], object]) -> tuple[Callable[[str], None], list[str]]:
+    """At the `number`-th moment, whatever it is, somebody leaves."""
+    left, came = [number], []
+
+    def at(moment: str) -> None:
+        if not came:
+            left[0] -= 1
+            if left[0] < 0:
+                came.append(moment)
+                leave(moment)
+
+    return at, came
+
+
+def stages(depth: int, num_blocks: int) -> Iterator[tuple[int, Stage]]:
+    for number in range(4000):
+        yield number, Stage(depth, num_blocks)
+
+
+@pytest.mark.parametrize("by_the_engine", [False, True], ids=["given up", "aborted in the step"])
+@pytest.mark.parametrize("stop", [(), STOP], ids=["length", "stop strings"])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nothing_leaks_and_nobody_else_notices(
+    depth: int, n: int, stop: tuple[str, ...], by_the_engine: bool
+) -> None:
+    """By the inbox, as a thread does it; and as the engine does it, which may be in a step."""
+    params = SamplingParams(
+        n=n, temperature=0.8, seed=3, ignore_eos=True, max_tokens=9, stop=list(stop)
+    )
+    expected = {name: alone(name, params) for name in PROMPTS}
+    seen: Counter[str] = Counter()
+    for number, stage in stages(depth, NUM_BLOCKS[n]):
+        states = requests(stage, list(PROMPTS), params)
+        goes = states["goes"]
+
+        def leave(moment: str) -> None:
+            left = goes.unfinished  # noqa: B023
+            was_preempted = goes.num_preemptions and not all(one.is_running for one in left)  # noqa: B023
+            seen["while preempted"] += bool(was_preempted)
+            seen[moment] += 1
+            if by_the_engine:
+                stage.bench.engine.abort([goes])  # noqa: B023
+            else:
+                stage.shared.abort([goes])  # noqa: B023
+
+        stage.at, came = when(number, leave)
+        run(stage, states)
+        for name, state in states.items():
+            found = tokens_of(state)
+            if name != "goes":
+                assert found == expected[name], (number, came)
+            else:
+                for tokens, whole in zip(found, expected[name], strict=True):
+                    assert tokens == whole[: len(tokens)], (number, came)
+            assert state.finished_time is not None
+            last = state.sink.items[-1]  # type: ignore[union-attr]
+            assert last.finished, (number, came)
+        assert not stage.bench.engine.unfinished
+        stage.bench.assert_all_free()
+        seen["preemptions"] += stage.bench.scheduler.num_preemptions
+        if not came:
+            break
+    for moment in MOMENTS:
+        assert seen[moment], (moment, seen)
+    assert seen["preemptions"] and seen["while preempted"], seen

@@ -1,0 +1,64 @@
+"""docs/engine.md: its code prints what it says, and nothing that users call is left out."""
+
+import inspect
+
+import pytest
+
+from pyengine.core import errors
+from pyengine.core.sampling_params import RequestOutputKind
+from pyengine.engine import LLM, AsyncEngine, EngineObserver
+from tests.support.docs import ROOT, blocks, printed, run, table
+
+DOCUMENT = "docs/engine.md"
+CODE = blocks(DOCUMENT, "python")
+TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(CODE) >= 4
+    assert any("LLM(" in code for code in CODE)
+    assert any("AsyncEngine(" in code for code in CODE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", CODE, ids=map(str, range(len(CODE))))
+def test_python_block_prints_what_it_says(code: str) -> None:
+    expected = printed(code)
+    assert expected, "a block that prints nothing that could be checked"
+    assert run(code).splitlines() == expected
+
+
+def test_every_kind_of_output_is_explained() -> None:
+    assert [row[0] for row in table(DOCUMENT, "kind")] == [kind.name for kind in RequestOutputKind]
+
+
+def test_what_users_call_is_named() -> None:
+    names = [*vars(AsyncEngine), "generate", "generate_iter", "chat", "stream", "stats", "observe"]
+    public = [name for name in names if not name.startswith("_")]
+    assert len(public) > 8
+    assert not [name for name in public if name not in TEXT]
+    parameters = inspect.signature(AsyncEngine.generate).parameters
+    assert {"priority", "deadline", "request_id"} < set(parameters)
+    assert not [name for name in ("priority", "deadline") if f"`{name}`" not in TEXT]
+    hooks = [name for name in vars(EngineObserver) if name.startswith("on_")]
+    assert hooks
+    assert not [name for name in hooks if f"def {name}(" not in TEXT]
+    assert not [name for name in ("generate_iter", "stream") if not hasattr(LLM, name)]
+
+
+def test_errors_of_running_requests_are_named() -> None:
+    told = " ".join(row[1] for row in table(DOCUMENT, "what", "who is told"))
+    for error in (
+        errors.InvalidRequestError,
+        errors.RequestFailedError,
+        errors.DeviceMemoryError,
+        errors.EngineDeadError,
+    ):
+        assert error.__name__ in told
+    for error in (errors.QueueFullError, errors.EngineClosedError):
+        assert error.__name__ in TEXT
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_other_pages_link_here(page: str) -> None:
+    assert "engine.md)" in (ROOT / page).read_text(encoding="utf-8")

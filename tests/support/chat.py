@@ -1,0 +1,79 @@
+"""Chat templates of the kinds that models have, and a small tokenizer that renders them."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tokenizers import byte_level
+
+VOCAB_SIZE = 300
+
+CHATML = """\
+{%- if tools %}<|im_start|>system
+Functions:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls %}
+<call>{"name": "{{ call.function.name }}", \
+"arguments": {{ call.function.arguments | tojson }}}</call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""Takes tools, calls, and the variable `enable_thinking`."""
+
+CONCATENATES = """\
+{% for message in messages %}\
+{{ '[' + message['role'] + ']' + message['content'] + '\n' }}\
+{% endfor %}\
+{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""
+"""Fails where a message has no content."""
+
+LOOKS_FOR_CONTENT = """\
+{% for message in messages %}[{{ message.role }}]\
+{% if 'content' in message %}says: {{ message.content }}{% else %}says nothing{% endif %}
+{% endfor %}"""
+"""Tells no content from empty content."""
+
+NO_SYSTEM = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
+{{ raise_exception('System role not supported') }}{% endif %}\
+{% for message in messages %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}\
+<turn>{{ message['role'] }}
+{{ message['content'] | trim }}</turn>
+{% endfor %}{% if add_generation_prompt %}<turn>model
+{% endif %}"""
+"""Of the gemma-2 kind."""
+
+WALKS_PARTS = """\
+{% for message in messages %}[{{ message.role }}]\
+{% if message.content is string %}{{ message.content }}{% else %}\
+{% for part in message.content %}({{ part.text }}){% endfor %}{% endif %}
+{% endfor %}"""
+"""Of the kind that models with images have."""
+
+
+def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 300 tokens, with this chat template."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(VOCAB_SIZE).tokenizer,
+        bos_token="<|end|>",
+        eos_token="<|end|>",
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def as_transformers(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """The token ids of a conversation as transformers makes them by itself."""
+    options.setdefault("add_generation_prompt", True)
+    ids: list[int] = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+    return ids

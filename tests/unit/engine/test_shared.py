@@ -1,0 +1,117 @@
+"""What many threads bring to one engine, at every moment of what another one does."""
+
+from itertools import count
+from threading import Event
+
+import pytest
+
+from pyengine.core import SamplingParams
+from pyengine.engine import Prompt, RequestState
+from pyengine.engine.shared import SharedEngine
+from tests.support.engines import GREEDY, Bench, Sink, make_bench
+from tests.support.fake_runner import Fault, continued
+from tests.support.moments import interrupt, moments
+
+_NAMES = count()
+
+
+LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=50)
+
+
+def request(
+    bench: Bench, prompt: list[int], params: SamplingParams = GREEDY
+) -> tuple[RequestState, Sink]:
+    """A request that nobody has queued yet."""
+    state = bench.engine.intake.request(f"{next(_NAMES)}", Prompt(token_ids=prompt), params)
+    state.sink = sink = Sink(streams=False)
+    return state, sink
+
+
+def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None:
+    late: list[tuple[RequestState, Sink]] = []
+
+    def submit() -> None:
+        late.append(request(bench, [3]))
+        shared.submit([late[-1][0]])
+
+    codes = {SharedEngine._fail_all.__code__}
+    bench = make_bench()
+    shared = SharedEngine(bench.engine)
+    for moment in moments(codes, submit):
+        bench = make_bench()
+        shared = SharedEngine(bench.engine)
+        states = [request(bench, [at]) for at in range(3)]
+        shared.submit([state for state, _ in states])
+        with moment.watched():
+            shared._fail_all(ValueError("all of it"))
+        assert all(isinstance(sink.error, ValueError) for _, sink in states)
+        if moment.has_come:
+            _, sink = late[-1]
+            if sink.error is None:
+                shared.run_until(lambda: bool(sink.items), Event())  # noqa: B023
+                assert sink.items[0].outputs[0].token_ids == continued([3], 8)
+        bench.assert_all_free()
+
+
+def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stops() -> None:
+    """At whatever moment: nobody has to come by for the blocks to be free."""
+    bench = make_bench()
+    codes = {SharedEngine.run_until.__code__, SharedEngine.settle.__code__}
+    left: list[RequestState] = []
+
+    def give_up() -> None:
+        shared.abort(left)
+
+    shared = SharedEngine(bench.engine)
+    for moment in moments(codes, give_up):
+        bench = make_bench(max_model_len=200)
+        shared = SharedEngine(bench.engine)
+        (stays, sink), (goes, _) = request(bench, [1]), request(bench, [2], LONG)
+        left[:] = [goes]
+        shared.submit([stays, goes])
+        with moment.watched():
+            shared.run_until(lambda: bool(sink.items), Event())  # noqa: B023
+        assert sink.items[0].outputs[0].token_ids == continued([1], 8)
+        if moment.has_come:
+            assert not bench.engine.has_work
+            bench.assert_all_free()
+
+
+def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them() -> None:
+    """Whoever comes next takes them in, and nobody is told that his own id is in use."""
+    bench = make_bench()
+    codes = {
+        SharedEngine._read_inbox.__code__,
+        SharedEngine._add.__code__,
+        type(bench.engine).add.__code__,
+        type(bench.scheduler).add.__code__,
+    }
+    for moment in moments(codes, interrupt):
+        bench = make_bench()
+        shared = SharedEngine(bench.engine)
+        states = [request(bench, [at]) for at in range(3)]
+        shared.submit([state for state, _ in states])
+        try:
+            with moment.watched():
+                shared.settle()
+        except KeyboardInterrupt:
+            pass
+        for at, (_, sink) in enumerate(states):
+            shared.run_until(lambda: bool(sink.items) or sink.error is not None, Event())  # noqa: B023
+            assert sink.error is None
+            assert sink.items[0].outputs[0].token_ids == continued([at], 8)
+        bench.assert_all_free()
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_fault_leaves_the_turn_free(at: int) -> None:
+    bench = make_bench()
+    shared = SharedEngine(bench.engine)
+    state, sink = request(bench, [1])
+    bench.runner.fault = Fault(at, KeyboardInterrupt())
+    shared.submit([state])
+    with pytest.raises(KeyboardInterrupt):
+        shared.run_until(lambda: bool(sink.items), Event())
+    shared.run_until(lambda: bool(sink.items), Event())
+    assert sink.items[0].outputs[0].token_ids == continued([1], 8)
+    bench.assert_all_free()
