@@ -193,6 +193,14 @@ def _(world: World) -> Iterator[Timed]:
     plan.rollback()
 
 
+@case("StepPlan.draft", "entries + drafts + new blocks", "4 drafts for each of 256 decodes")
+def _(world: World) -> Iterator[Timed]:
+    plan = world.decoding()
+    drafts, counts = np.tile(np.arange(4), len(world.running)), [4] * len(world.running)
+    yield lambda: plan.draft(world.running, drafts, counts)
+    plan.rollback()
+
+
 @case("StepPlan.cancel", "entries + their blocks", "1 of 256 decodes")
 def _(world: World) -> Iterator[Timed]:
     plan = world.decoding()

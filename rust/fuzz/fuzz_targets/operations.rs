@@ -79,7 +79,10 @@ fn op(u: &mut Unstructured) -> Result<Op> {
             u.arbitrary()?,
             u.int_in_range(0..=11_usize)?.saturating_sub(6),
         ),
-        17 => Op::Speculate(at(u)?, u.int_in_range(0..=4)?),
+        17 => match u.arbitrary()? {
+            true => Op::Speculate(at(u)?, u.int_in_range(0..=4)?),
+            false => Op::Draft(u.arbitrary()?, u.int_in_range(0..=4)?),
+        },
         18 => Op::Trim(at(u)?, u.int_in_range(0..=5)?),
         19 => Op::Cancel(at(u)?),
         20 => Op::Commit(u.arbitrary()?),

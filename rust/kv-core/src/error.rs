@@ -164,6 +164,14 @@ pub enum Error {
         /// Drafts that the step computed.
         drafts: usize,
     },
+    /// `draft` with other numbers of sequences, counts and drafts than belong together.
+    #[error("the counts of draft belong to {expected} sequences or drafts, {given} were given")]
+    DraftCount {
+        /// Sequences, or drafts that the counts add up to.
+        expected: usize,
+        /// Counts, or drafts given.
+        given: usize,
+    },
     /// `commit` with a wrong number of tokens.
     #[error("the plan samples {expected} tokens, commit was given {given}")]
     SampleCount {

@@ -383,6 +383,33 @@ impl BlockManager {
         Ok(answer)
     }
 
+    /// Extends decodes that are in the plan by drafts that may follow them: `counts` says how many of
+    /// `drafts` are for each of `sequences`, one sequence after the other.
+    ///
+    /// Drafts take what is left of budget and blocks, the first sequence first, and nobody waits for
+    /// them: returns how many each got. As after [`BlockManager::speculate`] the step samples a row for each,
+    /// and the commit says which were accepted. On misuse nobody gets any.
+    ///
+    /// # Errors
+    /// [`Error::DraftCount`]; [`Error::NotPlanned`], [`Error::NotDecoding`] if a sequence is not in the plan, or
+    /// not with one token; [`Error::InPlan`] if its token is pending, or it has drafts already.
+    pub fn draft(
+        &mut self,
+        plan: PlanKey,
+        sequences: &[SeqKey],
+        drafts: &[u32],
+        counts: &[usize],
+    ) -> Result<Vec<usize>, Error> {
+        self.read_mail();
+        let given = (drafts, counts);
+        let taken = self.steps.draft(&mut self.state, plan, sequences, given)?;
+        self.note(
+            |_| Call::draft(plan.serial, ids(sequences), drafts, counts),
+            &taken,
+        );
+        Ok(taken)
+    }
+
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
     /// A chunk that does not reach the last known token ends on a block boundary if it can, because on

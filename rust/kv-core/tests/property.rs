@@ -41,6 +41,7 @@ fn op() -> impl Strategy<Value = Op> {
         24 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
             .prop_map(|(mask, lookahead)| Op::Decode(mask, lookahead)),
         16 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),
+        10 => (any::<u8>(), 0..5_usize).prop_map(|(mask, drafts)| Op::Draft(mask, drafts)),
         3 => (any::<usize>(), 0..6_usize).prop_map(|(seq, more)| Op::Trim(seq, more)),
         3 => any::<usize>().prop_map(Op::Cancel),
         12 => any::<u8>().prop_map(Op::Commit),

@@ -42,6 +42,11 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     m.speculate(plan.key(), first.key(), &[8, 9])?;
     let redirects = m.commit_accepted(plan.key(), &[5, 5, 8, 4], &[1, 1, 2])?;
     assert_eq!(redirects.len(), 1);
+    let plan = m.begin_step(3)?;
+    m.decode(plan.key(), &[equal.key()], 0)?;
+    let taken = m.draft(plan.key(), &[equal.key()], &[6, 7, 8], &[3])?;
+    assert_eq!(taken, [2]);
+    m.rollback(plan.key())?;
     m.trim(first.key(), 12)?;
     let fork = m.fork(first.key(), 6)?;
     m.append(fork.key(), &[70_000, 80_000])?;

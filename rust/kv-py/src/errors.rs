@@ -88,6 +88,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::PlanClosed { .. }
         | Error::TrimBelowComputed { .. }
         | Error::Accepted { .. }
+        | Error::DraftCount { .. }
         | Error::SampleCount { .. } => PlanError::new_err(text),
         Error::BufferTooSmall { .. } | Error::BufferTooNarrow { .. } => BufferError::new_err(text),
         Error::Recording | Error::NotNew { .. } => TraceError::new_err(text),

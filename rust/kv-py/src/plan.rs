@@ -174,6 +174,28 @@ impl StepPlan {
         prefill_answer(py, answer)
     }
 
+    /// Extends decodes that are in the plan by drafts that may follow them: `counts` says how many of
+    /// `drafts` are for each of `sequences`, one sequence after the other.
+    ///
+    /// Drafts take what is left of budget and blocks, and nobody waits for them: returns how many each
+    /// got. The step samples a row for each, as after `speculate`. On misuse (`PlanError`, `HandleError`)
+    /// nobody gets any.
+    fn draft(
+        &self,
+        py: Python<'_>,
+        sequences: Batch,
+        drafts: &Bound<'_, PyAny>,
+        counts: &Bound<'_, PyAny>,
+    ) -> PyResult<Vec<usize>> {
+        let drafts = token_ids(drafts)?;
+        let most = sequences.0.len();
+        let too_many = |counts| PlanError::new_err(format!("{counts} counts for {most} sequences"));
+        let counts = items(counts, most, too_many, |count, _| number("counts", count))?;
+        let plan = self.handle.key();
+        self.core
+            .with(py, |core| core.draft(plan, &sequences.0, &drafts, &counts))
+    }
+
     /// Takes the step as computed. `sampled`: one token id per sampling sequence, in plan order; or
     /// all accepted ones, with `counts` saying how many each sequence accepted.
     ///

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from pyengine.cache import BlockManager, NoBudget, NoRoom, Prefilled, Sequence
+from pyengine.cache import BlockManager, NoBudget, NoRoom, PlanError, Prefilled, Sequence
 from tests.support.blocks import compute, computed, leave_idle, retain, unchanged
 
 BLOCK = 4
@@ -312,3 +312,33 @@ def test_stats_are_monotonic_and_named() -> None:
         last = now
     assert (last["cached_tokens"], last["committed_steps"]) == (7, 5)
     assert last["evicted_blocks"] > 0
+
+
+def test_drafts_for_a_batch_take_what_is_left() -> None:
+    manager = BlockManager(8, BLOCK)
+    first, second = computed(manager, [1, 2]), computed(manager, [3, 4])
+    plan = manager.begin_step(5)
+    assert plan.decode([first, second]) == []
+    assert plan.draft([first, second], [10, 11, 20, 21], [2, 2]) == [2, 1]
+    assert (plan.num_tokens, plan.num_samples, plan.budget_left) == (5, 5, 0)
+    plan.commit([10, 99, 77], [2, 1])
+    assert first.tokens()[-2:] == [10, 99]
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (4, 3)
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    ("drafts", "counts", "said"),
+    [([1], [1, 1], "2 counts"), ([1], [], "0 were given"), ([1, 2], [1], "2 were given")],
+)
+def test_drafts_that_do_not_belong_together(
+    drafts: list[int], counts: list[int], said: str
+) -> None:
+    manager = BlockManager(8, BLOCK)
+    sequence = computed(manager, [1, 2])
+    plan = manager.begin_step(8)
+    assert plan.decode([sequence]) == []
+    with pytest.raises(PlanError, match=said):
+        plan.draft([sequence], drafts, counts)
+    assert (plan.num_tokens, plan.budget_left) == (1, 7)
+    manager.check()

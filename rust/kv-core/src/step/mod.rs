@@ -12,6 +12,7 @@
 mod admit;
 mod check;
 mod commit;
+mod draft;
 mod enter;
 mod inputs;
 mod plan;

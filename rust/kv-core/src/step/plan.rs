@@ -160,6 +160,10 @@ impl Entry {
         self.start + self.len as usize
     }
 
+    pub(super) fn is_prefill(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| extra.prefill)
+    }
+
     /// Tokens adopted from the cache.
     pub(super) fn adopted(&self) -> usize {
         self.extra.as_ref().map_or(0, |extra| extra.adopted)

@@ -37,8 +37,8 @@ impl Steps {
         Ok(ids)
     }
 
-    /// Rows move up when an entry goes.
-    fn number_rows(&mut self, state: &mut State) {
+    /// Rows move when an entry goes or becomes longer.
+    pub(super) fn number_rows(&mut self, state: &mut State) {
         let mut row = 0;
         for entry in &self.newest().entries {
             if entry.samples {

@@ -97,6 +97,8 @@ calls! {
     drop_plan DropPlan { plan: u64 }
     /// The end of a recording, answered by the ledger.
     stop_recording Stop {}
+    /// [`BlockManager::draft`](crate::BlockManager::draft)
+    draft Draft { plan: u64, #[serde(with = "distances")] sequences: Vec<u64>, drafts: Vec<u32>, counts: Vec<usize> }
 }
 
 /// What an operation answered.

@@ -247,6 +247,17 @@ impl Player {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);
                 self.manager.speculate(plan, key, drafts)?.into()
             }
+            Call::Draft {
+                plan,
+                sequences,
+                drafts,
+                counts,
+            } => {
+                let keys = sequences.iter().map(|&id| self.sequence(id));
+                let keys = keys.collect::<Result<Vec<_>, _>>()?;
+                let plan = self.plan(*plan)?;
+                (&self.manager.draft(plan, &keys, drafts, counts)?).into()
+            }
             Call::Prefill {
                 plan,
                 sequence,

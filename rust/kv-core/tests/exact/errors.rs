@@ -75,6 +75,13 @@ fn errors() -> Vec<(Error, &'static [&'static str])> {
             &["89 tokens", "to 88"],
         ),
         (
+            DraftCount {
+                expected: 91,
+                given: 92,
+            },
+            &["91", "92", "draft"],
+        ),
+        (
             Accepted {
                 sequence: 90,
                 accepted: 91,

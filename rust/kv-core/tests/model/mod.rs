@@ -559,6 +559,32 @@ impl Model {
         }
     }
 
+    /// Drafts for a decode of the newest plan, as many as there is budget and room for.
+    pub(crate) fn draft(&mut self, seq: u64, mut drafts: Vec<u32>) -> usize {
+        let room = self.queue.len() / self.groups.len() + self.seqs[&seq].table.len();
+        let end = self.seqs[&seq].ahead;
+        let room = room * self.block_size - end;
+        drafts.truncate(room.min(self.budget()));
+        let count = drafts.len();
+        if count == 0 {
+            return 0;
+        }
+        let plan = self.newest();
+        plan.budget -= count;
+        let entry = plan.entries.iter_mut().find(|entry| entry.seq == seq);
+        let entry = entry.expect("planned");
+        entry.len += count;
+        entry.drafts = drafts;
+        while self.seqs[&seq].table.len() < (end + count).div_ceil(self.block_size) {
+            let row = (0..self.groups.len()).map(|_| Some(self.allocate()));
+            let row = row.collect();
+            self.seqs.get_mut(&seq).expect("live").table.push(row);
+        }
+        let s = self.seqs.get_mut(&seq).expect("live");
+        (s.ahead, s.speculating) = (end + count, true);
+        count
+    }
+
     pub(crate) fn trim(&mut self, seq: u64, num_tokens: usize) -> Option<usize> {
         let s = &self.seqs[&seq];
         if s.planned > 0 || num_tokens < s.computed {

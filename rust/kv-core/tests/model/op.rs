@@ -29,6 +29,7 @@ pub(crate) enum Op {
     },
     Decode(u8, usize),
     Speculate(usize, usize),
+    Draft(u8, usize),
     Trim(usize, usize),
     Cancel(usize),
     Commit(u8),

@@ -44,6 +44,8 @@ pub(crate) struct World {
 struct Step {
     handle: PlanHandle,
     rows: Vec<u64>,
+    /// Those of them that decode one token.
+    decodes: Vec<u64>,
     drafts: HashMap<u64, Vec<u32>>,
     launched: Option<Inputs>,
 }

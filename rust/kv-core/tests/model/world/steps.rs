@@ -53,6 +53,7 @@ impl World {
                     self.speculate(plan, i, drafts)?;
                 }
             }
+            Op::Draft(mask, drafts) if planning => self.draft(plan, mask, drafts)?,
             Op::Cancel(i) if planning => self.cancel(plan, i)?,
             Op::Launch if planning => self.launch(self.steps.len() - 1)?,
             Op::Commit(seed) => self.commit(seed)?,
@@ -105,6 +106,7 @@ impl World {
         self.steps.push_back(Step {
             handle,
             rows: Vec::new(),
+            decodes: Vec::new(),
             drafts: HashMap::new(),
             launched: None,
         });
@@ -160,6 +162,7 @@ impl World {
         for id in answer.iter().flat_map(|others| others.iter().chain([&id])) {
             step.rows.retain(|planned| planned != id);
             step.drafts.remove(id);
+            step.decodes.retain(|planned| planned != id);
         }
         Ok(())
     }
@@ -200,7 +203,58 @@ impl World {
         if matches!(answer, Prefill::Planned { .. }) {
             let step = self.steps.back_mut().expect("open");
             step.rows.push(id);
-            if !drafts.is_empty() {
+            if drafts.is_empty() {
+                step.decodes.push(id); // that is what it is
+            } else {
+                step.drafts.insert(id, drafts);
+            }
+        }
+        Ok(())
+    }
+
+    /// Drafts for some decodes of the newest step, as far as there is room.
+    fn draft(&mut self, plan: PlanKey, mask: u8, most: usize) -> Result<(), TestCaseError> {
+        let step = self.steps.back().expect("open");
+        let holding = |id: u64| {
+            self.steps
+                .iter()
+                .filter(|step| step.rows.contains(&id))
+                .count()
+        };
+        let valid = |id: u64| {
+            let drafts = step.drafts.contains_key(&id);
+            step.decodes.contains(&id) && !drafts && holding(id) == 1
+        };
+        let all = self.handles.iter().enumerate();
+        let chosen = all.filter(|(i, handle)| {
+            // Some that cannot have drafts, to see that misuse changes nothing.
+            (mask >> (i % 8)) & 1 == 1 && (mask < 16 || valid(handle.id()))
+        });
+        let chosen: Vec<_> = chosen
+            .map(|(_, handle)| (handle.key(), handle.id()))
+            .collect();
+        let keys: Vec<_> = chosen.iter().map(|chosen| chosen.0).collect();
+        let drafts = |id: u64| -> Vec<u32> {
+            let count = (id as usize + most) % 4;
+            (0..count as u32).map(|at| (at + id as u32) % 3).collect()
+        };
+        let all: Vec<Vec<u32>> = chosen.iter().map(|chosen| drafts(chosen.1)).collect();
+        let counts: Vec<usize> = all.iter().map(Vec::len).collect();
+        let answer = self.manager.draft(plan, &keys, &all.concat(), &counts);
+        let expected = chosen.iter().all(|chosen| valid(chosen.1));
+        prop_assert_eq!(answer.is_ok(), expected, "{:?}", answer);
+        refused!(
+            self.manager.draft(plan, &[], &[1], &[]),
+            Err(Error::DraftCount { .. })
+        );
+        let Ok(taken) = answer else { return Ok(()) };
+        for ((&(_, id), mut drafts), count) in chosen.iter().zip(all).zip(taken) {
+            if self.exact {
+                prop_assert_eq!(count, self.model.draft(id, drafts.clone()));
+            }
+            drafts.truncate(count);
+            if count > 0 {
+                let step = self.steps.back_mut().expect("open");
                 step.drafts.insert(id, drafts);
             }
         }
@@ -245,7 +299,10 @@ impl World {
         let fits = (0..ids.len())
             .filter(|i| !misfits.contains(i))
             .map(|i| ids[i]);
-        self.steps.back_mut().expect("open").rows.extend(fits);
+        let fits: Vec<u64> = fits.collect();
+        let step = self.steps.back_mut().expect("open");
+        step.decodes.extend(&fits);
+        step.rows.extend(fits);
         Ok(())
     }
 
