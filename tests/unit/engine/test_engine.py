@@ -323,3 +323,26 @@ def test_bad_words_and_allowed_tokens_hold_in_the_whole_engine() -> None:
     assert output.outputs[0].text in ("ab" * 15, "ba" * 15)
     with pytest.raises(InvalidRequestError, match=r"bad_words=.* needs a tokenizer"):
         make_bench().generate([[3]], greedy(bad_words="a"))
+
+
+def test_an_id_in_use_is_refused_before_anything_is_taken_over() -> None:
+    bench = make_bench()
+    bench.submit({"a": [1, 2, 3]})
+    first = bench.states["a"]
+    bench.engine.step()
+    with pytest.raises(InvalidRequestError, match="request id 'a' is in use"):
+        bench.engine.add_request("a", Prompt(token_ids=[9, 9]), GREEDY)
+    assert bench.engine.unfinished == [first]
+    assert bench.run()["a"].outputs[0].token_ids == continued([1, 2, 3], 8)
+    bench.assert_all_free()
+
+
+def test_samples_have_no_ids_that_a_request_could_have() -> None:
+    bench = make_bench()
+    two = SamplingParams(n=2, temperature=0, ignore_eos=True, max_tokens=8)
+    bench.submit({"a": [1, 2, 3]}, two)
+    bench.submit({"a#1": [4, 5]})
+    done = bench.run()
+    assert [one.token_ids for one in done["a"].outputs] == [continued([1, 2, 3], 8)] * 2
+    assert done["a#1"].outputs[0].token_ids == continued([4, 5], 8)
+    bench.assert_all_free()
