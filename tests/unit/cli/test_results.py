@@ -351,7 +351,8 @@ def test_what_came_before_a_signal_is_there(prompts: Path, target: Path, number:
         [sys.executable, "-c", SLOW, *arguments],
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        # One that the test run ignores (nohup, a background job) would be ignored there, too.
+        preexec_fn=lambda: number != signal.SIGKILL and signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         while process.poll() is None and not (target.exists() and len(records(target)) == 2):
