@@ -1,6 +1,7 @@
 """Many callers on an event loop: one thread owns the engine, each caller reads its own outputs."""
 
 import asyncio
+import atexit
 import math
 from collections.abc import AsyncIterator, Callable
 from threading import Event, Lock, Thread
@@ -48,6 +49,8 @@ class AsyncEngine(Frontend):
         self.observe(self._mail)
         self._thread = Thread(target=self._serve, name="pyengine-engine", daemon=True)
         self._thread.start()
+        # A thread in the middle of a step when the interpreter goes would take the process along.
+        atexit.register(self.close)
 
     def _serve(self) -> None:
         self._shared.drive(lambda: self._is_closing, self._wait)
@@ -206,6 +209,7 @@ class AsyncEngine(Frontend):
         self._wake.set()
         self._thread.join(_ENDING_TIME)
         self._end_processes()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> "AsyncEngine":
         return self

@@ -277,8 +277,8 @@ def test_a_fork_is_refused_and_its_parent_goes_on(llama: Path) -> None:
             return "; ".join(said)
 
         said = in_a_fork(ask)
-        assert said.count(f"belongs to process {os.getpid()}, of which this one") == 2, said
-        assert "make a new LLM here" in said
+        assert said.count(f"belongs to process {os.getpid()}, which goes on") == 2, said
+        assert "make a new engine here" in said
         assert tokens(llm) == expected
         in_a_fork(lambda: "and again, without a word")
         assert tokens(llm) == expected
