@@ -1,6 +1,7 @@
 """Settings that every test shares. Imports nothing of the engine: unit tests start fast."""
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -11,3 +12,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # The same examples on every machine and run, and no deadline: cores are shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Signals as in a terminal, for the processes that tests start, too.
+
+    A run in the background (`&`, nohup) inherits ignored ones, and hands them on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
