@@ -42,10 +42,9 @@ class Intake:
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
 
-    def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raise `InvalidRequestError` for a request that cannot be served. Any thread may ask."""
-        facts = self._facts
-        ids = np.asarray(params.truncated(prompt.token_ids, facts.max_model_len - 1))
+    def _check(self, prompt: Prompt, params: SamplingParams) -> int:
+        """The most tokens of output; `InvalidRequestError` for what cannot be served."""
+        facts, ids = self._facts, np.asarray(prompt.token_ids)
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         if len(ids) >= facts.max_model_len:
@@ -73,6 +72,7 @@ class Intake:
                 f"stop={list(params.stop)} needs a tokenizer, this model has none: "
                 "use stop_token_ids"
             )
+        return max_output
 
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
@@ -85,17 +85,16 @@ class Intake:
             raise InvalidRequestError(
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
-        self.check(prompt, params)
         if params.truncate_prompt_tokens is not None:
             kept = params.truncated(prompt.token_ids, self._facts.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
+        max_output = self._check(prompt, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
-        longest = self._facts.max_model_len - len(prompt.token_ids)
         ends = EndConditions(
             stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
             eos_ids=eos_ids,
-            max_output=longest if params.max_tokens is None else min(params.max_tokens, longest),
+            max_output=max_output,
         )
         wants_logits = params.prompt_logprobs is not None
         state = RequestState(

@@ -13,7 +13,7 @@ from pyengine.core.errors import InvalidRequestError, RequestFailedError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
-from pyengine.engine.chat import ChatOptions, Message, as_conversations, render_chat
+from pyengine.engine.chat import Message, as_conversations
 from pyengine.engine.collector import OutputCollector
 from pyengine.engine.engine import Engine
 from pyengine.engine.frontend import Frontend
@@ -119,15 +119,17 @@ class LLM(Frontend):
         `continue_final_message` (and without `add_generation_prompt`) the model goes on with the
         last message.
         """
-        options = ChatOptions(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template=chat_template,
-            variables=chat_template_kwargs,
-        )
         parsed = [
-            Prompt(token_ids=render_chat(conversation, self.tokenizer, options))
+            Prompt(
+                token_ids=self.apply_chat_template(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template=chat_template,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            )
             for conversation in as_conversations(messages)
         ]
         return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)

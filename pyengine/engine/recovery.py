@@ -27,8 +27,8 @@ class FaultFinder:
     """Finds the request on which the forward pass fails, by leaving others out of steps.
 
     Suspects are those who were in every failed step since the search began and in none that went
-    well. Newcomers are left out first: those who have no token yet. Then
-    halves of the suspects, the last in the order of service first. So one of n that decode already
+    well. Newcomers are left out first: those who have no token yet. Then halves
+    of the suspects, the last in the order of service first. So one of n that decode already
     is found within 2 steps beside the one that failed when it has just come, otherwise within
     log2(n) + 2. The last suspect runs alone, where it can be: whoever has come since may be at
     fault as well, or a step may fail by chance. If it fails once more, it is at fault.
