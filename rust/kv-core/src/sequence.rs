@@ -19,23 +19,24 @@ impl Registered {
     }
 }
 
+/// What a decode reads and writes comes first: one cache line, the ends of `tokens` and `table` after it.
+#[repr(C, align(64))]
 pub(crate) struct Sequence {
     pub(crate) id: u64,
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) table: BlockTable,
+    /// The newest open plan that holds it.
+    pub(crate) last_plan: u64,
     /// Tokens whose KV is in the table's blocks.
     pub(crate) computed: usize,
     /// Where the open plans that hold it will have brought it; `computed` if none does.
     pub(crate) planned_end: usize,
-    pub(crate) registered: Registered,
-    /// Rows before this one may be shared with a fork although no content is registered for them.
-    pub(crate) shared_rows: usize,
     /// Tokens that open plans sample for it: their positions are known, their values are not.
     pub(crate) pending: usize,
     /// The row of the newest plan that samples the last of these.
     pub(crate) sample_row: usize,
-    /// The newest open plan that holds it.
-    pub(crate) last_plan: u64,
+    /// Rows before this one may be shared with a fork although no content is registered for them.
+    pub(crate) shared_rows: usize,
+    /// Changes when an entry of the table changes other than by growth.
+    pub(crate) table_version: u32,
     /// Open plans that hold it.
     pub(crate) num_plans: u8,
     /// An open plan computes drafts for it: where it ends is not known.
@@ -44,8 +45,9 @@ pub(crate) struct Sequence {
     pub(crate) read_cache: bool,
     /// Its handle is gone or it was freed; it lives on in an open plan.
     pub(crate) dropped: bool,
-    /// Changes when an entry of the table changes other than by growth.
-    pub(crate) table_version: u32,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) registered: Registered,
+    pub(crate) table: BlockTable,
     pub(crate) root: Spot,
     /// Tokens adopted from the cache since the sequence was last without blocks.
     pub(crate) cached: usize,
@@ -56,6 +58,11 @@ impl Sequence {
     #[inline]
     pub(crate) fn left(&self) -> usize {
         (self.tokens.len() + self.pending).saturating_sub(self.planned_end)
+    }
+
+    #[inline]
+    fn answers_to(&self, key: SeqKey, manager: u32) -> bool {
+        self.id == key.id && key.manager == manager && !self.dropped
     }
 
     /// Where it is without any plan.
@@ -130,15 +137,9 @@ impl Sequences {
     /// The sequence behind a caller's key.
     #[inline]
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
-        if key.manager != self.manager {
-            return Err(Error::Foreign {
-                what: "sequence",
-                id: key.id,
-            });
-        }
-        match &self.slots[key.slot as usize] {
-            Some(seq) if seq.id == key.id && !seq.dropped => Ok(seq),
-            _ => Err(Error::FreedSequence { sequence: key.id }),
+        match self.slots.get(key.slot as usize) {
+            Some(Some(seq)) if seq.answers_to(key, self.manager) => Ok(seq),
+            _ => Err(self.no_sequence(key)),
         }
     }
 
@@ -146,6 +147,17 @@ impl Sequences {
     pub(crate) fn get_mut(&mut self, key: SeqKey) -> Result<&mut Sequence, Error> {
         self.get(key)?;
         Ok(self.at_mut(key.slot))
+    }
+
+    #[cold]
+    fn no_sequence(&self, key: SeqKey) -> Error {
+        match key.manager == self.manager {
+            true => Error::FreedSequence { sequence: key.id },
+            false => Error::Foreign {
+                what: "sequence",
+                id: key.id,
+            },
+        }
     }
 
     /// The sequence of a slot that is known to have one.

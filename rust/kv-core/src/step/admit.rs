@@ -56,17 +56,18 @@ impl Steps {
 
     #[inline]
     fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
-        let needed = state.blocks_to_write(slot, lookahead.saturating_add(1));
-        if self.newest().budget_left == 0 || (needed > 0 && needed > state.pool.available()) {
+        if self.newest().budget_left == 0 {
             return false;
         }
-        match needed {
-            0 => {
-                let rows = state.seqs.at(slot).table.rows();
-                self.push_entry(state, slot, 1, rows, None);
-            }
-            _ => self.enter(state, slot, (1, lookahead), None),
+        if lookahead == 0 && state.writes_in_place(slot) {
+            self.push_decode(state, slot);
+            return true;
         }
+        let needed = state.blocks_to_write(slot, lookahead.saturating_add(1));
+        if needed > state.pool.available() {
+            return false;
+        }
+        self.enter(state, slot, (1, lookahead), None);
         true
     }
 
@@ -202,6 +203,16 @@ impl State {
             let block = seq.table.at(group, row);
             self.pool.seq_refs(block) > 1 || self.pool.content(block).is_some()
         })
+    }
+
+    /// Whether the next position of a sequence is in a block that it has and may write to.
+    #[inline]
+    fn writes_in_place(&self, slot: u32) -> bool {
+        let seq = self.seqs.at(slot);
+        let position = seq.planned_end;
+        !self.groups.begins_row(position)
+            && (seq.shared_rows == 0
+                || !(seq.registered.rows..seq.shared_rows).contains(&self.groups.row_of(position)))
     }
 
     /// Blocks to allocate before the sequence can write its next `len` positions.

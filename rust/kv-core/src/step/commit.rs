@@ -112,12 +112,11 @@ impl Steps {
                 (accepted, rest) = rest.split_at(count);
                 sampling += 1;
             }
-            state.take_tokens(entry, accepted);
-            self.register_full(state, entry.slot, step, &mut redirects);
-            state.slide(entry.slot);
-            if state.close_entry(entry) {
+            if state.close_entry(entry, accepted) {
                 dropped.push(entry.slot);
             }
+            self.register_full(state, entry.slot, step, &mut redirects);
+            state.slide(entry.slot);
         }
         // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
         for slot in dropped {
@@ -264,9 +263,10 @@ impl State {
         }
     }
 
-    /// Appends what the sequence accepted; counts.
+    /// Appends what the sequence accepted; the plan, which is committed, does not hold it any more.
+    /// Whether it ends with that.
     #[inline]
-    fn take_tokens(&mut self, entry: &Entry, accepted: &[u32]) {
+    fn close_entry(&mut self, entry: &Entry, accepted: &[u32]) -> bool {
         let seq = self.seqs.at_mut(entry.slot);
         seq.computed = entry.end();
         if let [token] = accepted {
@@ -276,9 +276,21 @@ impl State {
             seq.tokens.extend_from_slice(accepted);
             seq.pending -= 1;
         }
-        let stats = &mut self.pool.stats;
-        stats.computed_tokens += u64::from(entry.len);
-        let Some(extra) = &entry.extra else { return };
+        self.pool.stats.computed_tokens += u64::from(entry.len);
+        if let Some(extra) = &entry.extra {
+            self.close_extra(entry, extra, accepted.len());
+        }
+        let seq = self.seqs.at_mut(entry.slot);
+        seq.num_plans -= 1;
+        if seq.num_plans == 0 {
+            seq.last_plan = 0;
+        }
+        seq.num_plans == 0 && seq.dropped
+    }
+
+    /// What an entry has beyond a decode, of whose drafts `accepted - 1` stay; counts.
+    fn close_extra(&mut self, entry: &Entry, extra: &Extra, accepted: usize) {
+        let (seq, stats) = (self.seqs.at_mut(entry.slot), &mut self.pool.stats);
         stats.in_flight_blocks += extra.in_flight as u64;
         stats.present_blocks += extra.present.len() as u64;
         if extra.prefill {
@@ -287,28 +299,13 @@ impl State {
             stats.hit_blocks += extra.matched_blocks as u64;
             stats.slid_blocks += extra.unseen.len() as u64;
         }
+        seq.cached += extra.adopted;
         if !extra.drafts.is_empty() {
             stats.draft_tokens += extra.drafts.len() as u64;
-            stats.accepted_draft_tokens += accepted.len() as u64 - 1;
-            seq.computed -= extra.drafts.len() + 1 - accepted.len();
+            stats.accepted_draft_tokens += accepted as u64 - 1;
+            seq.computed -= extra.drafts.len() + 1 - accepted;
+            seq.speculating = false;
+            seq.planned_end = seq.computed;
         }
-    }
-
-    /// A committed plan does not hold the sequence any more. Whether it ends with that.
-    #[inline]
-    fn close_entry(&mut self, entry: &Entry) -> bool {
-        let seq = self.seqs.at_mut(entry.slot);
-        seq.num_plans -= 1;
-        if let Some(extra) = &entry.extra {
-            seq.cached += extra.adopted;
-            if !extra.drafts.is_empty() {
-                seq.speculating = false;
-                seq.planned_end = seq.computed;
-            }
-        }
-        if seq.num_plans == 0 {
-            seq.last_plan = 0;
-        }
-        seq.num_plans == 0 && seq.dropped
     }
 }

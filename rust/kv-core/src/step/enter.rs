@@ -45,9 +45,34 @@ impl Steps {
         self.push_entry(state, slot, len, rows_before, extra);
     }
 
+    /// The plan computes the last token of a sequence, which writes it into a block that it has: what
+    /// `push_entry` does for most decodes.
+    #[inline]
+    pub(super) fn push_decode(&mut self, state: &mut State, slot: u32) {
+        let seq = state.seqs.at_mut(slot);
+        let plan = self.open.last_mut().expect("checked before");
+        let start = seq.planned_end;
+        let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
+        seq.planned_end = start + 1;
+        seq.pending += 1;
+        seq.sample_row = plan.num_samples;
+        plan.budget_left -= 1;
+        plan.num_tokens += 1;
+        plan.num_samples += 1;
+        plan.entries.push(Entry {
+            slot,
+            len: 1,
+            start,
+            write_from: seq.registered.rows * state.groups.block_size(),
+            rows_before: seq.table.rows() as u32,
+            pending_row,
+            samples: true,
+            extra: None,
+        });
+    }
+
     /// The plan computes the next `len` positions of a sequence, whose blocks are in its table.
-    #[inline(always)] // without `extra`, for each decode, little of it is left
-    pub(super) fn push_entry(
+    fn push_entry(
         &mut self,
         state: &mut State,
         slot: u32,
