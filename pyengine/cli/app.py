@@ -11,6 +11,7 @@ from pyengine.cli.chat import chat
 from pyengine.cli.display import print_rows
 from pyengine.cli.generate import generate
 from pyengine.cli.options import command
+from pyengine.cli.serve import serve
 from pyengine.cli.trace import trace
 from pyengine.core.distribution import package_version
 from pyengine.core.settings import EngineSettings
@@ -38,6 +39,7 @@ def info(context: typer.Context, *, settings: EngineSettings) -> None:
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(info)
 app.add_typer(trace)
 

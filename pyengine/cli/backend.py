@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
 
@@ -21,6 +21,11 @@ from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from pyengine.engine import AsyncEngine
+
+_E = TypeVar("_E")
 
 
 class StatsView(Protocol):
@@ -125,11 +130,22 @@ def open_llm(settings: EngineSettings) -> Engine:
     with held_interrupt(), _libraries():
         from pyengine.engine import LLM
 
-    llm = LLM(**asdict(settings))
+    return _settled(LLM(**asdict(settings)))
+
+
+def open_async_engine(settings: EngineSettings) -> "AsyncEngine":
+    """The same, for a server."""
+    with held_interrupt(), _libraries():
+        from pyengine.engine import AsyncEngine
+
+    return _settled(AsyncEngine(**asdict(settings)))
+
+
+def _settled(engine: _E) -> _E:
     gc.freeze()  # what was imported and loaded stays: later collections pass it over
     atexit.register(gc.unfreeze)  # at the end it goes as usual
     gc.enable()
-    return llm
+    return engine
 
 
 def factory_of(context: typer.Context) -> EngineFactory:

@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any
 
 import typer
 
 from pyengine.cli.display import note
 from pyengine.core.errors import InvalidRequestError, PyEngineError
+from pyengine.core.option import option_of
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings, option_of
+from pyengine.core.server_settings import ServerSettings
+from pyengine.core.settings import EngineSettings
 
 FAILED = 1
 BAD_INPUT = 2
@@ -100,7 +102,8 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
     """Decorate a command's body to take an option for every field it stands on.
 
     A body with a parameter `settings` gets `EngineSettings` in it, one with `params`
-    `SamplingParams`; its own parameters stay. `defaults` replace those of the sampling options.
+    `SamplingParams`, one with `server` `ServerSettings`; its own parameters stay, also instead of
+    the option for a setting of that name. `defaults` replace those of the options.
     What may go wrong is reported without a traceback (`guarded`).
     """
 
@@ -111,9 +114,13 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
         if own.pop("params", None):
             makers["params"] = _sampling_params
             options += map(_sampling_option, *zip(*_SAMPLING.items(), strict=True))
-        if own.pop("settings", None):
-            makers["settings"] = _settings
-            options += map(_setting_option, fields(EngineSettings))
+        serves = "server" in own
+        for name, kind in (("settings", EngineSettings), ("server", ServerSettings)):
+            if own.pop(name, None):
+                makers[name] = partial(_settings, kind)
+                options += [
+                    _setting_option(one, serves) for one in fields(kind) if one.name not in own
+                ]
         options = [one.replace(default=defaults.get(one.name, one.default)) for one in options]
 
         @wraps(body)
@@ -142,7 +149,7 @@ def _sampling_option(name: str, form: _Sampling) -> inspect.Parameter:
     return _option(name, form.default, form.kind, option)
 
 
-def _setting_option(setting: Any) -> inspect.Parameter:
+def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
     form = option_of(setting)
     kind = setting.type if form.parse is None else form.parse
     name = setting.name.replace("_", "-")
@@ -151,18 +158,23 @@ def _setting_option(setting: Any) -> inspect.Parameter:
         form.flag or flag,
         help=f"{form.help[0].upper()}{form.help[1:]}.",
         rich_help_panel=form.panel,
-        hidden=form.hidden,
+        hidden=form.hidden and not serves,
+        envvar=form.env,
     )
-    return _option(setting.name, setting.default, kind, option)
+    several = isinstance(setting.default, tuple)
+    return _option(
+        setting.name, list(setting.default) if several else setting.default, kind, option
+    )
 
 
 def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{name: values[name] for name in _SAMPLING})
 
 
-def _settings(values: Mapping[str, Any]) -> EngineSettings:
+def _settings(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Settings of one kind, of what the command line has for each."""
     chosen = {}
-    for setting in fields(EngineSettings):
+    for setting in fields(kind):
         convert, value = option_of(setting).convert, values[setting.name]
         chosen[setting.name] = value if convert is None else convert(value)
-    return EngineSettings(**chosen)
+    return kind(**chosen)

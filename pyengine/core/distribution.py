@@ -19,9 +19,18 @@ def package_version() -> str:
 
 
 def needs_engine_extra(what: str, missing: str) -> str:
-    """The sentence for `what`, which cannot do without the library `missing`."""
+    """The sentence for `what`, which cannot do without the library `missing`, that runs models."""
+    return _needs(what, missing, "engine", command="make hello", extras="engine")
+
+
+def needs_serve_extra(what: str, missing: str) -> str:
+    """The sentence for `what`, which cannot do without the library `missing`, that serves."""
+    return _needs(what, missing, "serve", command="make serve", extras="engine,serve")
+
+
+def _needs(what: str, missing: str, extra: str, *, command: str, extras: str) -> str:
     return (
-        f"{what} needs {missing}, of the extra 'engine': say `make hello` in a checkout, "
-        f"or pip install '{DISTRIBUTION.replace('-', '_')}-....whl[engine]' with the path of the "
+        f"{what} needs {missing}, of the extra {extra!r}: say `{command}` in a checkout, "
+        f"or pip install '{DISTRIBUTION.replace('-', '_')}-....whl[{extras}]' with the path of the "
         f"wheel ({DISTRIBUTION} is the name of the distribution; pyengine on PyPI is not this)"
     )

@@ -85,8 +85,8 @@ _RULES: Mapping[str, Rule] = {
     ),
     "max_tokens": Rule(
         int,
-        lambda x: 1 <= x <= INT64_MAX,
-        "an integer from 1 to 2**63 - 1, or None for as many as the model has positions",
+        lambda x: 0 <= x <= INT64_MAX,
+        "an integer from 0 to 2**63 - 1, or None for as many as the model has positions",
         optional=True,
     ),
     "min_tokens": Rule(int, lambda x: 0 <= x <= INT64_MAX, "an integer from 0 to 2**63 - 1"),
@@ -152,7 +152,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
-    """How many tokens to generate at most; ``None``: up to the model's positions."""
+    """How many tokens to generate at most; 0: the prompt is computed and nothing else, for its
+    log-probabilities; ``None``: up to the model's positions."""
     min_tokens: int = 0
     """How many tokens must be generated before any stop condition is looked at."""
     logprobs: int | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import atexit
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from threading import Event, Lock, Thread
 from time import monotonic
 
@@ -17,11 +17,10 @@ from pyengine.core.fields import is_real
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
-from pyengine.engine.collector import OutputCollector
-from pyengine.engine.engine import StepResult
 from pyengine.engine.frontend import Frontend
 from pyengine.engine.prompts import Prompt, PromptLike, match_params, parse_prompt, salt_namespace
 from pyengine.engine.request import RequestState
+from pyengine.engine.stream import Mail, OutputStream
 
 _ENDING_TIME = 5.0
 """Seconds that `close` waits for the step that runs."""
@@ -45,7 +44,7 @@ class AsyncEngine(Frontend):
         self._live: dict[str, RequestState] = {}
         self._is_closing = self._is_draining = False
         self._wake = Event()
-        self._mail = _Mail()
+        self._mail = Mail()
         self.observe(self._mail)
         self._thread = Thread(target=self._serve, name="pyengine-engine", daemon=True)
         self._thread.start()
@@ -85,33 +84,73 @@ class AsyncEngine(Frontend):
         and after `close`, `RequestFailedError` if the forward pass fails on this request, and
         `EngineDeadError` once the engine has ended.
         """
+        stream = self.submit(
+            [
+                self.request(
+                    prompt,
+                    sampling_params,
+                    request_id,
+                    cache_salt=cache_salt,
+                    priority=priority,
+                    deadline=deadline,
+                )
+            ]
+        )
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            stream.close()
+
+    def request(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: float = 0,
+        deadline: float | None = None,
+    ) -> RequestState:
+        """A request as `generate` takes it, checked and not queued yet. For `submit`, once.
+
+        It takes the time that reading the prompt takes, and any thread may do that. Raises
+        `InvalidRequestError`.
+        """
         self._shared.refuse_fork()
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
         state = self._checked(parsed, params, request_id, cache_salt, priority)
         state.deadline = _checked_deadline(deadline)
-        reader = _Reader(asyncio.get_running_loop(), self._mail)
-        collector = OutputCollector(params.output_kind, reader.notify)
-        state.sink = collector
-        self._submit(state)
-        try:
-            is_over = False
-            while not is_over:
-                await reader.item(lambda: collector.has_item)
-                item = collector.get()
-                if item is not None:
-                    yield item
-                    is_over = item.finished
-        finally:
-            if not self._shared.is_elsewhere:
-                self._leave(state)
+        return state
 
-    def _leave(self, state: RequestState) -> None:
-        """Its caller reads no more."""
+    def submit(self, requests: Sequence[RequestState]) -> OutputStream:
+        """Queue requests that were made by `request`, all or none of them, at once.
+
+        Whoever does not read the stream to its end closes it. Raises what `generate` raises.
+        """
+        self._shared.refuse_fork()
+        stream = OutputStream(requests, self._mail, self._leave)
         with self._lock:
-            self._live.pop(state.request_id, None)
-        if state.finished_time is None:
-            self._shared.abort([state])
+            self._refuse_new()
+            self._refuse_taken(requests)
+            self._refuse_too_many(len(requests))
+            self._live.update({one.request_id: one for one in requests})
+            self._shared.submit(requests)
+        self._wake.set()
+        return stream
+
+    def _leave(self, requests: Sequence[RequestState]) -> None:
+        """Their caller reads no more."""
+        if self._shared.is_elsewhere:
+            return
+        with self._lock:
+            for one in requests:
+                if self._live.get(one.request_id) is one:
+                    del self._live[one.request_id]
+        unfinished = [one for one in requests if one.finished_time is None]
+        if unfinished:
+            self._shared.abort(unfinished)
             self._wake.set()
 
     def _checked(
@@ -131,21 +170,24 @@ class AsyncEngine(Frontend):
             prompt = Prompt(token_ids=prompt.token_ids, text=prompt.text, namespace=salt)
         return self._request(prompt, params, request_id, priority=priority)
 
-    def _submit(self, state: RequestState) -> None:
-        with self._lock:
-            self._refuse_new()
-            if state.request_id in self._live:
+    def _refuse_taken(self, requests: Sequence[RequestState]) -> None:
+        names = set()
+        for one in requests:
+            if one.request_id in self._live or one.request_id in names:
                 raise InvalidRequestError(
-                    f"request id {state.request_id!r} is in use: give another one, or none"
+                    f"request id {one.request_id!r} is in use: give another one, or none"
                 )
-            most, waiting = self._max_num_waiting, self._shared.num_waiting
-            if most is not None and waiting >= most:
-                raise QueueFullError(
-                    f"{waiting} requests wait and max_num_waiting={most}: try again later"
-                )
-            self._live[state.request_id] = state
-            self._shared.submit([state])
-        self._wake.set()
+            names.add(one.request_id)
+
+    def _refuse_too_many(self, count: int) -> None:
+        most, waiting = self._max_num_waiting, self._shared.num_waiting
+        if most is None or waiting + count <= most:
+            return
+        if count > most:
+            raise InvalidRequestError(
+                f"{count} requests at once and max_num_waiting={most}: submit fewer at a time"
+            )
+        raise QueueFullError(f"{waiting} requests wait and max_num_waiting={most}: try again later")
 
     def _refuse_new(self) -> None:
         if self._engine.death:
@@ -222,65 +264,6 @@ class AsyncEngine(Frontend):
 
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
-
-
-class _Mail:
-    """Which readers have something new: each event loop is called once after a step."""
-
-    def __init__(self) -> None:
-        self._readers: dict[asyncio.AbstractEventLoop, dict[_Reader, None]] = {}
-
-    def add(self, reader: "_Reader") -> None:
-        """Note, in the engine's thread, that a reader has something to read."""
-        self._readers.setdefault(reader.loop, {})[reader] = None
-
-    def on_arrival(self, request: RequestState) -> None:
-        """Nothing."""
-
-    def on_finish(self, request: RequestState) -> None:
-        """Nothing."""
-
-    def on_step(self, result: StepResult) -> None:
-        """The step is over."""
-        self.deliver()
-
-    def deliver(self) -> None:
-        """Tell the event loops."""
-        readers, self._readers = self._readers, {}
-        for loop, several in readers.items():
-            try:
-                loop.call_soon_threadsafe(_wake_all, list(several))
-            except RuntimeError:  # it was closed: nobody reads there any more
-                continue
-
-
-class _Reader:
-    """One caller on an event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, mail: _Mail) -> None:
-        self.loop = loop
-        self._mail = mail
-        self._future: asyncio.Future[None] | None = None
-
-    def notify(self, _: object) -> None:
-        """There is something to read. Called in the engine's thread."""
-        self._mail.add(self)
-
-    def wake(self) -> None:
-        """Called on the event loop."""
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-    async def item(self, is_there: Callable[[], bool]) -> None:
-        """Wait until there is something to read."""
-        while not is_there():
-            self._future = self.loop.create_future()
-            await self._future
-
-
-def _wake_all(readers: list[_Reader]) -> None:
-    for reader in readers:
-        reader.wake()
 
 
 def _checked_deadline(deadline: float | None) -> float | None:

@@ -339,8 +339,10 @@ class Engine:
                 news = state.take_news()
                 if news is not None:
                     state.sink.put(news)
-        self._num_new_tokens += len(tokens)
-        return StepResult(len(tokens), finished)
+        unwanted = [len(one.samples) for one in rows.beginners if not one.samples[0].max_output]
+        num_new_tokens = len(tokens) - sum(unwanted)
+        self._num_new_tokens += num_new_tokens
+        return StepResult(num_new_tokens, finished)
 
     @staticmethod
     def _append(rows: Rows, row: int, token: int, logprobs: Any = None) -> bool:
@@ -350,6 +352,8 @@ class Engine:
 
     def _begin(self, state: RequestState) -> None:
         """Start the samples after the first, those that did not end with their first token."""
+        if not state.samples[0].max_output:  # it asked for its prompt alone
+            return
         state.first_token_time = monotonic()
         if len(state.samples) > 1:
             assert self._unread is not None

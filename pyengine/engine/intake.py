@@ -47,10 +47,12 @@ class Intake:
         facts, ids = self._facts, np.asarray(prompt.token_ids)
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
-        if len(ids) >= facts.max_model_len:
+        longest = facts.max_model_len - (params.max_tokens != 0)
+        if len(ids) > longest:
+            condition = "with one token of output " if params.max_tokens != 0 else ""
             raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens; with one token of output at most "
-                f"{facts.max_model_len - 1} fit ({facts.limited_by}); shorten the prompt"
+                f"the prompt has {len(ids)} tokens; {condition}at most {longest} fit "
+                f"({facts.limited_by}); shorten the prompt"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= facts.vocab_size:
             position = int(((ids < 0) | (ids >= facts.vocab_size)).argmax())
@@ -64,8 +66,8 @@ class Intake:
                 f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
             )
         params.check_vocabulary(facts.vocab_size)
-        longest = facts.max_model_len - len(ids)
-        max_output = longest if params.max_tokens is None else min(params.max_tokens, longest)
+        left = facts.max_model_len - len(ids)
+        max_output = left if params.max_tokens is None else min(params.max_tokens, left)
         params.check_sizes(len(ids), max_output, facts.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(

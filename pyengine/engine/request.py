@@ -111,7 +111,13 @@ class Sample(Job):
         )
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Take the next token; returns whether it ends the sample."""
+        """Take the next token; returns whether it ends the sample.
+
+        Where none was asked for, the one that the last step of the prompt drew is left out.
+        """
+        if not self._ends.max_output:
+            self.finish("length")
+            return True
         num_output = self.sampling.append(token)
         if logprobs is not None:
             self._cumulative += logprobs.logprob

@@ -195,7 +195,7 @@ def test_a_prompt_longer_than_the_pool(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_tokens": 0}, {"temperature": -0.5}, {"temperature": float("nan")}, {"top_p": 0}],
+    [{"max_tokens": -1}, {"temperature": -0.5}, {"temperature": float("nan")}, {"top_p": 0}],
     ids=str,
 )
 def test_sampling_parameters_out_of_range(settings: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def test_results_are_written_as_jsonl(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         ((), "give a PROMPT or --file"),
-        (("hi", "--max-tokens", "0"), "max_tokens=0"),
+        (("hi", "--max-tokens", "-1"), "max_tokens=-1"),
         (("hi", "--temperature", "-1"), "temperature=-1.0"),
         (("hi", "--top-p", "0"), "top_p=0.0"),
         (("hi", "--file", "nowhere.txt"), "cannot read nowhere.txt"),

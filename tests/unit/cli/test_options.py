@@ -2,13 +2,17 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
+from pyengine.core.option import option_of
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings, option_of
+from pyengine.core.server_settings import ServerSettings
+from pyengine.core.settings import EngineSettings
 from tests.support.docs import ROOT, commands
 from tests.unit.cli.fakes import FakeEngine
 
@@ -111,3 +115,46 @@ def test_the_page_about_the_command_line_names_what_there_is() -> None:
     for words in commands("docs/command-line.md"):
         name = " ".join(words[1:3]) if words[1] == "trace" else words[1]
         assert all(one in shown[name] for one in words if one.startswith("--")), words
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[object]:
+    """What `pyengine serve` would open and serve."""
+    lifetime = pytest.importorskip("pyengine.server.lifetime")
+    seen: list[object] = []
+
+    @contextmanager
+    def engine(settings: object) -> Iterator[None]:
+        seen.append(settings)
+        yield
+
+    monkeypatch.setattr("pyengine.cli.serve.open_async_engine", engine)
+    monkeypatch.setattr(lifetime, "serve", lambda _, server, *rest: seen.append(server))
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments], env=env)
+    assert result.exit_code == 0, result.output
+    return seen
+
+
+def test_a_server_has_every_setting_as_an_option() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env=WIDE).output
+    several = (*dataclasses.fields(EngineSettings), *dataclasses.fields(ServerSettings))
+    for field in several:
+        for flag in flags(field) if field.name != "model" else ():
+            assert re.search(rf"{flag}\b", shown) is not None, flag
+    assert re.search(r"(?i)model.*local folder", shown) and "--model " not in shown
+
+
+def test_settings_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, server = serve(monkeypatch)
+    assert engine == EngineSettings(max_num_waiting=1024)
+    assert server == ServerSettings(port=0)
+    options = "--max-num-waiting 7 --cors-origin * --api-key a --api-key b --salt-by-key"
+    engine, server = serve(monkeypatch, "folder", *options.split())
+    assert engine == EngineSettings("folder", max_num_waiting=7)
+    assert server == ServerSettings(
+        port=0, cors_origin=("*",), api_key=("a", "b"), salt_by_key=True
+    )
+
+
+def test_keys_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, server = serve(monkeypatch, PYENGINE_API_KEY="a b")
+    assert server == ServerSettings(port=0, api_key=("a", "b"))

@@ -73,7 +73,6 @@ def test_the_defaults_are_those_of_vllm() -> None:
         ("seed", 2**64),
         ("seed", -(2**63) - 1),
         ("seed", 0.5),
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 1.5),
         ("min_tokens", -1),

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pyengine.core.errors import ConfigurationError
-from pyengine.core.settings import EngineSettings, option_of, takes_settings
+from pyengine.core.option import option_of
+from pyengine.core.settings import EngineSettings, takes_settings
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineSettings)}
 

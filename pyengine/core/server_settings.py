@@ -1,0 +1,106 @@
+"""The server's settings, each written once, as those of the engine are.
+
+`create_app` and `pyengine serve` read them here. Imports the standard library only.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.option import check_settings, setting
+
+_MIB = 1 << 20
+
+
+def _several(help: str, flag: str, **form: Any) -> Any:
+    """A setting of any number of texts; on the command line the option is given again for each."""
+    return setting(
+        (),
+        f"{help}; may be given again",
+        flag=flag,
+        parse=list[str] | None,
+        convert=lambda texts: tuple(texts or ()),
+        panel="Server",
+        **form,
+    )
+
+
+def _server(default: Any, help: str, **form: Any) -> Any:
+    return setting(default, help, panel="Server", **form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What a server is asked for. Bad values are refused at once: `ConfigurationError`."""
+
+    host: str = _server("127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine")
+    port: int = _server(8000, "port to listen on; 0 for any that is free", least=0)
+    uds: str | None = _server(None, "path of a Unix socket to listen on instead")
+    root_path: str = _server("", "prefix of the paths that a proxy in front takes away")
+    served_model_name: tuple[str, ...] = _several(
+        "name of the model for clients; without it the one it was opened by",
+        "--served-model-name",
+    )
+    api_key: tuple[str, ...] = _several(
+        "key that clients must send as `Authorization: Bearer KEY`; without it everybody is "
+        "served; PYENGINE_API_KEY keeps it out of the list of processes",
+        "--api-key",
+        env="PYENGINE_API_KEY",
+        repr=False,
+    )
+    salt_by_key: bool = _server(
+        False, "prompts share cached blocks only with those of the same key"
+    )
+    cors_origin: tuple[str, ...] = _several(
+        "origin whose pages may call from a browser; * for all", "--cors-origin"
+    )
+    ssl_keyfile: Path | None = _server(None, "file of the private key, for https")
+    ssl_certfile: Path | None = _server(None, "file of the certificate, for https")
+    max_body_mib: float = _server(32.0, "largest body of a request, in MiB; larger ones get 413")
+    body_timeout: float = _server(
+        60.0, "seconds in which headers, and then the body of a request must have come"
+    )
+    keep_alive: int = _server(5, "seconds that a connection without a request stays open", least=1)
+    drain_timeout: float = _server(
+        60.0,
+        "seconds after SIGTERM or Ctrl-C in which requests may end; then they are aborted, as "
+        "they are by a second signal",
+    )
+    template_variable: tuple[str, ...] = setting(
+        ("enable_thinking", "thinking", "reasoning_effort"),
+        "variable of the chat template that `chat_template_kwargs` of a request may set; may be "
+        "given again, and replaces enable_thinking, thinking and reasoning_effort",
+        parse=list[str] | None,
+        convert=lambda texts: tuple(texts or ()),
+        panel="Server",
+    )
+    template_timeout: float = _server(5.0, "seconds that a chat template may take")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.port > 65535:
+            raise ConfigurationError(f"port={self.port}: ports go up to 65535")
+        for name in ("max_body_mib", "body_timeout", "drain_timeout", "template_timeout"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be above 0")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigurationError(
+                "ssl_keyfile and ssl_certfile belong together: give both, or none of them"
+            )
+        if self.salt_by_key and not self.api_key:
+            raise ConfigurationError("salt_by_key=True needs keys: give api_key, too")
+        if any(not key.isascii() or key != key.strip() or " " in key for key in self.api_key):
+            raise ConfigurationError(
+                "api_key: a key is made of ASCII characters without spaces, as it is sent in a "
+                "header"
+            )
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path == "/"):
+            raise ConfigurationError(
+                f"root_path={self.root_path!r}: it must begin with / and name a path, as /llm"
+            )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request."""
+        return int(self.max_body_mib * _MIB)

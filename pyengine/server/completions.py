@@ -1,0 +1,171 @@
+"""POST /v1/completions: prompts, one or many, as text or token ids, and what follows them."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from pyengine.core.outputs import CompletionOutput, RequestOutput
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine import RequestState
+from pyengine.server.context import Context
+from pyengine.server.generation import (
+    Call,
+    Maker,
+    Tally,
+    answer,
+    begin,
+    check_count,
+    sampling_params,
+)
+from pyengine.server.json_route import JsonRoute
+from pyengine.server.logprobs import completion_logprobs, prompt_logprobs
+from pyengine.server.requests import CompletionRequest
+from pyengine.server.responses import (
+    CompletionChoice,
+    CompletionResponse,
+    ErrorResponse,
+    Usage,
+)
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionResponse,
+    responses={400: {"model": ErrorResponse}},
+)
+async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
+    """Continue prompts."""
+    prompts = _several(body.prompt)
+    check_count(body.n, len(prompts))
+    params = _params(body, context.engine.get_default_sampling_params())
+    echoes: list[_Echo] = []
+
+    def make(tokenizer: Any, maker: Maker) -> list[RequestState]:
+        ids = [
+            maker.encode(tokenizer, one, special=body.add_special_tokens)
+            if isinstance(one, str)
+            else one
+            for one in prompts
+        ]
+        requests = maker.requests(ids, params)
+        if body.echo:
+            echoes.extend([_Echo.of(tokenizer, one.prompt_token_ids) for one in requests])
+        return requests
+
+    start = begin(context, request, body, make)
+    return await answer(request, body, start, _Writer(body, params.n, echoes))
+
+
+def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
+    """One prompt or several, as several."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    several: Sequence[str | Sequence[int]] = prompt
+    return several
+
+
+def _params(body: CompletionRequest, default: SamplingParams) -> SamplingParams:
+    own: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return sampling_params(body, default, own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Echo:
+    """A prompt as the text of an answer begins with it; `first` is the text of its first token."""
+
+    text: str = ""
+    first: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Any, token_ids: Any) -> "_Echo":
+        if tokenizer is None:
+            return cls()
+        ids = [int(one) for one in token_ids]
+        return cls(tokenizer.decode(ids), tokenizer.decode(ids[:1]))
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes what a client gets of what the engine gives."""
+
+    body: CompletionRequest
+    n: int
+    echoes: Sequence[_Echo]
+    """One for each prompt; none where nothing is echoed."""
+    _offsets: dict[int, int] = field(default_factory=dict)
+    """Length of the text of the tokens so far, by the index of the choice."""
+
+    def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> CompletionResponse:
+        """The answer of one piece."""
+        tally = Tally()
+        for item in outputs:
+            tally.add(item)
+        choices = [choice for item in outputs for choice in self._choices(item)]
+        return _response(call, choices, {"usage": tally.usage()})
+
+    async def chunks(self, call: Call) -> AsyncIterator[CompletionResponse]:
+        """The items of a stream."""
+        tally, options = Tally(), self.body.stream_options
+        async for item in call.stream:
+            tally.add(item)
+            usage = {}
+            if options is not None and options.continuous_usage_stats:
+                usage["usage"] = tally.usage()
+            for choice in self._choices(item):
+                if choice.text or choice.finish_reason or len(choice.model_fields_set) > 4:
+                    yield _response(call, [choice], usage)
+        if options is not None and options.include_usage:
+            yield _response(call, [], {"usage": tally.usage()})
+
+    def _choices(self, item: RequestOutput) -> list[CompletionChoice]:
+        return [self._choice(item, one) for one in item.outputs]
+
+    def _choice(self, item: RequestOutput, one: CompletionOutput) -> CompletionChoice:
+        """A choice, or what is new of it; what is known of the prompt is in its first item."""
+        index = item.index * self.n + one.index
+        is_first = index not in self._offsets
+        offset = self._offsets.setdefault(index, 0)
+        echo = self.echoes[item.index] if self.echoes and is_first else _Echo()
+        choice = CompletionChoice(
+            index=index,
+            text=echo.text + one.text,
+            finish_reason=one.finish_reason,
+            stop_reason=one.stop_reason,
+        )
+        if self.body.logprobs is not None:
+            prompt = item.prompt_token_ids if self.body.echo and is_first else []
+            entries = [*(item.prompt_logprobs or ())] if prompt else []
+            found = choice.logprobs = completion_logprobs(
+                [*prompt, *one.token_ids],
+                [*entries, *(one.logprobs or ())],
+                offset=offset,
+                first=echo.first,
+                as_ids=self.body.return_tokens_as_token_ids,
+            )
+            self._offsets[index] = offset + sum(map(len, found.tokens))
+        if self.body.return_token_ids:
+            choice.token_ids = one.token_ids
+            if is_first:
+                choice.prompt_token_ids = item.prompt_token_ids
+        if self.body.prompt_logprobs is not None and is_first and item.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(item.prompt_logprobs)
+        return choice
+
+
+def _response(
+    call: Call, choices: list[CompletionChoice], usage: Mapping[str, Usage]
+) -> CompletionResponse:
+    return CompletionResponse(
+        id=f"cmpl-{call.name}",
+        object="text_completion",
+        created=call.created,
+        model=call.model,
+        choices=choices,
+        **usage,
+    )

@@ -1,0 +1,81 @@
+"""What the routes of one server share: the engine, the settings, who is served."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from pyengine.core.server_settings import ServerSettings
+from pyengine.engine import AsyncEngine, OutputStream, RequestState
+from pyengine.server.auth import key_of
+from pyengine.server.errors import ApiError
+from pyengine.server.rendering import TokenizerThreads
+
+
+@dataclass(slots=True)
+class ServerContext:
+    """A server as its routes see it.
+
+    `names` are those of the model, `live` the ids of requests that run, and the engine's ids of
+    each.
+    """
+
+    engine: AsyncEngine
+    settings: ServerSettings
+    names: tuple[str, ...]
+    tokenizers: TokenizerThreads
+    longest_text: int
+    """Characters of a prompt that may fit into the model."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    live: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    num_open: int = 0
+    """HTTP requests that are being answered, those to /health aside."""
+    is_draining: bool = False
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name as the client calls it. Raises `ApiError` (404) for another model."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} is not served here; {', '.join(self.names)} is",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def salt(self, request: Request, cache_salt: str | None) -> str | None:
+        """The salt of a request: the client's own, or with `salt_by_key` one of its key, too."""
+        if not self.settings.salt_by_key:
+            return cache_salt
+        owner = hashlib.sha256(key_of(request.scope)).hexdigest()
+        return f"{owner}/{cache_salt or ''}"
+
+    def submit(self, name: str, requests: Sequence[RequestState]) -> OutputStream:
+        """Queue the requests of one call, all or none; `leave` is called at its end."""
+        if name in self.live:
+            raise ApiError(
+                400, f"request id {name!r} is in use: send another one, or none", param="request_id"
+            )
+        stream = self.engine.submit(requests)
+        self.live[name] = tuple([one.request_id for one in requests])
+        return stream
+
+    def leave(self, name: str, stream: OutputStream) -> None:
+        """Nobody reads the answer of this call any more, or all of it was read."""
+        stream.close()
+        self.live.pop(name, None)
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the server that a request came to."""
+    context: ServerContext = request.app.state.context
+    return context
+
+
+Context = Annotated[ServerContext, Depends(context_of)]
+"""A route's parameter."""

@@ -1,0 +1,285 @@
+"""From a request's fields to the engine and back: what completions and chats have in common."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+from fastapi import Request, Response
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pyengine.core.errors import InvalidRequestError
+from pyengine.core.outputs import RequestOutput
+from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.engine import OutputStream, RequestState
+from pyengine.server.context import ServerContext
+from pyengine.server.errors import ApiError, as_api_error
+from pyengine.server.requests import MAX_ITEMS, SamplingFields
+from pyengine.server.responses import PromptTokensDetails, ServerModel, Usage
+
+_T = TypeVar("_T")
+
+_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "max_tokens",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
+)
+"""Fields of `SamplingParams` that clients set by the same name."""
+
+
+def sampling_params(
+    body: SamplingFields, default: SamplingParams, own: Mapping[str, Any]
+) -> SamplingParams:
+    """The sampling parameters of a request; what is left out or null is as in `default`.
+
+    `own` are those that the route has worked out. Raises `InvalidRequestError`.
+    """
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = _bias(body.logit_bias)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    return replace(default, **{**given, **own, "output_kind": kind})
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise ApiError(
+            400, "logit_bias: its keys must be token ids, as text", param="logit_bias"
+        ) from None
+
+
+def check_count(n: int | None, num_prompts: int) -> None:
+    """Raise `ApiError` for more answers than one call may ask for, before any is made."""
+    if (n or 1) * num_prompts > MAX_ITEMS:
+        raise ApiError(
+            400,
+            f"n={n or 1} answers to {num_prompts} prompts: a request may ask for at most "
+            f"{MAX_ITEMS} in all",
+            param="n",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that runs: its names, when it came, and what it gives."""
+
+    context: ServerContext
+    name: str
+    model: str
+    created: int
+    stream: OutputStream
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {"x-request-id": self.name}
+
+    def leave(self) -> None:
+        """End what has not ended."""
+        self.context.leave(self.name, self.stream)
+
+
+def name_of(request: Request, body: SamplingFields) -> str:
+    """The id of a request: its own, its header's, or a new one."""
+    if body.request_id is not None:
+        return body.request_id
+    header = request.headers.get("x-request-id", "")
+    is_fit = 0 < len(header) <= 200 and all("!" <= one <= "~" for one in header)
+    return header if is_fit else uuid4().hex
+
+
+async def begin(
+    context: ServerContext,
+    request: Request,
+    body: SamplingFields,
+    make: Callable[[Any, "Maker"], Sequence[RequestState]],
+    *,
+    limit: float | None = None,
+) -> Call:
+    """Make the requests of a call, in a thread, and queue them.
+
+    `make` gets a tokenizer and a `Maker`, and `limit` seconds.
+    """
+    model = context.check_model(body.model)
+    name = name_of(request, body)
+    maker = Maker(context, name, context.salt(request, body.cache_salt), body.priority)
+    requests = await context.tokenizers.run(lambda tokenizer: make(tokenizer, maker), limit=limit)
+    return Call(context, name, model, int(time.time()), context.submit(name, requests))
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes the engine's requests of one call."""
+
+    context: ServerContext
+    name: str
+    salt: str | None
+    priority: float
+
+    def requests(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[RequestState]:
+        """One for each prompt, checked."""
+        alone = len(prompts) == 1
+        return [
+            self.context.engine.request(
+                ids,
+                params,
+                self.name if alone else f"{self.name}-{place}",
+                cache_salt=self.salt,
+                priority=self.priority,
+            )
+            for place, ids in enumerate(prompts)
+        ]
+
+    def encode(self, tokenizer: Any, text: str, *, special: bool) -> Sequence[int]:
+        """The token ids of a text. Raises `InvalidRequestError` for what can't be tokenized."""
+        return encode(self.context, tokenizer, text, special=special)
+
+
+def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    """The token ids of a text, with or without the `special` tokens that the tokenizer adds."""
+    if tokenizer is None:
+        raise InvalidRequestError("the prompt is text and this model has no tokenizer: send ids")
+    if len(text) > context.longest_text:
+        raise InvalidRequestError(
+            f"the prompt has {len(text)} characters, and of no text do more than "
+            f"{context.longest_text} fit into the model: shorten it"
+        )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    return ids
+
+
+@dataclass(slots=True)
+class Tally:
+    """The tokens of a call, as they come."""
+
+    prompt: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    completion: int = 0
+
+    def add(self, item: RequestOutput) -> None:
+        """Take an item: a delta, or the whole."""
+        self.prompt[item.index] = len(item.prompt_token_ids)
+        self.cached[item.index] = item.num_cached_tokens
+        self.completion += sum([len(one.token_ids) for one in item.outputs])
+
+    def usage(self) -> Usage:
+        """What has come so far."""
+        prompt = sum(self.prompt.values())
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self.completion,
+            total_tokens=prompt + self.completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached.values())),
+        )
+
+
+class Writer(Protocol):
+    """Writes what a client gets of what the engine gives."""
+
+    def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ServerModel:
+        """The answer of one piece."""
+
+    def chunks(self, call: Call) -> AsyncIterator[ServerModel]:
+        """The items of a stream."""
+
+
+async def answer(
+    request: Request, body: SamplingFields, start: Coroutine[Any, Any, Call], writer: Writer
+) -> Response:
+    """Run a call to its end, or to the beginning of its stream."""
+    if body.stream:
+        call = await unless_gone(request, start)
+        return EventStream(call, writer.chunks(call))
+
+    async def run() -> Response:
+        call = await start
+        outputs = await _outputs_of(call)
+        content = writer.whole(call, outputs).to_json()
+        return Response(content, headers=call.headers, media_type="application/json")
+
+    return await unless_gone(request, run())
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` gives; if the client goes meanwhile it is cancelled.
+
+    Raises `ApiError` then, which nobody reads.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has gone")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _outputs_of(call: Call) -> list[RequestOutput]:
+    """Every output of a call, whole, in the order of its prompts."""
+    try:
+        outputs = {item.index: item async for item in call.stream}
+    finally:
+        call.leave()
+    return [outputs[place] for place in range(len(outputs))]
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; what runs for them is ended whenever and however they end."""
+
+    def __init__(self, call: Call, items: AsyncIterator[ServerModel]) -> None:
+        self._call = call
+        headers = {**call.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(items), headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        try:
+            with suppress(OSError):  # the client is gone
+                await super().__call__(scope, receive, send)
+        finally:
+            self._call.leave()
+
+
+async def _events(items: AsyncIterator[ServerModel]) -> AsyncIterator[str]:
+    try:
+        async for item in items:
+            yield f"data: {item.to_json()}\n\n"
+    except Exception as error:  # the status was sent: all that is left is to say so
+        yield f"data: {as_api_error(error).to_json()}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,44 @@
+"""GET /health, /ping, /version, /v1/models: is it there, and what is it?"""
+
+from fastapi import APIRouter, Response
+
+from pyengine.core.distribution import package_version
+from pyengine.server.context import Context
+from pyengine.server.errors import ApiError
+from pyengine.server.responses import ErrorResponse, ModelCard, ModelList
+
+router = APIRouter()
+
+
+@router.get("/health", responses={503: {"model": ErrorResponse}})
+@router.get("/ping", responses={503: {"model": ErrorResponse}})
+async def health(context: Context) -> Response:
+    """Status 200 while requests are taken and steps can be run, else 503."""
+    context.engine.check_health()
+    if context.is_draining:
+        raise ApiError(503, "the server takes no more requests: it ends", code="draining")
+    return Response()
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of pyengine."""
+    return {"version": package_version()}
+
+
+@router.get("/v1/models")
+async def models(context: Context) -> ModelList:
+    """The model that is served, by each of its names."""
+    described = context.engine.describe()
+    cards = [
+        ModelCard(
+            id=name,
+            object="model",
+            created=context.created,
+            owned_by="pyengine",
+            root=str(context.engine.model_path),
+            max_model_len=int(str(described["max_model_len"])),
+        )
+        for name in context.names
+    ]
+    return ModelList(object="list", data=cards)

@@ -1,0 +1,220 @@
+"""From the first connection to the last answer: listening, signals, drain."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.server_settings import ServerSettings
+from pyengine.engine import AsyncEngine
+from pyengine.server.app import create_app
+from pyengine.server.context import ServerContext
+
+_log = logging.getLogger(__name__)
+
+_MAX_HEADER_BYTES = 1 << 16
+_LAST_WORDS = 5
+"""Seconds in which answers that are there must have been read, once nothing runs any more."""
+
+
+@contextmanager
+def listening(settings: ServerSettings) -> Iterator[socket.socket]:
+    """The bound socket of a server, for as long as the block lasts; nobody is let in yet.
+
+    Raises `ConfigurationError` where that address cannot be had.
+    """
+    if settings.uds is None:
+        with _socket(settings) as server:
+            yield server
+        return
+    with _unix_socket(settings.uds) as server:
+        try:
+            yield server
+        finally:
+            Path(settings.uds).unlink(missing_ok=True)
+
+
+def _socket(settings: ServerSettings) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        server = socket.socket(family, kind, protocol)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        raise _not_listening(f"host={settings.host!r}", error) from error
+    try:
+        server.bind(address)
+    except OSError as error:
+        server.close()
+        raise _not_listening(f"{settings.host}, port {settings.port}", error) from error
+    return server
+
+
+def _unix_socket(path: str) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(path) != 0:  # its server is gone
+                    os.unlink(path)
+        server.bind(path)
+    except OSError as error:
+        server.close()
+        raise _not_listening(f"uds={path!r}", error) from error
+    return server
+
+
+def _not_listening(where: str, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot listen on {where}: {error.strerror or error}; give another address, or end who "
+        "has it"
+    )
+
+
+def address_of(settings: ServerSettings, server: socket.socket) -> str:
+    """Where clients find it."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = server.getsockname()[:2]
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
+
+
+def serve(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    server: socket.socket,
+    announce: Callable[[], object],
+) -> None:
+    """Serve until a signal comes, and end as `SignalledServer` says. For the main thread.
+
+    `announce` is called when clients are let in. The engine stays its maker's to close.
+    """
+    app = create_app(engine, settings)
+    config = uvicorn.Config(
+        app,
+        http=type("Protocol", (TimedProtocol,), {"seconds": settings.body_timeout}),
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        root_path=settings.root_path,
+        timeout_keep_alive=settings.keep_alive,
+        timeout_graceful_shutdown=_LAST_WORDS,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+    )
+    SignalledServer(config, app.state.context, announce).run(sockets=[server])
+
+
+class SignalledServer(uvicorn.Server):
+    """A server that drains on SIGTERM and SIGINT: new requests get 503, those that run may end.
+
+    A second signal aborts those, a third one does not wait until their clients have read that.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, context: ServerContext, announce: Callable[[], object]
+    ) -> None:
+        super().__init__(config)
+        self._context = context
+        self._announce = announce
+        self._num_signals = 0
+        self._ending: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come, at any line of the main thread."""
+        if self._loop is None:
+            raise KeyboardInterrupt
+        self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
+
+    def _end(self, name: str) -> None:
+        self._num_signals += 1
+        self._context.is_draining = True
+        if self._num_signals > 2:
+            self.force_exit = self.should_exit = True
+            return
+        is_first = self._num_signals == 1
+        _log.warning(
+            "%s: %d requests run and %s",
+            name,
+            len(self._context.live),
+            _FIRST if is_first else _NEXT,
+        )
+        timeout = self._context.settings.drain_timeout if is_first else 0
+        task = asyncio.get_running_loop().create_task(self._drain(timeout))
+        self._ending.add(task)
+
+    async def _drain(self, timeout: float) -> None:
+        if not await self._context.engine.drain(timeout) and timeout:
+            _log.warning("requests were aborted after %g seconds", timeout)
+        self.should_exit = True
+
+
+_FIRST = "may end, new ones get 503; a second signal aborts them"
+_NEXT = "are aborted"
+
+
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 as uvicorn speaks it, to clients that send their headers in time.
+
+    A connection is closed where `seconds` pass without a whole request's headers, be it that
+    nothing comes or a byte at a time, or with a body that nobody reads any more.
+    """
+
+    seconds: float = 60.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio."""
+        super().connection_made(transport)
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        super().data_received(data)
+        self._set_timer()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _set_timer(self) -> None:
+        """It runs from the first byte that is awaited to the last."""
+        is_unread = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+        if self.conn.their_state is not h11.IDLE and not is_unread:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self.transport.close)

@@ -1,0 +1,136 @@
+"""What clients send: the fields of each route and their types.
+
+Names are those of OpenAI's API, and of vLLM where that has more. An unknown field is refused. What
+a sampling parameter may be is checked by `SamplingParams`; here is what it may weigh: the lengths
+of lists and texts.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_ITEMS = 1024
+"""Items of any list in a request, token ids of a prompt aside; also n times the prompts."""
+MAX_STOPS = 32
+MAX_TOP_LOGPROBS = 20
+
+Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops: TypeAlias = Annotated[list[Text], Field(max_length=MAX_STOPS)]
+Ids: TypeAlias = Annotated[list[int], Field(max_length=MAX_ITEMS)]
+TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+RequestId: TypeAlias = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
+PromptIds: TypeAlias = Annotated[list[int], Field(min_length=1)]
+Prompts: TypeAlias = (
+    str
+    | PromptIds
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS)]
+    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_ITEMS)]
+)
+
+
+class ClientModel(BaseModel):
+    """Of what clients send: types as they are, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(ClientModel):
+    """What a stream holds beside the answer."""
+
+    include_usage: bool = Field(False, description="a last item with the usage")
+    continuous_usage_stats: bool = Field(False, description="the usage in every item")
+
+
+class SamplingFields(ClientModel):
+    """What completions and chats have in common: the fields of `SamplingParams`, and the request's.
+
+    What is left out or null is as the model's own configuration or `SamplingParams` has it.
+    """
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_ITEMS)
+    seed: int | None = None
+    stop: Text | Stops | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS)] | None = None
+    allowed_token_ids: Ids | None = None
+    truncate_prompt_tokens: int | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="token ids of prompt and answer, too")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="tokens of log-probabilities as `token_id:7`"
+    )
+    request_id: RequestId | None = Field(
+        None, description="without it the header x-request-id, or a new one"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="only prompts with the same salt share cached blocks"
+    )
+    priority: float = Field(0, description="smaller ones are served first")
+    user: str | None = Field(None, description="changes nothing")
+    metadata: dict[str, str] | None = Field(None, description="changes nothing")
+
+
+class CompletionRequest(SamplingFields):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = Field(None, description="the text begins with the prompt")
+    add_special_tokens: bool = Field(True, description="as the tokenizer does, to prompts of text")
+
+
+class Function(ClientModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(ClientModel):
+    """A tool that the model may use: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatOptionFields(ClientModel):
+    """How a conversation becomes a prompt."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS)]
+    add_generation_prompt: bool | None = Field(
+        None, description="begin the assistant's turn; true, but with continue_final_message"
+    )
+    continue_final_message: bool = Field(False, description="go on with the last message")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables of the chat template, those that the server allows"
+    )
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+
+
+class ChatCompletionRequest(SamplingFields, ChatOptionFields):
+    """The body of POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None

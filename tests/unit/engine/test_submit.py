@@ -1,0 +1,148 @@
+"""Several requests of one caller: queued together or not at all, read as one stream."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from pyengine.core import InvalidRequestError, QueueFullError, RequestFailedError, SamplingParams
+from pyengine.core.sampling_params import RequestOutputKind
+from tests.support.callers import FakeModel
+from tests.support.engines import GREEDY
+from tests.support.fake_runner import continued
+
+LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
+DELTAS = SamplingParams(
+    temperature=0, ignore_eos=True, max_tokens=20, output_kind=RequestOutputKind.DELTA
+)
+PROMPTS = [[1, 2], [3], [4, 5, 6]]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
+    model = FakeModel(monkeypatch, num_blocks=2048, max_num_seqs=16, max_model_len=200)
+    yield model
+    model.bench.assert_all_free()
+    assert model.bench.engine.unfinished == []
+
+
+def test_one_stream_has_the_items_of_all(model: FakeModel) -> None:
+    async def main() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        async with model.async_engine() as engine:
+            async for item in engine.submit([engine.request(one, DELTAS) for one in PROMPTS]):
+                found.setdefault(item.index, []).extend(item.outputs[0].token_ids)
+        return found
+
+    found = asyncio.run(main())
+    assert found == {at: continued(prompt, 20) for at, prompt in enumerate(PROMPTS)}
+
+
+def test_what_came_before_anybody_read_is_there(model: FakeModel) -> None:
+    """Also the end: who begins to read late waits for nothing."""
+
+    async def main() -> list[bool]:
+        async with model.async_engine() as engine:
+            stream = engine.submit([engine.request(one, GREEDY) for one in PROMPTS])
+            while engine.stats().num_new_tokens < 24 or engine.stats().num_running:
+                await asyncio.sleep(0.001)
+            return [item.finished async for item in stream]
+
+    assert asyncio.run(main()) == [True] * 3
+
+
+@pytest.mark.parametrize("ids", [("a", "a"), ("a", "taken")])
+def test_if_one_id_is_in_use_none_is_queued(ids: tuple[str, ...], model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            other = engine.submit([engine.request([7], LONG, "taken")])
+            with pytest.raises(InvalidRequestError, match=rf"'{ids[1]}' is in use"):
+                engine.submit([engine.request([1], GREEDY, one) for one in ids])
+            await asyncio.sleep(0.01)
+            assert len(model.bench.engine.unfinished) == 1
+            other.close()
+            again = [item async for item in engine.submit([engine.request([1], GREEDY, "a")])]
+            assert again[-1].finished
+
+    asyncio.run(main())
+
+
+def test_if_the_queue_has_no_room_for_all_none_is_queued(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine(max_num_waiting=4) as engine:
+            long = [engine.request([at], LONG) for at in range(16)]
+            running = []
+            for at in (0, 4, 8, 12):
+                running.append(engine.submit(long[at : at + 4]))
+                while engine.stats().num_running < at + 4:
+                    await asyncio.sleep(0.001)
+            waiting = engine.submit([engine.request([1], GREEDY) for _ in range(2)])
+            with pytest.raises(QueueFullError, match="2 requests wait and max_num_waiting=4"):
+                engine.submit([engine.request([1], GREEDY) for _ in range(3)])
+            with pytest.raises(InvalidRequestError, match="5 requests at once"):
+                engine.submit([engine.request([1], GREEDY) for _ in range(5)])
+            await asyncio.sleep(0.02)
+            assert engine.stats().num_waiting == 2
+            for stream in (*running, waiting):
+                stream.close()
+
+    asyncio.run(main())
+
+
+def test_closing_it_ends_all(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            stream = engine.submit([engine.request(one, LONG, f"{one}") for one in PROMPTS])
+            async for _ in stream:
+                break
+            stream.close()
+            stream.close()
+            for _ in range(1000):
+                if not model.bench.engine.unfinished:
+                    return
+                await asyncio.sleep(0.001)
+            raise AssertionError(model.bench.engine.unfinished)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", RequestOutputKind)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_alone_gives_no_token(
+    n: int, kind: RequestOutputKind, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`max_tokens=0`: the log-probabilities of the prompt, and an end by length."""
+    model = FakeModel(monkeypatch, num_blocks=64, max_model_len=200, depth=depth)
+    params = SamplingParams(n=n, max_tokens=0, prompt_logprobs=1, output_kind=kind)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            other = engine.submit([engine.request([7], GREEDY)])
+            items = [item async for item in engine.generate(list(range(200))[::-1][-97:], params)]
+            outputs = items[-1].outputs
+            assert [one.token_ids for one in outputs] == [[]] * n
+            assert {one.finish_reason for one in outputs} == {"length"}
+            assert items[-1].prompt_logprobs is not None
+            assert len(items[-1].prompt_logprobs) == 97
+            assert items[-1].metrics.first_token_time is None
+            assert [item.outputs[0].token_ids async for item in other][-1] == continued([7], 8)
+            assert engine.stats().num_new_tokens == 8
+
+    asyncio.run(main())
+    model.bench.assert_all_free()
+
+
+def test_the_error_of_one_is_the_streams(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            requests = [engine.request(one, LONG) for one in PROMPTS]
+            stream = engine.submit(requests)
+            with pytest.raises(RequestFailedError, match="by hand"):
+                async for _ in stream:
+                    sink = requests[1].sink
+                    assert sink is not None
+                    sink.fail(RequestFailedError("failed by hand"))
+            stream.close()
+
+    asyncio.run(main())

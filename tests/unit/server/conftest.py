@@ -1,0 +1,30 @@
+"""One small engine for all tests of the server, and after each nothing of it is left behind."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from pyengine.engine import AsyncEngine
+from tests.support.serving import Client, make_client, open_small_engine, save_small_model
+
+
+@pytest.fixture(scope="package")
+def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    folder = save_small_model(tmp_path_factory.mktemp("served"))
+    with open_small_engine(folder) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(small_engine: AsyncEngine) -> Iterator[AsyncEngine]:
+    yield small_engine
+    stats = small_engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.ledger.active, stats.ledger.leased) == (0, 0)
+
+
+@pytest.fixture
+def client(engine: AsyncEngine) -> Iterator[Client]:
+    client = make_client(engine)
+    yield client
+    assert client.context.live == {} and client.context.num_open == 0

@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions: the template's prompt, the engine's answer, OpenAI's shape."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine import AsyncEngine
+from tests.support.serving import (
+    Client,
+    alone,
+    make_client,
+    open_small_engine,
+    save_small_model,
+)
+
+USER = {"role": "user", "content": "What is the capital of France?"}
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}
+PATH = "/v1/chat/completions"
+
+
+def reference(engine: AsyncEngine, messages: Any, options: Any = None, **params: Any) -> Any:
+    prompt = engine.apply_chat_template(messages, **(options or {}))
+    return alone(engine, prompt, SamplingParams(**{**GREEDY, **params}))
+
+
+def test_the_answer_is_what_the_engine_says(client: Client, engine: AsyncEngine) -> None:
+    answer = client.chat([USER], **GREEDY)
+    expected = reference(engine, [USER])
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": expected.outputs[0].text},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        (
+            {"continue_final_message": True},
+            {"add_generation_prompt": False, "continue_final_message": True},
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+        ),
+    ],
+)
+def test_options_of_the_template(
+    fields: Any, options: Any, client: Client, engine: AsyncEngine
+) -> None:
+    messages = [USER, {"role": "assistant", "content": "It is"}]
+    answer = client.chat(messages, return_token_ids=True, **fields, **GREEDY)
+    expected = reference(engine, messages, options)
+    assert answer["prompt_token_ids"] == expected.prompt_token_ids
+    assert answer["choices"][0]["token_ids"] == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1, "seed": 5}])
+def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Client) -> None:
+    body = {
+        "messages": [USER],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+        **GREEDY,
+        **fields,
+    }
+    whole = client.answer(PATH, body)
+    events = client.events(PATH, {**body, "stream_options": {"include_usage": True}})
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    for choice in whole["choices"]:
+        parts = [
+            one for event in events for one in event["choices"] if one["index"] == choice["index"]
+        ]
+        text = "".join(one["delta"]["content"] for one in parts)
+        assert text == choice["message"]["content"]
+        assert parts[0]["delta"]["role"] == "assistant"
+        assert not [one for one in parts[1:] if "role" in one["delta"]]
+        entries = [entry for one in parts for entry in one["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
+
+
+def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -> None:
+    expected = reference(engine, [USER], logprobs=3).outputs[0]
+    (choice,) = client.chat([USER], logprobs=True, top_logprobs=3, **GREEDY)["choices"]
+    content = choice["logprobs"]["content"]
+    for found, token, entries in zip(content, expected.token_ids, expected.logprobs, strict=True):
+        assert found["logprob"] == pytest.approx(entries[token].logprob)
+        assert bytes(found["bytes"]).decode() == entries[token].decoded_token
+        values = [one["logprob"] for one in found["top_logprobs"]]
+        assert values == sorted(values, reverse=True) and len(values) == 3
+    (choice,) = client.chat([USER], logprobs=True, **GREEDY)["choices"]
+    assert [one["top_logprobs"] for one in choice["logprobs"]["content"]] == [[]] * 6
+
+
+def test_without_a_limit_an_answer_ends_with_the_model(client: Client) -> None:
+    answer = client.chat([USER], temperature=0, ignore_eos=True, stop_token_ids=list(range(290)))
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    answer = client.chat([USER], **{**GREEDY, "max_tokens": None, "max_completion_tokens": 3})
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "mean the same"),
+        ({"top_logprobs": 3}, "needs logprobs"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "lets requests set enable_thinking"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "lets requests set enable_thinking"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "set one of them"),
+        ({"stream_options": {"include_usage": True}}, "needs stream: true"),
+    ],
+)
+def test_options_that_contradict_each_other(fields: Any, words: str, client: Client) -> None:
+    error = client.refusal(PATH, {"messages": [USER], **fields})
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user"}, "neither 'content' nor 'tool_calls'"),
+        ({"content": "x"}, "'role' and 'content'"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///"}}]},
+            "takes text",
+        ),
+        ({"role": "user", "content": 5}, "takes text"),
+        ({"role": "user", "content": "x", "colour": "red"}, "'colour'"),
+    ],
+)
+def test_messages_that_no_template_takes(message: Any, words: str, client: Client) -> None:
+    error = client.refusal(PATH, {"messages": [message], "max_tokens": 1})
+    assert words in error["message"]
+
+
+def test_what_clients_send_back_of_an_answer_is_taken(client: Client) -> None:
+    """The openai client dumps its own answers with all their fields, most of them null."""
+    back = {"role": "assistant", "content": "Paris", "refusal": None, "annotations": None}
+    assert client.chat([USER, back, USER], **GREEDY)["choices"]
+
+
+def test_an_endless_template_costs_its_caller_a_refusal(tmp_path: Path) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    save_small_model(tmp_path, "{% if messages[0].content == 'x' %}" + endless + "{% endif %}ab")
+    with open_small_engine(tmp_path) as engine:
+        client = make_client(engine, template_timeout=0.2)
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for _ in range(3):  # more than there are threads
+            assert "after 0.2 seconds" in client.refusal(PATH, body)["message"]
+        assert client.chat([USER], max_tokens=1)["choices"]

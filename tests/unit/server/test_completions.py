@@ -1,0 +1,273 @@
+"""POST /v1/completions: what the engine says, in OpenAI's shape, streamed and not."""
+
+from typing import Any
+
+import pytest
+
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine import AsyncEngine
+from tests.support.serving import MAX_MODEL_LEN, Client, alone
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}
+TEXT = "The capital of France is Paris."
+
+
+def reference(engine: AsyncEngine, prompt: Any, **params: Any) -> Any:
+    return alone(engine, prompt, SamplingParams(**{**GREEDY, **params}))
+
+
+def test_the_text_is_what_the_engine_says(client: Client, engine: AsyncEngine) -> None:
+    answer = client.complete(TEXT, **GREEDY)
+    expected = reference(engine, TEXT)
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": expected.outputs[0].text,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    count = len(expected.prompt_token_ids)
+    assert answer["usage"]["prompt_tokens"] == count
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"]["total_tokens"] == count + 6
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-") and answer["created"] > 1e9
+    assert answer["model"] == client.context.names[0]
+
+
+def test_cached_tokens_are_told(client: Client) -> None:
+    prompt = [7, 8, 9] * 20
+    client.complete(prompt, **GREEDY)
+    usage = client.complete(prompt, **GREEDY)["usage"]
+    assert usage["prompt_tokens"] == 60
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 48}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        (TEXT, 1),
+        ([5, 6, 7], 1),
+        ([TEXT, "Tokyo"], 2),
+        ([[5, 6, 7], [8, 9]], 2),
+    ],
+    ids=["text", "ids", "texts", "lists of ids"],
+)
+def test_prompts_in_every_form(
+    prompt: Any, count: int, client: Client, engine: AsyncEngine
+) -> None:
+    several = prompt if count > 1 else [prompt]
+    answer = client.complete(prompt, n=2, return_token_ids=True, **GREEDY)
+    assert [one["index"] for one in answer["choices"]] == list(range(2 * count))
+    for place, one in enumerate(several):
+        expected = reference(engine, one, n=2)
+        for index in range(2):
+            choice = answer["choices"][place * 2 + index]
+            assert choice["token_ids"] == expected.outputs[index].token_ids
+            assert choice["prompt_token_ids"] == expected.prompt_token_ids
+    assert answer["usage"]["completion_tokens"] == 6 * 2 * count
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1, "seed": 5}, {"echo": True}])
+def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Client) -> None:
+    body = {"prompt": [TEXT, "Tokyo"], "logprobs": 2, "return_token_ids": True, **GREEDY, **fields}
+    whole = client.answer("/v1/completions", body)
+    events = client.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert events[-1]["choices"] == []
+    usage, expected = events[-1]["usage"], whole["usage"]
+    assert {**usage, "prompt_tokens_details": 0} == {**expected, "prompt_tokens_details": 0}
+    for choice in whole["choices"]:
+        parts = [
+            one for event in events for one in event["choices"] if one["index"] == choice["index"]
+        ]
+        assert "".join(one["text"] for one in parts) == choice["text"]
+        assert [token for one in parts for token in one["token_ids"]] == choice["token_ids"]
+        for name, values in choice["logprobs"].items():
+            assert [one for part in parts for one in part["logprobs"][name]] == values, name
+        assert [one["finish_reason"] for one in parts] == [None] * (len(parts) - 1) + ["length"]
+        assert parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert not [one for one in parts[1:] if "prompt_token_ids" in one]
+    assert len({event["id"] for event in events}) == 1
+    assert len(events) > len(whole["choices"])
+
+
+def test_usage_in_every_item_of_a_stream(client: Client) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    events = client.events(
+        "/v1/completions", {"prompt": [5, 6], "stream_options": options, **GREEDY}
+    )
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[-1] == 6
+    assert {event["usage"]["prompt_tokens"] for event in events} == {2}
+
+
+def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -> None:
+    expected = reference(engine, TEXT, logprobs=3).outputs[0]
+    (choice,) = client.complete(TEXT, logprobs=3, **GREEDY)["choices"]
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == pytest.approx(
+        [
+            several[token].logprob
+            for token, several in zip(expected.token_ids, expected.logprobs, strict=True)
+        ]
+    )
+    assert found["text_offset"][0] == 0
+    lengths = [len(token) for token in found["tokens"]]
+    assert found["text_offset"] == [sum(lengths[:at]) for at in range(6)]
+
+
+def test_the_likeliest_tokens_are_there(client: Client, engine: AsyncEngine) -> None:
+    expected = reference(engine, TEXT, logprobs=3).outputs[0]
+    fields = {"logprobs": 3, "return_tokens_as_token_ids": True, **GREEDY}
+    (choice,) = client.complete(TEXT, **fields)["choices"]
+    for found, entries in zip(choice["logprobs"]["top_logprobs"], expected.logprobs, strict=True):
+        assert found == {
+            f"token_id:{token}": pytest.approx(one.logprob) for token, one in entries.items()
+        }
+
+
+def test_echo_has_the_log_probabilities_of_the_prompt(client: Client, engine: AsyncEngine) -> None:
+    expected = reference(engine, TEXT, prompt_logprobs=1)
+    (choice,) = client.complete(TEXT, logprobs=1, echo=True, **GREEDY)["choices"]
+    assert choice["text"] == TEXT + expected.outputs[0].text
+    found = choice["logprobs"]
+    count = len(expected.prompt_token_ids)
+    assert len(found["tokens"]) == count + 6
+    assert "".join(found["tokens"][:count]) == TEXT
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert found["token_logprobs"][1:count] == pytest.approx(
+        [
+            several[token].logprob
+            for token, several in zip(
+                expected.prompt_token_ids[1:], expected.prompt_logprobs[1:], strict=True
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [TEXT, [5, 6, 7], [[5, 6, 7], [8, 9]]])
+def test_a_prompt_alone(prompt: Any, stream: bool, client: Client) -> None:
+    """`max_tokens=0` computes the prompt for its log-probabilities, and nothing else."""
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+    more = client.answer("/v1/completions", {**body, "max_tokens": 1})
+    if stream:
+        events = client.events("/v1/completions", body)
+        choices = sorted(
+            [one for event in events for one in event["choices"]], key=lambda one: one["index"]
+        )
+    else:
+        answer = client.answer("/v1/completions", body)
+        assert answer["usage"]["completion_tokens"] == 0
+        choices = answer["choices"]
+    for choice, other in zip(choices, more["choices"], strict=True):
+        assert choice["finish_reason"] == "length"
+        for name, values in choice["logprobs"].items():
+            assert values == other["logprobs"][name][:-1]
+
+
+def test_a_prompt_alone_may_fill_the_model(client: Client) -> None:
+    prompt = [5] * MAX_MODEL_LEN
+    answer = client.complete(prompt, max_tokens=0)
+    assert answer["usage"]["prompt_tokens"] == MAX_MODEL_LEN
+    error = client.refusal("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+    assert "at most 1023 fit" in error["message"]
+    error = client.refusal("/v1/completions", {"prompt": [5] * 1025, "max_tokens": 0})
+    assert "1025 tokens; at most 1024 fit" in error["message"]
+
+
+def test_prompt_logprobs_by_token_id(client: Client, engine: AsyncEngine) -> None:
+    expected = reference(engine, [5, 6, 7], prompt_logprobs=2)
+    (choice,) = client.complete([5, 6, 7], prompt_logprobs=2, **GREEDY)["choices"]
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    for found, entries in zip(rest, expected.prompt_logprobs[1:], strict=True):
+        assert {int(token) for token in found} == set(entries)
+        for token, entry in entries.items():
+            assert found[str(token)]["logprob"] == pytest.approx(entry.logprob)
+            assert found[str(token)]["rank"] == entry.rank
+            assert found[str(token)]["decoded_token"] == entry.decoded_token
+
+
+def test_tokens_as_ids(client: Client) -> None:
+    (choice,) = client.complete(
+        [5, 6], logprobs=1, echo=True, return_tokens_as_token_ids=True, **GREEDY
+    )["choices"]
+    assert choice["logprobs"]["tokens"][:2] == ["token_id:5", "token_id:6"]
+
+
+FIELDS: dict[str, Any] = {
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.2,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "stop_token_ids": [40, 41],
+    "min_tokens": 3,
+    "bad_words": ["a", "b"],
+    "allowed_token_ids": [40, 50, 60],
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "truncate_prompt_tokens": 2,
+    "stop": ["a", "e", "1", "2", "3"],
+    "ignore_eos": False,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS.items(), ids=FIELDS)
+def test_every_sampling_parameter_reaches_the_engine(
+    name: str, value: Any, client: Client, engine: AsyncEngine
+) -> None:
+    given = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True, name: value}
+    expected = alone(engine, TEXT, SamplingParams(**given))
+    answer = client.complete(TEXT, return_token_ids=True, **given)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == expected.outputs[0].token_ids
+    assert choice["text"] == expected.outputs[0].text
+    assert choice["finish_reason"] == expected.outputs[0].finish_reason
+    assert choice["stop_reason"] == expected.outputs[0].stop_reason
+
+
+def test_logit_bias_is_keyed_by_text(client: Client) -> None:
+    answer = client.complete(
+        TEXT, logit_bias={"77": 100}, max_tokens=3, ignore_eos=True, return_token_ids=True
+    )
+    assert answer["choices"][0]["token_ids"] == [77, 77, 77]
+
+
+def test_null_is_as_if_it_was_left_out(client: Client) -> None:
+    names = ("stop", "seed", "n", "max_tokens", "logit_bias", "logprobs", "stream", "user")
+    whole = client.complete(TEXT, temperature=0)
+    nulls = client.complete(TEXT, temperature=0, **dict.fromkeys(names))
+    assert nulls["choices"] == whole["choices"]
+
+
+def test_salts_part_the_cache(client: Client) -> None:
+    prompt = [9, 8, 7] * 20
+
+    def cached(**fields: Any) -> int:
+        usage = client.complete(prompt, **GREEDY, **fields)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached(cache_salt="mine")
+    assert cached(cache_salt="mine") == 48
+    assert cached(cache_salt="yours") == 0
+
+
+def test_the_id_of_a_request_is_its_own_or_its_headers(client: Client) -> None:
+    body = {"prompt": [5], "max_tokens": 1}
+    response = client.post("/v1/completions", body, headers={"x-request-id": "abc"})
+    assert response.headers["x-request-id"] == "abc"
+    assert response.json()["id"] == "cmpl-abc"
+    response = client.post(
+        "/v1/completions", {**body, "request_id": "mine"}, headers={"x-request-id": "abc"}
+    )
+    assert response.json()["id"] == "cmpl-mine"
+    first, second = (client.complete([5], max_tokens=1)["id"] for _ in range(2))
+    assert first != second
+
+
+def test_priorities_are_taken(client: Client) -> None:
+    assert client.complete([5], max_tokens=1, priority=-3)["choices"]
