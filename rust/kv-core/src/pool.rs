@@ -213,14 +213,22 @@ impl Pool {
         place.seq_refs += 1;
     }
 
-    /// A table entry more of a content that is adopted. Whether an open step is to compute it.
+    /// A table entry more of each of these, whose contents are adopted. How many an open step is to
+    /// compute.
     #[inline]
-    pub(crate) fn adopt(&mut self, block: BlockId) -> bool {
-        self.hold(block);
-        let open = self.open;
-        let place = &mut self.blocks[block.at()];
-        place.used_again = true;
-        !is_ready(place, open)
+    pub(crate) fn adopt_all(&mut self, blocks: &[BlockId]) -> usize {
+        let (places, open) = (&mut self.blocks, self.open);
+        let (mut begin, mut in_flight) = (0, 0);
+        self.queue.unlink_all(blocks.iter().map(|&block| {
+            let place = &mut places[block.at()];
+            begin += usize::from(place.seq_refs == 0);
+            place.seq_refs += 1;
+            place.used_again = true;
+            in_flight += usize::from(!is_ready(place, open));
+            (place.list, block)
+        }));
+        self.active += begin;
+        in_flight
     }
 
     /// A table entry less.
@@ -244,41 +252,33 @@ impl Pool {
             queue,
             policy,
             shared,
-            active,
             ..
         } = self;
-        let mut blocks = blocks.peekable();
-        while let Some(&first) = blocks.peek() {
-            let place = &places[first.at()];
-            let list = policy.list(place.used_again);
-            // Those that become idle and wait in the same list go there together.
-            let idle = std::iter::from_fn(|| {
-                blocks.next_if(|block| {
-                    let place = &mut places[block.at()];
-                    let idles = place.seq_refs == 1
-                        && place.content.run != RunId::NONE
-                        && policy.list(place.used_again) == list
-                        && place.fences == 0
-                        && shared.lease_refs_of(*block) == 0;
-                    if idles {
-                        (place.seq_refs, place.list) = (0, list);
-                        *active -= 1;
-                    }
-                    idles
-                })
-            });
-            queue.push_tails(list, idle);
-            if let Some(block) = blocks.next() {
-                let place = &mut places[block.at()];
-                place.seq_refs -= 1;
-                if place.seq_refs == 0 {
-                    *active -= 1;
-                    if place.fences == 0 && shared.lease_refs_of(block) == 0 {
-                        wait(place, block, policy, queue);
-                    }
-                }
+        let (mut tail, mut ended) = (queue.tail(List::Probation), 0);
+        for block in blocks {
+            let place = &mut places[block.at()];
+            place.seq_refs -= 1;
+            if place.seq_refs > 0 {
+                continue;
             }
+            ended += 1;
+            if place.fences > 0 || shared.lease_refs_of(block) > 0 {
+                continue;
+            }
+            if place.content.run == RunId::NONE {
+                place.list = List::Free;
+                queue.push_head(List::Free, block);
+                continue;
+            }
+            place.list = policy.list(place.used_again);
+            if place.list != tail.list {
+                queue.end_tail(tail);
+                tail = queue.tail(place.list);
+            }
+            queue.push_behind(&mut tail, block);
         }
+        queue.end_tail(tail);
+        self.active -= ended;
     }
 
     /// Before a lease holds a block: it waits no more.

@@ -37,6 +37,13 @@ const UNQUEUED: Link = Link {
     next: BlockId::NONE,
 };
 
+/// Where the blocks go that wait next, one after the other: the list is whole again once it has ended.
+pub(crate) struct Tail {
+    pub(crate) list: List,
+    last: BlockId,
+    count: usize,
+}
+
 /// Blocks that nobody holds, in the order in which they are handed out.
 pub(crate) struct FreeQueue {
     /// One link per block, and at the end a sentinel per list that closes its ring.
@@ -101,20 +108,29 @@ impl FreeQueue {
         self.insert(list, block, self.links[sentinel.at()].prev, sentinel);
     }
 
-    /// Puts blocks at the tail of a list, one after the other.
+    /// Begins to put blocks at the tail of a list of idle ones; `end_tail` ends it.
     #[inline]
-    pub(crate) fn push_tails(&mut self, list: List, blocks: impl Iterator<Item = BlockId>) {
-        let sentinel = self.sentinel(list);
-        let mut last = self.links[sentinel.at()].prev;
-        for block in blocks {
-            debug_assert!(!self.contains(block));
-            self.links[last.at()].next = block;
-            self.links[block.at()].prev = last;
-            self.lens[list as usize] += 1;
-            last = block;
-        }
-        self.links[last.at()].next = sentinel;
-        self.links[sentinel.at()].prev = last;
+    pub(crate) fn tail(&self, list: List) -> Tail {
+        let last = self.links[self.sentinel(list).at()].prev;
+        let count = 0;
+        Tail { list, last, count }
+    }
+
+    #[inline]
+    pub(crate) fn push_behind(&mut self, tail: &mut Tail, block: BlockId) {
+        debug_assert!(!self.contains(block));
+        self.links[tail.last.at()].next = block;
+        self.links[block.at()].prev = tail.last;
+        tail.last = block;
+        tail.count += 1;
+    }
+
+    #[inline]
+    pub(crate) fn end_tail(&mut self, tail: Tail) {
+        let sentinel = self.sentinel(tail.list);
+        self.links[tail.last.at()].next = sentinel;
+        self.links[sentinel.at()].prev = tail.last;
+        self.lens[tail.list as usize] += tail.count;
     }
 
     /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`.
@@ -140,6 +156,33 @@ impl FreeQueue {
         self.links[next.at()].prev = prev;
         self.links[block.at()] = UNQUEUED;
         self.lens[list as usize] -= 1;
+    }
+
+    /// Takes out those of these blocks that are in the queue, each from its list. Neighbours that come
+    /// last first, as the blocks of a sequence went in, leave together: what is around them is linked
+    /// once.
+    #[inline]
+    pub(crate) fn unlink_all(&mut self, blocks: impl Iterator<Item = (List, BlockId)>) {
+        let mut gap = UNQUEUED;
+        blocks.for_each(|(list, block)| {
+            if block != gap.prev {
+                self.close(gap);
+                gap.next = self.links[block.at()].next;
+            }
+            let Link { prev, next } = std::mem::replace(&mut self.links[block.at()], UNQUEUED);
+            self.lens[list as usize] -= usize::from(next != BlockId::NONE);
+            gap.prev = prev;
+        });
+        self.close(gap);
+    }
+
+    /// Links what is on both sides of a gap; of none, nothing.
+    #[inline]
+    fn close(&mut self, gap: Link) {
+        if gap.prev != BlockId::NONE {
+            self.links[gap.prev.at()].next = gap.next;
+            self.links[gap.next.at()].prev = gap.prev;
+        }
     }
 
     #[inline]
@@ -250,6 +293,32 @@ mod tests {
         (0..3).for_each(|block| queue.push_tail(Free, BlockId::new(block)));
         queue.push_tail(Protected, BlockId::new(3));
         queue
+    }
+
+    #[test]
+    fn takes_out_neighbours_and_others_in_any_order() {
+        // Every order of some blocks of two lists, one of them in none.
+        let all = [0, 1, 2, 3, 4, 5, 6].map(BlockId::new);
+        for seed in 0..5040_usize {
+            let mut queue = FreeQueue::over(7).expect("seven blocks fit");
+            (0..4).for_each(|block| queue.push_tail(Free, all[block]));
+            (4..6).for_each(|block| queue.push_tail(Protected, all[block]));
+            let (mut left, mut order, mut rest) = (all.to_vec(), vec![], seed);
+            while !left.is_empty() {
+                order.push(left.remove(rest % left.len()));
+                rest /= left.len() + 1;
+            }
+            let gone = &order[..seed % 8];
+            let list = |block: BlockId| if block.at() < 4 { Free } else { Protected };
+            queue.unlink_all(gone.iter().map(|&block| (list(block), block)));
+            queue.check().expect("consistent");
+            let stay = |blocks: std::ops::Range<usize>| -> Vec<BlockId> {
+                let blocks = all[blocks].iter().copied();
+                blocks.filter(|block| !gone.contains(block)).collect()
+            };
+            assert_eq!(queue.iter(Free).collect::<Vec<_>>(), stay(0..4));
+            assert_eq!(queue.iter(Protected).collect::<Vec<_>>(), stay(4..6));
+        }
     }
 
     fn link(queue: &mut FreeQueue, block: usize, prev: usize, next: usize) {

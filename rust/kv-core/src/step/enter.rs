@@ -149,9 +149,9 @@ impl Steps {
         let new = BlockTable::of_match(&matched.blocks, from, &state.groups);
         extra.matched = matched.rows;
         extra.matched_blocks = new.len();
-        new.blocks().for_each(|block| {
-            extra.in_flight += usize::from(state.pool.adopt(block));
-        });
+        for group in 0..state.groups.len() {
+            extra.in_flight += state.pool.adopt_all(new.blocks_of(group));
+        }
         for group in 0..state.groups.len() {
             let seen = state.groups.first_row(group, rows).min(from);
             let table = &mut state.seqs.at_mut(slot).table;
