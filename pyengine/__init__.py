@@ -30,6 +30,7 @@ from pyengine.cache import (
 if TYPE_CHECKING:
     from pyengine.core.outputs import CompletionOutput, RequestOutput
     from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+    from pyengine.core.structured_outputs import StructuredOutputs
     from pyengine.engine import LLM, AsyncEngine
 
     __version__: str
@@ -54,6 +55,7 @@ __all__ = [
     "Stats",
     "StepBuffers",
     "StepPlan",
+    "StructuredOutputs",
     "__version__",
     "replay",
 ]
@@ -63,6 +65,7 @@ _LAZY = {
     "AsyncEngine": "pyengine.engine",
     "RequestOutputKind": "pyengine.core.sampling_params",
     "SamplingParams": "pyengine.core.sampling_params",
+    "StructuredOutputs": "pyengine.core.structured_outputs",
     "CompletionOutput": "pyengine.core.outputs",
     "RequestOutput": "pyengine.core.outputs",
 }

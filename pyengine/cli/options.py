@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from pyengine.core.option import option_of
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
+from pyengine.core.structured_outputs import MAX_FORMAT_BYTES, StructuredOutputs
 
 FAILED = 1
 BAD_INPUT = 2
@@ -97,6 +99,15 @@ _SAMPLING: Mapping[str, _Sampling] = {
 }
 """Fields of `SamplingParams` that the commands offer."""
 
+_FORMS: Mapping[str, _Sampling] = {
+    "json_schema": _Sampling(None, "Answer with JSON by the schema in this file.", Path | None),
+    "json_object": _Sampling(False, "Answer with a JSON object.", bool),
+    "regex": _Sampling(None, "Answer with what this expression matches.", str | None),
+    "choice": _Sampling(None, "Answer with this text; may be given again.", list[str] | None),
+    "grammar": _Sampling(None, "Answer by the grammar in this file: Lark, or GBNF.", Path | None),
+}
+"""Ways to say what form an answer must have: one field of `StructuredOutputs` each."""
+
 
 def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command's body to take an option for every field it stands on.
@@ -113,7 +124,7 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
         options: list[inspect.Parameter] = []
         if own.pop("params", None):
             makers["params"] = _sampling_params
-            options += map(_sampling_option, *zip(*_SAMPLING.items(), strict=True))
+            options += [_sampling_option(*one) for one in {**_SAMPLING, **_FORMS}.items()]
         serves = "server" in own
         for name, kind in (("settings", EngineSettings), ("server", ServerSettings)):
             if own.pop(name, None):
@@ -168,7 +179,32 @@ def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
 
 
 def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(**{name: values[name] for name in _SAMPLING})
+    chosen = {name: values[name] for name in _SAMPLING}
+    return SamplingParams(**chosen, structured_outputs=_form(values))
+
+
+def _form(values: Mapping[str, Any]) -> StructuredOutputs | None:
+    """The form that was asked for, read from its file where it is in one."""
+    given = {name: values[name] for name in _FORMS if values[name]}
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InvalidRequestError(f"{flags} together: an answer has one form; give one of them")
+    for name, value in given.items():
+        content = _text_of(value) if isinstance(value, Path) else value
+        field: dict[str, Any] = {"json" if name == "json_schema" else name: content}
+        return StructuredOutputs(**field)
+    return None
+
+
+def _text_of(path: Path) -> str:
+    """What a file holds, as far as it may be long."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FORMAT_BYTES + 1).decode()
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{path} is no text in UTF-8: {error.reason}") from error
 
 
 def _settings(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from pyengine.core.errors import (
     PyEngineError,
     QueueFullError,
     RequestFailedError,
+    StructuredOutputError,
 )
 from pyengine.core.outputs import (
     CompletionOutput,
@@ -19,6 +20,7 @@ from pyengine.core.outputs import (
     RequestOutput,
 )
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.core.structured_outputs import StructuredOutputs
 
 __all__ = [
     "BrokenLogitsError",
@@ -37,4 +39,6 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputError",
+    "StructuredOutputs",
 ]

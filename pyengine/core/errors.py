@@ -57,14 +57,18 @@ class BrokenLogitsError(PyEngineError):
         super().__init__(
             f"no token can be chosen in {len(rows)} of {num_rows} rows, the first of which is row "
             f"{rows[0]}: logits that are NaN, or none above minus infinity. Either the weights are "
-            "damaged or too large for their dtype, or bad_words, allowed_token_ids and min_tokens "
-            "leave no token"
+            "damaged or too large for their dtype, or bad_words, allowed_token_ids, min_tokens "
+            "and structured_outputs together leave no token"
         )
         self.rows = tuple(rows)
         self._num_rows = num_rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rows, self._num_rows)
+
+
+class StructuredOutputError(PyEngineError):
+    """An answer cannot go on in the form that was asked for: its grammar is too complex there."""
 
 
 class ModelLoadError(PyEngineError):

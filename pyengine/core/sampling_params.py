@@ -18,6 +18,7 @@ from pyengine.core.fields import (
     text_item,
     token_item,
 )
+from pyengine.core.structured_outputs import StructuredOutputs
 
 _Item = TypeVar("_Item")
 _Ids = TypeVar("_Ids", bound=Sequence[int])
@@ -174,6 +175,8 @@ class SamplingParams:
     """Choose among these tokens only; ``None``: among all."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens of the prompt, the last ones; -1: as many as the model takes."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer must have; it ends when that is complete."""
 
     _SWITCHES: ClassVar[tuple[str, ...]] = (
         "include_stop_str_in_output",
@@ -190,6 +193,8 @@ class SamplingParams:
                 raise refuse(name, getattr(self, name), "True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise refuse("output_kind", self.output_kind, "a RequestOutputKind")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise refuse("structured_outputs", self.structured_outputs, "a StructuredOutputs")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.allowed_token_ids is not None:

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import math
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from threading import Event, Lock, Thread
 from time import monotonic
 
@@ -84,18 +85,18 @@ class AsyncEngine(Frontend):
         and after `close`, `RequestFailedError` if the forward pass fails on this request, and
         `EngineDeadError` once the engine has ended.
         """
-        stream = self.submit(
-            [
-                self.request(
-                    prompt,
-                    sampling_params,
-                    request_id,
-                    cache_salt=cache_salt,
-                    priority=priority,
-                    deadline=deadline,
-                )
-            ]
+        make = partial(
+            self.request,
+            prompt,
+            sampling_params,
+            request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            deadline=deadline,
         )
+        # A grammar takes a while to compile.
+        is_slow = sampling_params is not None and sampling_params.structured_outputs is not None
+        stream = self.submit([await asyncio.to_thread(make) if is_slow else make()])
         try:
             async for item in stream:
                 yield item
@@ -114,7 +115,8 @@ class AsyncEngine(Frontend):
     ) -> RequestState:
         """A request as `generate` takes it, checked and not queued yet. For `submit`, once.
 
-        It takes the time that reading the prompt takes, and any thread may do that. Raises
+        It takes the time that reading the prompt takes, and with `structured_outputs` up to
+        seconds: not for the thread of an event loop then. Any thread may do it. Raises
         `InvalidRequestError`.
         """
         self._shared.refuse_fork()

@@ -18,6 +18,7 @@ from pyengine.core.errors import (
     InvalidRequestError,
     PyEngineError,
     RequestFailedError,
+    StructuredOutputError,
     WorkerError,
 )
 from pyengine.core.outputs import RequestOutput
@@ -321,6 +322,7 @@ class Engine:
             self._unread.read()
         self._unread = rows
         kept = rows.keep(tokens, batch.positions)
+        self._fail_lost(rows)
         ended = [rows.samples[row] for row, token in kept if self._append(rows, row, token)]
         logprobs = results.sampled.logprobs
         if rows.loud:
@@ -343,6 +345,16 @@ class Engine:
         num_new_tokens = len(tokens) - sum(unwanted)
         self._num_new_tokens += num_new_tokens
         return StepResult(num_new_tokens, finished)
+
+    def _fail_lost(self, rows: Rows) -> None:
+        """End the requests whose grammars cannot say any more which token may come."""
+        lost = {
+            rows.samples[row].state: matcher.error
+            for row, matcher in rows.sampling.matchers.items()
+            if matcher.error and rows.samples[row].finish_reason is None
+        }
+        for state, error in lost.items():
+            self._fail(state, StructuredOutputError(error))
 
     @staticmethod
     def _append(rows: Rows, row: int, token: int, logprobs: Any = None) -> bool:

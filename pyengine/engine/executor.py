@@ -7,7 +7,14 @@ import torch
 from pyengine.core.errors import ConfigurationError
 from pyengine.engine.batch import Batch
 from pyengine.runner import DeviceQueue, InlineQueue, Runner, Work
-from pyengine.sampling import PendingPromptLogprobs, PendingSample, Sampled, Sampler, TokenLogprobs
+from pyengine.sampling import (
+    MaskFiller,
+    PendingPromptLogprobs,
+    PendingSample,
+    Sampled,
+    Sampler,
+    TokenLogprobs,
+)
 from pyengine.scheduler import ScheduledStep
 
 
@@ -49,6 +56,7 @@ class Executor:
         self.depth = depth
         self._queue = queue or InlineQueue()
         self._sampler = Sampler()
+        self._masks = MaskFiller()
 
     def submit(
         self, step: ScheduledStep, batch: Batch, before: SubmittedStep | None
@@ -59,6 +67,7 @@ class Executor:
         is raised by `SubmittedStep.result`.
         """
         forward = self.runner.prepare(step.plan, extra_rows=batch.prompt_rows())
+        masks = self._masks.start(batch.sampling.matchers, batch.sampling.vocab_size)
 
         def work() -> tuple[PendingSample, PendingPromptLogprobs]:
             known: torch.Tensor | None = None
@@ -70,6 +79,6 @@ class Executor:
             logits = forward(known)
             asked = batch.prompt_logprobs(logits.extra)  # at once: the logits are large
             rows = batch.rows_of(logits.sampling)
-            return self._sampler.launch(rows, batch.sampling, batch.positions), asked
+            return self._sampler.launch(rows, batch.sampling, batch.positions, masks), asked
 
         return SubmittedStep(step, batch, self._queue.submit(work))

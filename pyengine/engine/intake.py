@@ -10,6 +10,7 @@ import numpy as np
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.fields import is_real
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.grammars import Grammars
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import EndConditions, RequestState, Sample
 from pyengine.sampling import SamplingState, tokens_of_words
@@ -41,6 +42,7 @@ class Intake:
         self._facts = facts
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
+        self.grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
         """The most tokens of output; `InvalidRequestError` for what cannot be served."""
@@ -81,6 +83,8 @@ class Intake:
     ) -> RequestState:
         """A request that was checked and not queued yet. Any thread may call this.
 
+        It waits until the grammar of `structured_outputs` is compiled: not for event loops then.
+
         Raises `InvalidRequestError` if it cannot be served.
         """
         if not is_real(priority) or math.isnan(priority):
@@ -118,6 +122,8 @@ class Intake:
             stop_ids=self._facts.eos_token_ids,
             bad_words=tokens_of_words(params.bad_words, self._tokenizer),
         )
+        if params.structured_outputs is not None:
+            sampling.keep_to(self.grammars.matcher(params.structured_outputs))
         state.samples.append(Sample(state, 0, sampling, ends))
         for index in range(1, params.n):
             sample = Sample(state, index, sampling.sibling(seed + index), ends)

@@ -52,6 +52,7 @@ class Sample(Job):
     __slots__ = (
         "_cumulative",
         "_detokenizer",
+        "_drops_last",
         "_ends",
         "_is_told",
         "_logprobs",
@@ -78,7 +79,7 @@ class Sample(Job):
         self._cumulative = 0.0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._num_taken = self._num_decoded = 0
-        self._is_told = False
+        self._is_told = self._drops_last = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -127,9 +128,12 @@ class Sample(Job):
         if self.params.stop and (not is_stop or self.params.include_stop_str_in_output):
             match = self._text_to(num_output)
         if is_stop:
+            self._drops_last = not self.params.include_stop_str_in_output
             self.finish("stop", None if token in self._ends.eos_ids else token)
         elif match is not None:
             self.finish("stop", match)
+        elif self.sampling.matcher is not None and self.sampling.matcher.is_finished:
+            self.finish("stop")
         elif num_output >= self._ends.max_output:
             self.finish("length", None)
         return self.finish_reason is not None
@@ -170,8 +174,7 @@ class Sample(Job):
         detokenizer = self._detokenizer_there()
         is_stopped = self.finish_reason == "stop"
         if detokenizer is not None and not (is_stopped and isinstance(self.stop_reason, str)):
-            drops_token = is_stopped and not self.params.include_stop_str_in_output
-            self._text_to(len(self.token_ids) - drops_token)
+            self._text_to(len(self.token_ids) - self._drops_last)
         if detokenizer is not None and self.finish_reason is not None:
             detokenizer.finish()
         return detokenizer

@@ -9,8 +9,10 @@ from pyengine.sampling.logprobs import (
 )
 from pyengine.sampling.sampler import PendingSample, Sampled, Sampler
 from pyengine.sampling.state import SamplingState, tokens_of_words
+from pyengine.sampling.structured import MaskFiller, TokenMasks, TokenMatcher
 
 __all__ = [
+    "MaskFiller",
     "PendingPromptLogprobs",
     "PendingSample",
     "PromptRows",
@@ -19,6 +21,8 @@ __all__ = [
     "SamplingBatch",
     "SamplingState",
     "TokenLogprobs",
+    "TokenMasks",
+    "TokenMatcher",
     "prompt_logprobs",
     "tokens_of_words",
 ]

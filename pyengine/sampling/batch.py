@@ -23,6 +23,7 @@ class SamplingBatch:
         "adjustments",
         "depends_on_output",
         "draws",
+        "matchers",
         "states",
         "vocab_size",
         "wanted",
@@ -36,6 +37,10 @@ class SamplingBatch:
         may_change_logits = any([state.may_change_logits for state in states])
         self.adjustments = Adjustments(self.states) if may_change_logits else None
         """``None``: tokens are chosen from the model's own logits."""
+        self.matchers = {
+            row: state.matcher for row, state in enumerate(states) if state.matcher is not None
+        }
+        """Of the rows whose answers have to have some form."""
         random_rows = [row for row, state in enumerate(states) if state.is_drawn]
         self.draws = DrawBatch(states, random_rows) if random_rows else None
         """Rows that are drawn; the others are greedy. ``None``: all are."""

@@ -13,6 +13,7 @@ from pyengine.sampling.draw_cpu import largest_on_cpu
 from pyengine.sampling.host import HostCopy
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import SamplingState
+from pyengine.sampling.structured import TokenMasks
 from pyengine.sampling.uniform import Positions
 
 
@@ -61,7 +62,8 @@ class Sampler:
     """Chooses tokens as vLLM does, in this order.
 
     1. Log-probabilities are those of the raw logits.
-    2. Stop tokens barred by ``min_tokens``, logit bias, penalties (:mod:`.adjust`).
+    2. Stop tokens barred by ``min_tokens``, logit bias, penalties (:mod:`.adjust`); then tokens
+       that the form of the answer does not allow (:mod:`.structured`).
     3. Greedy requests take the largest logit, of equal ones the lowest id.
     4. The others: temperature, min-p, top-k, top-p, draw (:mod:`.draw`).
 
@@ -84,12 +86,15 @@ class Sampler:
         logits: torch.Tensor,
         states: Sequence[SamplingState] | SamplingBatch,
         positions: Positions | None = None,
+        masks: TokenMasks | None = None,
     ) -> PendingSample:
         """Choose one token per row of ``logits``: [B, V], any floating type and device.
 
         Nothing waits for the device. ``positions[i]`` is the place that row i's token will have
         in its output, by default the end of what the state has: a state that has not been told
-        its last token yet is one short. Raises ``ValueError`` if rows and states don't correspond.
+        its last token yet is one short. ``masks`` say which tokens may come in rows whose answers
+        have a form to keep to; they are waited for here. Raises ``ValueError`` if rows and states
+        don't correspond.
         """
         batch = states if isinstance(states, SamplingBatch) else SamplingBatch(states)
         _check_shapes(logits, batch)
@@ -100,6 +105,8 @@ class Sampler:
         candidates = logits
         if batch.adjustments is not None:
             candidates = batch.adjustments.apply(logits, positions)
+        if masks is not None:
+            candidates = masks.apply(candidates, to_copy=candidates is logits)
         token_ids = _choose(candidates, batch, positions)
         chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         logprobs = None

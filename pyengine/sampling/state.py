@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.sampling.structured import TokenMatcher
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 _EMPTY_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -80,6 +81,7 @@ class SamplingState:
         "depends_on_output",
         "draw_settings",
         "is_drawn",
+        "matcher",
         "may_change_logits",
         "num_logprobs",
         "params",
@@ -127,6 +129,8 @@ class SamplingState:
         self.bias_values = _EMPTY_VALUES
         self.bad_words: list[tuple[int, ...]] = []
         """Sequences of several tokens whose last may not come behind the others."""
+        self.matcher: TokenMatcher | None = None
+        """Says which tokens may come next, where the answer has to have some form."""
         self.depends_on_output = False
         """Whether the next token cannot be chosen before the one before it is known."""
         self.may_change_logits = False
@@ -172,6 +176,10 @@ class SamplingState:
                 f"{of} are stop tokens or bad words"
             )
 
+    def keep_to(self, matcher: TokenMatcher) -> None:
+        """Let this matcher, which is this state's alone, say which tokens may come."""
+        self.matcher, self.depends_on_output = matcher, True
+
     def sibling(self, seed: int) -> "SamplingState":
         """Return the state of another sample of the same prompt, with a seed of its own.
 
@@ -182,6 +190,7 @@ class SamplingState:
         made = copy(self)
         made.seed, made.token_ids = seed % 2**64, []
         made.counts = None if self.counts is None else self.counts.copy()
+        made.matcher = None if self.matcher is None else self.matcher.copy()
         return made
 
     @property
@@ -203,10 +212,12 @@ class SamplingState:
         self.token_ids.append(token)
         if self.counts is not None:
             self.counts.add(token)
+        if self.matcher is not None:
+            self.matcher.append(token)
         return len(self.token_ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of several generated tokens, in order."""
+        """Take note of several generated tokens, in order, of an answer of any form."""
         self.token_ids.extend(tokens)
         if self.counts is not None:
             for token in tokens:

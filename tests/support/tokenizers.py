@@ -1,6 +1,7 @@
 """Small tokenizers of the kinds that models have, made on the spot."""
 
 import json
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -111,3 +112,17 @@ class Fast:
             token_ids, skip_special_tokens=skip_special_tokens
         )
         return text
+
+
+def characters() -> Any:
+    """A tokenizer of transformers' own class with a token for each character of ASCII: 97 of them.
+
+    Token 2 ends a text.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["Ġ", "Ċ", "<|end|>", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")

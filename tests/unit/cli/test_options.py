@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,6 +14,7 @@ from pyengine.core.option import option_of
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
+from pyengine.core.structured_outputs import StructuredOutputs
 from tests.support.docs import ROOT, commands
 from tests.unit.cli.fakes import FakeEngine
 
@@ -158,3 +160,49 @@ def test_settings_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     _, server = serve(monkeypatch, PYENGINE_API_KEY="a b")
     assert server == ServerSettings(port=0, api_key=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--json-object"], StructuredOutputs(json_object=True)),
+        (["--regex", "a+"], StructuredOutputs(regex="a+")),
+        (["--choice", "yes", "--choice", "no"], StructuredOutputs(choice=["yes", "no"])),
+        (["--json-schema", "{file}"], StructuredOutputs(json='{"const": "ü"}')),
+        (["--grammar", "{file}"], StructuredOutputs(grammar='{"const": "ü"}')),
+    ],
+)
+def test_the_form_of_an_answer(
+    arguments: list[str], expected: StructuredOutputs, tmp_path: Path
+) -> None:
+    file = tmp_path / "form"
+    file.write_text('{"const": "ü"}', encoding="utf-8")
+    engine = FakeEngine()
+    result = run(engine, "generate", "hi", *(one.format(file=file) for one in arguments))
+    assert result.exit_code == 0, result.output
+    assert engine.params is not None
+    assert engine.params.structured_outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--json-schema", "{folder}/none"], "cannot read {folder}/none: No such file"),
+        (["--grammar", "{folder}"], "cannot read {folder}: Is a directory"),
+        (["--grammar", "{folder}/bytes"], "{folder}/bytes is no text in UTF-8"),
+        (["--json-schema", "{folder}/long"], "structured_outputs.json has 65537 bytes: at most"),
+        (["--json-schema", "{folder}/list"], "a JSON schema: an object, or its text"),
+        (["--regex", "a", "--json-object"], "--json-object and --regex together: an answer has"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_refused_before_a_model_is_opened(
+    arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    (tmp_path / "long").write_bytes(b"a" * 1_000_000)
+    (tmp_path / "list").write_bytes(b"[]")
+    engine = FakeEngine()
+    result = run(engine, "generate", "hi", *(one.format(folder=tmp_path) for one in arguments))
+    assert result.exit_code == 2
+    assert complaint.format(folder=tmp_path) in result.stderr
+    assert engine.settings is None

@@ -1,0 +1,76 @@
+"""A process that finds out whether grammars can be served, for `grammars.py`; run by its path.
+
+A hostile grammar can take any time and memory to compile, or more stack than there is, which ends
+the process. So it does that here first: with less stack than the engine's threads have, with
+bounded memory, and until the engine loses patience. It imports nothing of ours, and starts fast.
+
+Lines of JSON: first the vocabulary, answered by `{}`; then a grammar a line, answered by what
+`llguidance` makes of it, or by why it will not do.
+"""
+
+import json
+import resource
+import sys
+import threading
+from typing import Any
+
+STACK = 1 << 20
+MEMORY = 4 << 30
+"""Bytes."""
+_WHITE_SPACE = r"(?: |\n[ \t]{0,64})?"
+"""Between the parts of JSON: nothing, a space, or a new line that is indented. With any amount of
+white space, as JSON has it, weak models never come to an end of it."""
+
+
+def translated(kind: str, text: str) -> str:
+    """The grammar as `llguidance` has it. Raises `ValueError` where it cannot be read."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        defaults: Any = {"whitespace_pattern": _WHITE_SPACE}
+        return LLMatcher.grammar_from_json_schema(text, defaults=defaults)
+    if kind == "choice":  # one expression: as alternatives of a grammar only so many are possible
+        texts = ["".join(map(_escaped, one)) for one in json.loads(text)]
+        return LLMatcher.grammar_from_regex("|".join(texts))
+    return grammar_from("regex" if kind == "regex" else "grammar", text)
+
+
+def _escaped(character: str) -> str:
+    return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
+
+
+def checked(vocabulary: Any, limits: dict[str, Any], kind: str, text: str) -> dict[str, str]:
+    """The translated grammar; or the reason why no first token can be chosen by it."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        grammar = translated(kind, text)
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except Exception as error:  # its converter raises plain exceptions
+        return {"error": str(error) or type(error).__name__}
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(**limits))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
+
+
+def serve() -> None:
+    """Answer lines until there are none."""
+    from llguidance import LLTokenizer
+
+    first = json.loads(sys.stdin.readline())
+    ends = first["eos_token"] or None
+    vocabulary = LLTokenizer(first["tokenizer"], n_vocab=first["n_vocab"], eos_token=ends)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(checked(vocabulary, first["limits"], *json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()

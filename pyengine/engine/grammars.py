@@ -1,0 +1,190 @@
+"""Grammars for answers of a given form: compiled once each, apart from the steps, under limits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from copy import copy
+from threading import Lock, Timer
+from typing import Any
+from weakref import finalize
+
+from pyengine.core.distribution import needs_serve_extra
+from pyengine.core.errors import InvalidRequestError, PyEngineError
+from pyengine.core.structured_outputs import StructuredOutputs
+from pyengine.engine import grammar_checker
+from pyengine.sampling import TokenMatcher
+
+_SECONDS = 2.0
+"""A grammar is compiled in so much time, or is refused."""
+_SECONDS_TO_BEGIN = 60.0
+_KEPT = 64
+"""Compiled grammars that are kept, the last ones that were asked for."""
+_THREADS = 2
+_LONGEST_REASON = 500
+"""Characters of what `llguidance` says."""
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 1_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Of `llguidance.LLParserLimits`."""
+
+
+class Grammars:
+    """Makes matchers for requests whose answers must have some form. Any thread may ask.
+
+    Each grammar is compiled in another process first, which may take too long or crash: whoever
+    sends a hostile one is told, and nobody else notices. What went well there is compiled here, in
+    milliseconds and without the interpreter's lock.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock, self._making = Lock(), Lock()
+        self._known: OrderedDict[tuple[str, str], Future[TokenMatcher]] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
+        self._vocabulary: Any = None
+        """`llguidance.LLTokenizer`, once it was needed."""
+        self._idle: list[_Checker] = []
+
+    def matcher(self, asked: StructuredOutputs) -> TokenMatcher:
+        """Return a matcher at the beginning of an answer.
+
+        Waits until the grammar is compiled, if it is not known. Raises `InvalidRequestError` where
+        it cannot be served: it is wrong, too large, or `llguidance` or a tokenizer is missing.
+        """
+        try:
+            return self._compiled(asked).result().copy()
+        except InvalidRequestError as error:  # one error may not be raised by several threads
+            raise InvalidRequestError(str(error)) from error
+
+    def prepare(self) -> None:
+        """Make ready what all grammars need: a second or two, once. Raises as `matcher` does."""
+        checker = self._threads.submit(self._checker).result()
+        self._idle.append(checker)
+
+    def _compiled(self, asked: StructuredOutputs) -> Future[TokenMatcher]:
+        key = (asked.kind, asked.text)
+        with self._lock:
+            known = self._known.get(key)
+            if known is None:
+                known = self._known[key] = self._threads.submit(self._compile, asked)
+                while len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return known
+
+    def _compile(self, asked: StructuredOutputs) -> TokenMatcher:
+        checker = self._checker()
+        answer = checker.ask([asked.kind, asked.text], _SECONDS)
+        if checker.is_alive:
+            self._idle.append(checker)
+        if answer.get("error"):
+            reason = answer["error"]
+            shown = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ..."
+            raise InvalidRequestError(f"structured_outputs.{asked.field} cannot be served: {shown}")
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**_LIMITS)
+        return TokenMatcher(
+            LLMatcher(self._vocabulary, answer["grammar"], log_level=0, limits=limits)
+        )
+
+    def _checker(self) -> "_Checker":
+        """One that has nothing to do."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        try:
+            from llguidance import LLTokenizer
+        except ModuleNotFoundError as error:
+            missing = needs_serve_extra("structured_outputs", "llguidance")
+            raise InvalidRequestError(missing) from error
+        text, ends = _text_of(self._tokenizer), self._eos_token_ids
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = LLTokenizer(
+                    text, n_vocab=self._vocab_size, eos_token=ends or None
+                )
+        told = {"tokenizer": text, "n_vocab": self._vocab_size, "eos_token": ends}
+        return _Checker({**told, "limits": _LIMITS})
+
+
+def _text_of(tokenizer: Any) -> str:
+    """The JSON of the tokenizers library."""
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "structured_outputs needs a tokenizer, and this model has none: leave it out"
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidRequestError(
+            "structured_outputs needs a tokenizer of the tokenizers library, and this model's is a "
+            f"{type(tokenizer).__name__}: leave it out"
+        )
+    own = copy(backend)
+    own.no_padding()
+    own.no_truncation()
+    return str(own.to_str())
+
+
+class _Checker:
+    """A process that runs `grammar_checker.py`."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", grammar_checker.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        finalize(self, _end, self._process, os.getpid())
+        answer = self.ask(first, _SECONDS_TO_BEGIN)
+        if answer:
+            raise PyEngineError(f"the process that checks grammars has not begun: {answer}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked again."""
+        return self._process.poll() is None
+
+    def ask(self, question: Any, seconds: float) -> dict[str, str]:
+        """Its answer; an "error" where it ends over it, or has to be ended."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        end = Timer(seconds, process.kill)
+        end.start()
+        answer = b""
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        finally:
+            end.cancel()
+        if answer:
+            found: dict[str, str] = json.loads(answer)
+            return found
+        if process.wait() == -signal.SIGKILL:
+            return {"error": f"to compile it takes more than {seconds:g} s; make it smaller"}
+        return {"error": "to compile it takes more stack or memory than there is; make it flatter"}
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() != owner:  # a fork has it, too
+        return
+    process.kill()
+    process.communicate()

@@ -1,0 +1,198 @@
+"""Answers of a given form: which tokens may come next, by `llguidance`, as masks over logits."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import thread_time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+_LONGEST_MASK = 0.25
+"""Seconds; nobody waits longer for a row."""
+_WORD = 32
+"""Tokens in a word of a mask."""
+_FREE_SECONDS = 0.5
+_SECONDS_PER_TOKEN = 0.005
+"""The processor's time that a sample's masks may take: so much, and so much per token.
+
+A mask takes 0.05 ms as a rule; whoever shares the step waits for all of them."""
+
+
+class TokenMatcher:
+    """How far one sample has come in its grammar.
+
+    Moved on by one thread and asked for masks by one other, never at the same time.
+    """
+
+    __slots__ = ("_matcher", "_num_masks", "_seconds", "error")
+
+    def __init__(self, matcher: Any) -> None:
+        """`matcher` is an `llguidance.LLMatcher`."""
+        self._matcher = matcher
+        self._seconds, self._num_masks = 0.0, 0
+        self.error = str(matcher.get_error())
+        """Why no token can be chosen any more; empty as long as that is possible."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the form is complete: no token can follow."""
+        return bool(self._matcher.is_stopped()) and not self.error
+
+    def copy(self) -> "TokenMatcher":
+        """Return one that goes on by itself from here."""
+        return TokenMatcher(self._matcher.deep_copy())
+
+    def append(self, token: int) -> None:
+        """Go on by one token, of those that the mask has left."""
+        if not self.error and not self._matcher.consume_token(token):
+            self.error = str(self._matcher.get_error())
+
+    def give_up(self, reason: str) -> None:
+        """Let `reason` be the error, where there is none; an empty one is none."""
+        self.error = self.error or reason
+
+    def fill(self, masks: npt.NDArray[np.int32], row: int) -> None:
+        """Write a bit for each token that may come next into `masks[row]`, int32 [V / 32].
+
+        Where there is an error all bits are set: what is chosen then counts for nothing.
+        """
+        from llguidance.numpy import fill_next_token_bitmask
+
+        if not self.error:
+            begin = thread_time()
+            fill_next_token_bitmask(self._matcher, masks, row)
+            self._seconds += thread_time() - begin
+            self._num_masks += 1
+            self.give_up(str(self._matcher.get_error()) or self._excess())
+        if self.error:
+            masks[row] = -1
+
+    def _excess(self) -> str:
+        allowed = _FREE_SECONDS + _SECONDS_PER_TOKEN * self._num_masks
+        if self._seconds <= allowed:
+            return ""
+        return (
+            f"{self._num_masks} tokens took {self._seconds:.1f} s to find out what may come next, "
+            f"and {allowed:.1f} s are allowed"
+        )
+
+
+class TokenMasks:
+    """Which tokens may come in some rows of a batch; filled in the background."""
+
+    def __init__(self, rows: Sequence[int], filling: "_Filling") -> None:
+        self._rows = np.asarray(rows, dtype=np.int64)
+        self._filling = filling
+
+    def apply(self, logits: torch.Tensor, *, to_copy: bool) -> torch.Tensor:
+        """Return logits [B, V], float32, in which tokens that may not come are -inf.
+
+        They are `logits` themselves, changed, or a copy. Raises what filling has raised.
+        """
+        bits = self._filling.result()
+        if to_copy:
+            logits = logits.to(torch.float32, copy=True)
+        rows = torch.from_numpy(self._rows).to(logits.device)
+        is_out = ~_allowed(bits, logits)
+        if len(rows) == len(logits):
+            return logits.masked_fill_(is_out, -torch.inf)
+        logits[rows] = logits[rows].masked_fill_(is_out, -torch.inf)
+        return logits
+
+
+def _allowed(bits: npt.NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
+    """One truth value per token of these rows: bool [R, V], where `logits` are."""
+    vocab_size = logits.shape[1]
+    if logits.device.type == "cpu":
+        flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
+        return torch.from_numpy(flags.view(np.bool_))
+    words = torch.from_numpy(bits).pin_memory().to(logits.device, non_blocking=True)
+    shifts = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
+    bools = (words.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(words), -1)
+    return F.pad(bools, (0, vocab_size - bools.shape[1])).bool()  # cut where that is negative
+
+
+class _Filling:
+    """Masks that a thread fills, a row after the other."""
+
+    def __init__(self, filler: "MaskFiller", matchers: list[TokenMatcher], num_words: int) -> None:
+        self._filler, self._matchers = filler, matchers
+        self._bits = np.full((len(matchers), num_words), -1, dtype=np.int32)
+        self._run = _Run(matchers, self._bits, 0)
+        self._filled = filler.submit(self._run)
+
+    def result(self) -> npt.NDArray[np.int32]:
+        """Wait for them: int32 [R, V / 32].
+
+        A row for which nothing has come for too long is given up, with its matcher.
+        """
+        before = -1
+        while True:
+            try:
+                self._filled.result(_LONGEST_MASK)
+                return self._bits
+            except TimeoutError:  # in its second one a row has had that time for itself
+                run = self._run
+                if run.at == before:
+                    self._give_up(run)
+                before = run.at
+
+    def _give_up(self, run: "_Run") -> None:
+        """Go on without the row at which the thread is, or in another thread if it is elsewhere."""
+        run.is_given_up = True
+        self._bits = self._bits.copy()  # the thread will write into the other ones
+        first = run.at + run.has_begun
+        if run.has_begun:
+            self._bits[run.at] = -1
+            self._matchers[run.at].give_up(
+                f"to find out which tokens may come next takes more than {_LONGEST_MASK:g} s"
+            )
+        self._filler.renew()
+        self._run = _Run(self._matchers, self._bits, first)
+        self._filled = self._filler.submit(self._run)
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a thread does, from the row `at` on, where it is."""
+
+    matchers: list[TokenMatcher]
+    bits: npt.NDArray[np.int32]
+    at: int
+    has_begun: bool = False
+    is_given_up: bool = False
+
+    def __call__(self) -> None:
+        self.has_begun = True
+        while self.at < len(self.matchers) and not self.is_given_up:
+            self.matchers[self.at].fill(self.bits, self.at)
+            self.at += 1
+
+
+class MaskFiller:
+    """Fills the masks of a step in a thread of its own, while the device computes the step."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Go on with another thread; the one that there is has something to end."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyengine-masks")
+
+    def submit(self, run: _Run) -> Future[None]:
+        """Let the thread do this when it has done what it was given before."""
+        return self._thread.submit(run)
+
+    def start(self, matchers: Mapping[int, TokenMatcher], vocab_size: int) -> TokenMasks | None:
+        """Begin with the masks of these rows of a batch; None where there are none.
+
+        What was begun before is filled before: no two threads ever use the same matcher.
+        """
+        if not matchers:
+            return None
+        num_words = -(-vocab_size // _WORD)
+        return TokenMasks(list(matchers), _Filling(self, list(matchers.values()), num_words))

@@ -1,0 +1,143 @@
+"""Masks over logits: rows of every kind, vocabularies of every size."""
+
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pyengine.core import SamplingParams
+from pyengine.sampling import MaskFiller, Sampler, SamplingBatch, SamplingState, structured
+
+
+class FakeMatcher:
+    """Allows some tokens; notes which ones it was told."""
+
+    def __init__(self, allowed: set[int]) -> None:
+        self.allowed, self.seen, self.error, self.num_filled = allowed, [0] * 0, "", 0
+        self.is_finished = False
+
+    def append(self, token: int) -> None:
+        self.seen.append(token)
+
+    def copy(self) -> "FakeMatcher":
+        return FakeMatcher(self.allowed)
+
+    def give_up(self, reason: str) -> None:
+        self.error = self.error or reason
+
+    def fill(self, masks: Any, row: int) -> None:
+        self.num_filled += 1
+        if not self.allowed:
+            raise RuntimeError("broken")
+        masks[row] = 0
+        words = masks[row].view(np.uint32)
+        for token in self.allowed:
+            words[token // 32] |= np.uint32(1 << token % 32)
+
+
+def state(vocab_size: int, allowed: set[int] | None, **params: Any) -> SamplingState:
+    matcher: Any = None if allowed is None else FakeMatcher(allowed)
+    settings = SamplingParams(**{"temperature": 0, **params})
+    made = SamplingState(settings, [1], seed=1, vocab_size=vocab_size)
+    if matcher is not None:
+        made.keep_to(matcher)
+    return made
+
+
+def sampled(logits: torch.Tensor, states: list[SamplingState]) -> Any:
+    batch = SamplingBatch(states)
+    masks = MaskFiller().start(batch.matchers, batch.vocab_size)
+    return Sampler().launch(logits, batch, None, masks).result()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "width"), [(64, 64), (97, 97), (97, 128), (31, 200)])
+def test_only_allowed_tokens_come_and_other_rows_stay_as_they_are(
+    vocab_size: int, width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    logits = torch.randn(4, width, generator=generator).to(dtype)
+    logits[:, vocab_size:] = -50.0  # a model's padding; what a row may be given is its vocabulary's
+    before = logits.clone()
+    last = vocab_size - 1
+    several = [{0}, None, {last}, {1, 5, last}]
+    found = sampled(logits, [state(vocab_size, one) for one in several])
+    tokens = found.token_ids.tolist()
+    assert tokens[0] == 0
+    assert tokens[1] == int(logits[1].float().argmax())
+    assert tokens[2] == last
+    assert tokens[3] == max((1, 5, last), key=lambda token: (float(logits[3, token]), -token))
+    assert torch.equal(logits, before)
+
+
+def test_draws_stay_within_the_mask_and_follow_the_seed() -> None:
+    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
+    drawn = []
+    for seed in range(200):
+        settings = SamplingParams(temperature=2, top_p=0.9)
+        matcher: Any = FakeMatcher({3, 40, 96})
+        one = SamplingState(settings, [1], seed=seed, vocab_size=97)
+        one.keep_to(matcher)
+        drawn.append(int(sampled(logits, [one]).token_ids[0]))
+    assert set(drawn) == {3, 40, 96}
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    logits = torch.randn(2, 97, generator=torch.Generator().manual_seed(0))
+    states = [state(97, {7}, logprobs=3), state(97, None, logprobs=3)]
+    bound, free = sampled(logits, states).logprobs
+    expected = torch.log_softmax(logits, 1)
+    assert bound.logprob == pytest.approx(float(expected[0, 7]), abs=1e-5)
+    assert list(bound.top_ids) == expected[0].topk(3).indices.tolist()
+    assert list(free.top_ids) == expected[1].topk(3).indices.tolist()
+
+
+def test_what_fails_while_masks_are_filled_is_raised_where_they_are_used() -> None:
+    with pytest.raises(RuntimeError, match="broken"):
+        sampled(torch.zeros(1, 97), [state(97, set())])
+
+
+def test_no_mask_where_nobody_needs_one() -> None:
+    batch = SamplingBatch([state(97, None)])
+    assert batch.matchers == {}
+    assert MaskFiller().start(batch.matchers, 97) is None
+
+
+def test_a_state_tells_its_matcher_and_a_sibling_has_its_own() -> None:
+    one: Any = state(97, {5, 6})
+    other: Any = one.sibling(2)
+    assert one.depends_on_output
+    assert other.depends_on_output
+    one.append(5)
+    assert (one.matcher.seen, other.matcher.seen) == ([5], [])
+
+
+def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(structured, "_LONGEST_MASK", 0.02)
+    go_on = Event()
+
+    class Stuck(FakeMatcher):
+        def fill(self, masks: Any, row: int) -> None:
+            if not self.error:
+                assert go_on.wait(10)
+            super().fill(masks, row)
+
+    stuck: Any = Stuck({1})
+    states = [state(97, {7}), state(97, None), state(97, {8})]
+    assert states[1].matcher is None
+    states[1].keep_to(stuck)
+    batch, filler = SamplingBatch(states), MaskFiller()
+    logits = torch.arange(97.0).expand(3, 97)
+    masks = filler.start(batch.matchers, 97)
+    tokens = Sampler().launch(logits, batch, None, masks).result().token_ids.tolist()
+    assert tokens == [7, 96, 8]
+    assert "takes more than 0.02 s" in stuck.error
+    states = [state(97, {3})]
+    batch = SamplingBatch(states)  # the next step has another thread
+    masks = filler.start(batch.matchers, 97)
+    assert Sampler().launch(logits[:1], batch, None, masks).result().token_ids.tolist() == [3]
+    go_on.set()
