@@ -34,6 +34,7 @@ __all__ = [
     "Removed",
     "ReplayReport",
     "Sequence",
+    "SharedPrefixes",
     "Stats",
     "StepBuffers",
     "StepPlan",
@@ -297,6 +298,23 @@ class StepBuffers:
     ) -> Self: ...
 
 @final
+class SharedPrefixes:
+    def __new__(
+        cls,
+        *,
+        order: _Array,
+        own_blocks: _Array,
+        prefixes: _Array,
+        group: int | None = None,
+        min_blocks: int | None = None,
+        min_rows: int | None = None,
+    ) -> Self: ...
+    @property
+    def num_prefixes(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+
+@final
 class StepPlan:
     @property
     def num_tokens(self) -> int: ...
@@ -320,7 +338,7 @@ class StepPlan:
     ) -> Prefilled | NoRoom | NoBudget: ...
     def cancel(self, sequence: Sequence) -> list[int]: ...
     def copies(self) -> list[tuple[int, int]]: ...
-    def fill(self, buffers: StepBuffers) -> None: ...
+    def fill(self, buffers: StepBuffers, *, shared: SharedPrefixes | None = None) -> None: ...
     def commit(self, sampled: _TokenIds, counts: ListLike[int] | None = None) -> list[Redirect]: ...
     def rollback(self) -> None: ...
 

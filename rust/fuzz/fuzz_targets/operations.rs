@@ -85,7 +85,10 @@ fn op(u: &mut Unstructured) -> Result<Op> {
         },
         18 => Op::Trim(at(u)?, u.int_in_range(0..=5)?),
         19 => Op::Cancel(at(u)?),
-        20 => Op::Commit(u.arbitrary()?),
+        20 => match u.ratio(7, 8)? {
+            true => Op::Commit(u.arbitrary()?),
+            false => Op::Decoding(u.arbitrary()?),
+        },
         21 => Op::WrongCommit,
         22 => Op::Rollback,
         23 => match u.int_in_range(0..=2)? {

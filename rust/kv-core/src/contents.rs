@@ -464,6 +464,12 @@ impl Contents {
         self.run_mut(spot.run).blocks[at] = BlockId::NONE;
     }
 
+    /// What a run hangs behind; nothing if it is the root of a namespace.
+    #[inline]
+    pub(crate) fn hangs_behind(&self, run: RunId) -> Option<Spot> {
+        self.run(run).parent.some()
+    }
+
     /// The content before this one; none before a root.
     #[inline]
     pub(crate) fn parent(&self, spot: Spot) -> Option<Spot> {

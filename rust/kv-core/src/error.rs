@@ -180,6 +180,24 @@ pub enum Error {
         /// Tokens given.
         given: usize,
     },
+    /// No such layer group.
+    #[error("there are {groups} layer groups, got group={group}")]
+    UnknownGroup {
+        /// The group asked for.
+        group: usize,
+        /// Groups of the pool.
+        groups: usize,
+    },
+    /// A limit that leaves nothing to share.
+    #[error("{name} must be at least {least}, got {given}")]
+    TooFew {
+        /// The argument.
+        name: &'static str,
+        /// The least that it can be.
+        least: usize,
+        /// What was given.
+        given: usize,
+    },
     /// An input array is too small for the plan.
     #[error("array {name} holds {given} elements per row, this plan needs {needed}")]
     BufferTooSmall {

@@ -68,5 +68,8 @@ pub use ids::{BlockId, PlanKey, SeqKey};
 pub use lease::Lease;
 pub use manager::{BlockManager, SequenceView};
 pub use stats::{BlockState, Ledger, Stats};
-pub use step::{IntArray, PlanView, Prefill, Redirect, StepArrays, TableRows};
+pub use step::{
+    IntArray, PlanView, Prefill, PrefixArrays, Redirect, SharedPrefix, SharedPrefixes, StepArrays,
+    TableRows,
+};
 pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};

@@ -15,7 +15,7 @@ use crate::sequence::Sequences;
 use crate::shared::{Dropped, Shared};
 use crate::state::State;
 use crate::stats::{BlockState, Ledger, Stats};
-use crate::step::{PlanView, Prefill, Redirect, StepArrays, Steps, TableRows};
+use crate::step::{PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows};
 use crate::sync::Arc;
 use crate::table::BlockTable;
 use crate::trace::{Call, Recorder, accepted, ids};
@@ -466,6 +466,22 @@ impl BlockManager {
         written: &mut TableRows,
     ) -> Result<(), Error> {
         self.steps.fill(&self.state, plan, arrays, written)
+    }
+
+    /// As [`BlockManager::fill`]; finds, too, which rows share which leading blocks. While the batch stays
+    /// the same, that costs nothing more. On an error nothing is written.
+    ///
+    /// # Errors
+    /// As `fill`; [`Error::UnknownGroup`].
+    pub fn fill_shared(
+        &self,
+        plan: PlanKey,
+        arrays: &StepArrays<'_>,
+        written: &mut TableRows,
+        shared: &mut SharedPrefixes,
+    ) -> Result<(), Error> {
+        self.steps
+            .fill_shared(&self.state, plan, arrays, written, shared)
     }
 
     /// Takes the step as computed: `sampled` holds one token per sampling row, in plan order.

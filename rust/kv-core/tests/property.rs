@@ -45,6 +45,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => (any::<usize>(), 0..6_usize).prop_map(|(seq, more)| Op::Trim(seq, more)),
         3 => any::<usize>().prop_map(Op::Cancel),
         12 => any::<u8>().prop_map(Op::Commit),
+        2 => any::<u8>().prop_map(Op::Decoding),
         1 => Just(Op::WrongCommit),
         1 => Just(Op::Rollback),
         1 => any::<bool>().prop_map(Op::DropPlan),

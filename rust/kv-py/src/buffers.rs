@@ -10,13 +10,13 @@ use pyo3::prelude::*;
 use crate::cells::{cells, is_swapped};
 use crate::errors::{BufferError, no_buffer};
 
-enum IntBuffer {
+pub(crate) enum IntBuffer {
     I32(PyBuffer<i32>),
     I64(PyBuffer<i64>),
 }
 
 impl IntBuffer {
-    fn over(
+    pub(crate) fn over(
         name: &str,
         object: &Bound<'_, PyAny>,
         dimensions: RangeInclusive<usize>,
@@ -53,7 +53,7 @@ impl IntBuffer {
     }
 
     /// Its size in the dimension `from_last`, counted from the last one.
-    fn size(&self, from_last: usize) -> usize {
+    pub(crate) fn size(&self, from_last: usize) -> usize {
         let shape = match self {
             Self::I32(buffer) => buffer.shape(),
             Self::I64(buffer) => buffer.shape(),
@@ -61,7 +61,7 @@ impl IntBuffer {
         shape[shape.len() - 1 - from_last]
     }
 
-    fn cells<'a>(&'a self, py: Python<'a>) -> PyResult<IntArray<'a>> {
+    pub(crate) fn cells<'a>(&'a self, py: Python<'a>) -> PyResult<IntArray<'a>> {
         let cells = match self {
             Self::I32(buffer) => cells(py, buffer).map(IntArray::I32),
             Self::I64(buffer) => cells(py, buffer).map(IntArray::I64),

@@ -72,6 +72,8 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::Namespace { .. }
         | Error::UnknownPolicy(_)
         | Error::OutOfMemory { .. }
+        | Error::UnknownGroup { .. }
+        | Error::TooFew { .. }
         | Error::UnknownBlock { .. } => ConfigError::new_err(text),
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),
         Error::FreedSequence { .. }

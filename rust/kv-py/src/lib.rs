@@ -15,6 +15,7 @@ mod locked;
 mod manager;
 mod numbers;
 mod plan;
+mod prefixes;
 mod sequence;
 mod tokens;
 mod trace;
@@ -31,6 +32,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Lease>()?;
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
+    module.add_class::<prefixes::SharedPrefixes>()?;
     module.add_class::<attention::CpuAttention>()?;
     module.add_class::<attention::CpuCache>()?;
     module.add_class::<attention::CpuStep>()?;

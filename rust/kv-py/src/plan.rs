@@ -12,6 +12,7 @@ use crate::errors::{PlanError, raise};
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
+use crate::prefixes::SharedPrefixes;
 use crate::sequence::Sequence;
 use crate::tokens::token_ids;
 
@@ -149,12 +150,28 @@ impl StepPlan {
     }
 
     /// Writes the step's inputs into the arrays, sequences in plan order; on an error, nothing.
-    fn fill(&self, py: Python<'_>, buffers: &StepBuffers) -> PyResult<()> {
-        let core = self.core.lock(py)?;
-        let filled = buffers.with(py, |arrays, rows| {
-            core.fill(self.handle.key(), arrays, rows)
-        })?;
-        filled.map_err(raise)
+    ///
+    /// With `shared`, which of its rows share which leading blocks, too. That is found anew when the rows of
+    /// these buffers are others than before, or share something else; until then it costs nothing.
+    #[pyo3(signature = (buffers, *, shared = None))]
+    fn fill(
+        &self,
+        py: Python<'_>,
+        buffers: &StepBuffers,
+        shared: Option<&SharedPrefixes>,
+    ) -> PyResult<()> {
+        let (core, plan) = (self.core.lock(py)?, self.handle.key());
+        let Some(shared) = shared else {
+            let filled = buffers.with(py, |arrays, rows| core.fill(plan, arrays, rows))?;
+            return filled.map_err(raise);
+        };
+        let sequences = core.plan_view(plan).map_err(raise)?.num_sequences;
+        shared.with(py, sequences, |shared| {
+            let filled = buffers.with(py, |arrays, rows| {
+                core.fill_shared(plan, arrays, rows, shared)
+            })?;
+            filled.map_err(raise)
+        })
     }
 
     /// Plans a sequence that has one token left to compute together with drafts that may follow it.

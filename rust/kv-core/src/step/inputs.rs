@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::cell::Cell;
 
 use super::plan::{Entry, Plan};
+use super::sharing::Watch;
 use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::PlanKey;
@@ -23,7 +24,7 @@ pub enum IntArray<'a> {
 }
 
 impl IntArray<'_> {
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         match self {
             IntArray::I32(cells) => cells.len(),
             IntArray::I64(cells) => cells.len(),
@@ -41,7 +42,7 @@ impl IntArray<'_> {
 
     /// Writes `values` from element `at` on.
     #[inline]
-    fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
+    pub(super) fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
         match self {
             IntArray::I32(cells) => cells[at..]
                 .iter()
@@ -84,6 +85,10 @@ pub struct StepArrays<'a> {
 pub struct TableRows {
     /// What is there, and how many rows of it.
     rows: Vec<(Version, usize)>,
+    /// Rows of the batch that was written last.
+    batch: usize,
+    /// If somebody asks what rows share.
+    pub(super) watch: Option<Watch>,
 }
 
 /// Manager, sequence, version of its table.
@@ -193,15 +198,16 @@ impl Steps {
                 Cow::Borrowed(_) => (self.manager, seq.id, seq.table_version),
                 Cow::Owned(_) => NOTHING_WRITTEN.0, // it is no version of its sequence's
             };
-            let trash = state.pool.num_blocks() as i64;
-            fill_table(
-                &table,
-                (version, trash),
-                row,
-                arrays,
-                &mut written.rows[row],
-            );
+            fill_table(state, (&table, version), row, arrays, written);
         }
+        if let Some(watch) = written
+            .watch
+            .as_mut()
+            .filter(|_| written.batch != sequences)
+        {
+            watch.changed();
+        }
+        written.batch = sequences;
         Ok(())
     }
 }
@@ -293,22 +299,37 @@ fn fill_slots(
     }
 }
 
+impl State {
+    /// Whether another sequence holds a block of these rows, too.
+    #[cold]
+    fn are_shared(&self, table: &BlockTable, from: usize) -> bool {
+        let mut blocks = (from..table.rows()).flat_map(|row| table.row(row));
+        blocks.any(|block| self.pool.seq_refs(block) > 1)
+    }
+}
+
 /// The block tables of an entry: what has grown, or everything if entries have changed.
 #[inline]
 fn fill_table(
-    table: &BlockTable,
-    (version, trash): (Version, i64),
+    state: &State,
+    (table, version): (&BlockTable, Version),
     row: usize,
     arrays: &StepArrays<'_>,
-    written: &mut (Version, usize),
+    written: &mut TableRows,
 ) {
     let rows = table.rows();
-    let then = std::mem::replace(written, (version, rows));
+    let then = std::mem::replace(&mut written.rows[row], (version, rows));
     let same = then.0 == version && version != NOTHING_WRITTEN.0;
     let from = if same { then.1.min(rows) } else { 0 };
     if from == rows {
         return;
     }
+    if let Some(watch) = &mut written.watch
+        && (!same || state.are_shared(table, from))
+    {
+        watch.changed();
+    }
+    let trash = state.pool.num_blocks() as i64;
     for group in 0..table.groups() {
         let place = (group * arrays.table_rows + row) * arrays.table_width;
         let start = table.start(group);

@@ -7,15 +7,19 @@
 //!
 //! `admit` counts whether there is room and budget, `enter` moves the blocks and remembers what
 //! was before, `undo` takes it back, `commit` makes it last (with the late merge), `inputs` writes
-//! the runner's arrays.
+//! the runner's arrays, `sharing`, with `trie` and `cascade`, says which rows share which
+//! leading blocks.
 
 mod admit;
+mod cascade;
 mod check;
 mod commit;
 mod draft;
 mod enter;
 mod inputs;
 mod plan;
+mod sharing;
+mod trie;
 mod undo;
 
 use std::borrow::Cow;
@@ -25,9 +29,11 @@ use crate::ids::{BlockId, PlanKey};
 use crate::state::State;
 use crate::table::BlockTable;
 
+pub use cascade::SharedPrefix;
 pub use inputs::{IntArray, StepArrays, TableRows};
 use plan::{Entry, Plan};
 pub use plan::{PlanView, Prefill, Redirect};
+pub use sharing::{PrefixArrays, SharedPrefixes};
 
 /// The open steps.
 pub(crate) struct Steps {

@@ -15,6 +15,7 @@ mod handles;
 mod limits;
 mod recordings;
 mod rematch;
+mod sharing;
 mod statistics;
 mod tables;
 mod tools;

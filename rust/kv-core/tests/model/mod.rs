@@ -4,6 +4,7 @@
 pub(crate) mod op;
 #[allow(dead_code)] // not every test records
 pub(crate) mod recording;
+pub(crate) mod sharing;
 pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};

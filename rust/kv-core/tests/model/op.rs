@@ -33,6 +33,8 @@ pub(crate) enum Op {
     Trim(usize, usize),
     Cancel(usize),
     Commit(u8),
+    /// Steps that decode whoever can: as a rule the same ones.
+    Decoding(u8),
     WrongCommit,
     Rollback,
     DropPlan(bool),

@@ -7,12 +7,13 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use kv_core::{
     BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle,
-    SeqHandle, Stats, TableRows,
+    SeqHandle, SharedPrefixes, Stats, TableRows,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
 use super::op::{Op, tokens};
+use super::sharing::Least;
 use super::{Model, Seq, blocks};
 
 /// What one position's KV depends on: the namespace and every token up to it.
@@ -38,6 +39,32 @@ pub(crate) struct World {
     kv: Vec<Option<Kv>>,
     arrays: Arrays,
     rows: TableRows,
+    sharing: Sharing,
+}
+
+/// What rows share: of each layer group, with limits of two kinds; and what became of it.
+struct Sharing {
+    each: Vec<(Least, SharedPrefixes)>,
+    fills: u64,
+    num_prefixes: u64,
+    num_unchanged: u64,
+}
+
+impl Sharing {
+    fn new(groups: usize) -> Self {
+        let all = [(1, 2), (2, 3)].map(|(blocks, rows)| Least { blocks, rows });
+        let all = (0..groups).flat_map(|group| all.map(|least| (group, least)));
+        let shared = |(group, least): (usize, Least)| {
+            let shared = SharedPrefixes::new(group, least.blocks, least.rows);
+            (least, shared.expect("valid"))
+        };
+        Self {
+            each: all.map(shared).collect(),
+            fills: 0,
+            num_prefixes: 0,
+            num_unchanged: 0,
+        }
+    }
 }
 
 /// An open step: whose rows are in it, and its inputs once they were handed to the device.
@@ -115,6 +142,7 @@ impl World {
                 logits: vec![Cell::new(0); ROWS],
             },
             rows: TableRows::default(),
+            sharing: Sharing::new(groups),
             manager: BlockManager::new(config).expect("a valid config"),
         }
     }
@@ -456,7 +484,11 @@ impl World {
             0,
             "contents outlive their blocks"
         );
-        let pending = [("pending_tokens", self.num_pending)];
-        Ok(self.manager.stats().each().chain(pending).collect())
+        let more = [
+            ("pending_tokens", self.num_pending),
+            ("shared_prefixes", self.sharing.num_prefixes),
+            ("unchanged_prefixes", self.sharing.num_unchanged),
+        ];
+        Ok(self.manager.stats().each().chain(more).collect())
     }
 }

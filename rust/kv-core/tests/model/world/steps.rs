@@ -7,6 +7,7 @@ use kv_core::{Error, IntArray, PlanKey, Prefill, SeqHandle, StepArrays};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
+use super::super::sharing;
 use super::{Inputs, Op, ROWS, Row, Step, TOKENS, WIDTH, World};
 
 /// The call must be refused with this error.
@@ -23,6 +24,9 @@ macro_rules! refused {
 
 impl World {
     pub(super) fn apply_step(&mut self, op: &Op) -> Result<(), TestCaseError> {
+        if let Op::Decoding(seed) = *op {
+            return self.decoding(seed);
+        }
         let plans = matches!(op, Op::Prefill { .. } | Op::Decode(..) | Op::Speculate(..));
         let is_launched = |step: &Step| step.launched.is_some();
         if plans && self.steps.len() < 2 && self.steps.back().is_none_or(is_launched) {
@@ -306,6 +310,19 @@ impl World {
         Ok(())
     }
 
+    fn decoding(&mut self, seed: u8) -> Result<(), TestCaseError> {
+        for seed in seed..seed.saturating_add(4) {
+            while !self.steps.is_empty() {
+                self.commit(seed)?;
+            }
+            self.begin(64)?;
+            let plan = self.steps.back().expect("open").handle.key();
+            self.decode(plan, u8::MAX, 0)?;
+            self.compare()?;
+        }
+        Ok(())
+    }
+
     /// Hands a step's inputs to the device: from now on it is what it is.
     fn launch(&mut self, at: usize) -> Result<(), TestCaseError> {
         let a = &self.arrays;
@@ -323,10 +340,38 @@ impl World {
         };
         let step = &self.steps[at];
         let plan = step.handle.key();
-        self.manager
-            .fill(plan, &arrays, &mut self.rows)
-            .expect("the arrays are large enough");
         let size = self.model.block_size;
+        self.sharing.fills += 1;
+        if self.sharing.fills.is_multiple_of(5) {
+            let filled = self.manager.fill(plan, &arrays, &mut self.rows);
+            filled.expect("the arrays are large enough");
+        } else {
+            for at in 0..self.sharing.each.len() {
+                let (least, shared) = &mut self.sharing.each[at];
+                let before = shared.version();
+                let filled = self
+                    .manager
+                    .fill_shared(plan, &arrays, &mut self.rows, shared);
+                filled.expect("the arrays are large enough");
+                let view = self.manager.plan_view(plan).expect("open");
+                let group = at / 2;
+                // What comes before all positions that a row computes; a window has moved on tomorrow.
+                let leading = |row: usize| -> Vec<usize> {
+                    let first = a.positions[a.starts[row].get() as usize].get() as usize;
+                    let most = match self.model.groups[group] {
+                        None => (first + 1) / size,
+                        Some(_) => 0,
+                    };
+                    let table = &a.tables[(group * ROWS + row) * WIDTH..][..most];
+                    table.iter().map(|block| block.get() as usize).collect()
+                };
+                let tables: Vec<_> = (0..view.num_sequences).map(leading).collect();
+                sharing::compare(shared, &tables, *least)?;
+                self.sharing.num_prefixes += shared.prefixes().len() as u64;
+                let unchanged = shared.version() == before && !shared.prefixes().is_empty();
+                self.sharing.num_unchanged += u64::from(unchanged);
+            }
+        }
         let copies = self.manager.copies(plan).expect("open");
         if self.exact {
             let copies: Vec<_> = copies

@@ -1,0 +1,201 @@
+//! From neighbours to nested groups: rows in an order, and how many leading blocks each of them has in
+//! common with the one before, make a tree.
+//!
+//! What rows share are the intervals of such a table, as those of a suffix array are (Abouelhoda,
+//! Kurtz and Ohlebusch, Replacing suffix trees with enhanced suffix arrays, 2004): O(rows).
+
+use std::ops::Range;
+
+/// Leading blocks that several rows of a batch have in common, behind those of `parent`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedPrefix {
+    /// Where the rows stand in [`SharedPrefixes::order`](super::SharedPrefixes::order).
+    pub rows: Range<usize>,
+    /// Which entries of their block tables it is.
+    pub blocks: Range<usize>,
+    /// The prefix that the rows share before this one, and others with them perhaps.
+    pub parent: Option<usize>,
+}
+
+/// Rows that stand side by side and have their first `depth` blocks in common, no row beside them has.
+struct Interval {
+    rows: Range<usize>,
+    depth: usize,
+}
+
+/// Intervals of at least `min_rows` rows, each after those that hold it, from the last row to the first.
+fn intervals(common: &[u32], min_rows: usize) -> Vec<Interval> {
+    let mut open: Vec<(usize, usize)> = Vec::new(); // depth, first row
+    let mut closed = Vec::new();
+    for end in 1..=common.len() {
+        let depth = common.get(end).map_or(0, |&depth| depth as usize);
+        let mut first = end - 1;
+        while let Some((depth, from)) = open.pop_if(|top| top.0 > depth) {
+            first = from;
+            if end - from >= min_rows {
+                let rows = from..end;
+                closed.push(Interval { rows, depth });
+            }
+        }
+        if depth > open.last().map_or(0, |top| top.0) {
+            open.push((depth, first));
+        }
+    }
+    closed.reverse();
+    closed
+}
+
+/// What an interval leaves to those in it.
+#[derive(Clone, Default)]
+struct Above {
+    /// Blocks before this one are in a prefix that was kept.
+    from: usize,
+    kept: Option<usize>,
+    level: usize,
+}
+
+/// The prefixes of at least `min_blocks` blocks and `min_rows` rows, level by level, and where the blocks of
+/// each place of the order begin that are in none of them. One that is too short is left to those in it.
+pub(super) fn prefixes(
+    common: &[u32],
+    (min_blocks, min_rows): (usize, usize),
+    own: &mut Vec<u32>,
+) -> Vec<SharedPrefix> {
+    let mut kept: Vec<SharedPrefix> = Vec::new();
+    let mut levels = Vec::new();
+    let mut way: Vec<(usize, Above)> = Vec::new();
+    for Interval { rows, depth } in intervals(common, min_rows) {
+        // The way leads to what ends last: an interval is in the first one that begins before it.
+        while way.pop_if(|(first, _)| *first > rows.start).is_some() {}
+        let mut above = way
+            .last()
+            .map_or(Above::default(), |(_, above)| above.clone());
+        if depth - above.from >= min_blocks {
+            levels.push((above.level, rows.start, kept.len()));
+            kept.push(SharedPrefix {
+                rows: rows.clone(),
+                blocks: above.from..depth,
+                parent: above.kept,
+            });
+            above = Above {
+                from: depth,
+                kept: Some(kept.len() - 1),
+                level: above.level + 1,
+            };
+        }
+        way.push((rows.start, above));
+    }
+    own_blocks(&kept, common.len(), own);
+    by_level(kept, levels)
+}
+
+/// Where the blocks begin that are a place's own. `kept` goes from the last row to the first, outer ones
+/// first.
+fn own_blocks(kept: &[SharedPrefix], rows: usize, own: &mut Vec<u32>) {
+    own.clear();
+    own.resize(rows, 0);
+    let (mut next, mut around) = (kept.iter().peekable(), Vec::new());
+    for place in (0..rows).rev() {
+        while let Some(prefix) = next.next_if(|prefix| prefix.rows.end > place) {
+            around.push(prefix);
+        }
+        while around.pop_if(|prefix| prefix.rows.start > place).is_some() {}
+        own[place] = around.last().map_or(0, |prefix| prefix.blocks.end as u32);
+    }
+}
+
+/// Level by level, those of a level in the order of their rows.
+fn by_level(kept: Vec<SharedPrefix>, mut levels: Vec<(usize, usize, usize)>) -> Vec<SharedPrefix> {
+    levels.sort_unstable();
+    let mut places = vec![0; kept.len()];
+    for (place, &(_, _, at)) in levels.iter().enumerate() {
+        places[at] = place;
+    }
+    let moved = levels.iter().map(|&(_, _, at)| SharedPrefix {
+        parent: kept[at].parent.map(|parent| places[parent]),
+        ..kept[at].clone()
+    });
+    moved.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn equal(one: &[u8], other: &[u8]) -> usize {
+        one.iter().zip(other).take_while(|(a, b)| a == b).count()
+    }
+
+    /// Sets of rows that have their first blocks in common and no row beside them has, and how many.
+    fn groups(tables: &[Vec<u8>]) -> BTreeSet<(Vec<usize>, usize)> {
+        let mut found = BTreeSet::new();
+        for table in tables {
+            for depth in 1..=table.len() {
+                let alike = |row: &usize| equal(&tables[*row], table) >= depth;
+                let rows: Vec<usize> = (0..tables.len()).filter(alike).collect();
+                let common = rows
+                    .iter()
+                    .map(|&row| equal(&tables[row], &tables[rows[0]]));
+                found.insert((rows.clone(), common.min().unwrap_or(0)));
+            }
+        }
+        found.retain(|(rows, _)| rows.len() > 1);
+        found
+    }
+
+    proptest! {
+        #[test]
+        fn every_group_is_found(
+            mut tables in prop::collection::vec(prop::collection::vec(0..3_u8, 0..7), 0..24),
+            min_blocks in 1..4_usize,
+            min_rows in 2..5_usize,
+        ) {
+            tables.sort();
+            let pairs = tables.windows(2).map(|pair| equal(&pair[0], &pair[1]) as u32);
+            let mut common: Vec<u32> = pairs.collect();
+            if !tables.is_empty() {
+                common.insert(0, 0);
+            }
+            let mut own = Vec::new();
+            let found = prefixes(&common, (1, 2), &mut own);
+            let ends = found.iter().map(|it| (it.rows.clone().collect(), it.blocks.end));
+            prop_assert_eq!(ends.collect::<BTreeSet<_>>(), groups(&tables));
+
+            let found = prefixes(&common, (min_blocks, min_rows), &mut own);
+            for (at, it) in found.iter().enumerate() {
+                prop_assert!(it.blocks.len() >= min_blocks && it.rows.len() >= min_rows);
+                let before = it.parent.map_or(0, |parent| found[parent].blocks.end);
+                prop_assert_eq!(it.blocks.start, before);
+                if let Some(parent) = it.parent {
+                    let outer = &found[parent].rows;
+                    prop_assert!(parent < at && outer.start <= it.rows.start && it.rows.end <= outer.end);
+                }
+            }
+            for (place, &own) in own.iter().enumerate() {
+                let around = found.iter().filter(|it| it.rows.contains(&place));
+                let end = around.map(|it| it.blocks.end).max().unwrap_or(0);
+                prop_assert_eq!(own as usize, end);
+            }
+        }
+    }
+
+    #[test]
+    fn a_way_of_a_thousand_levels() {
+        let common: Vec<u32> = (0..1_000).collect();
+        let mut own = Vec::new();
+        let found = prefixes(&common, (1, 2), &mut own);
+        assert_eq!(found.len(), 999);
+        assert!(
+            found
+                .iter()
+                .enumerate()
+                .all(|(at, it)| it.parent == at.checked_sub(1))
+        );
+        // The first row shares one block with the second; the last two share all.
+        assert_eq!((own[0], own[1], own[998], own[999]), (1, 2, 999, 999));
+    }
+}

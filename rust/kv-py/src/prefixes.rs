@@ -1,0 +1,115 @@
+//! `SharedPrefixes`: which rows of a step share which leading blocks, in the caller's arrays.
+
+use std::sync::{Mutex, TryLockError};
+
+use kv_core::{PrefixArrays, SharedPrefixes as Core};
+use pyo3::prelude::*;
+
+use crate::buffers::IntBuffer;
+use crate::errors::{BufferError, raise};
+use crate::numbers::number;
+
+/// Groups of rows that share their leading blocks, as `StepPlan.fill(buffers, shared=...)` finds them: a
+/// tree of prefixes, for kernels that read a shared block once for all of its rows.
+///
+/// Writable, C-contiguous int32 or int64 arrays; with B sequences in the largest step: `order [B]`, the
+/// rows of the batch, in an order in which those that share stand side by side; `own_blocks [B]`, by row of
+/// the batch, the first entry of its block table that is in no prefix; `prefixes [B - 1, 5]`, level by
+/// level: first place in `order` and the one after the last, first block and the one after the last, parent
+/// (-1: none). What stands past `num_prefixes`, and past the step's sequences, means nothing.
+///
+/// A prefix has at least `min_blocks` blocks and `min_rows` rows; what is shorter belongs to those in it, or
+/// to the rows themselves. It ends where a row begins to compute, so that no row needs a mask there.
+/// `group` is the layer group; in one with a window nothing is shared.
+///
+/// Raises `BufferError` for an array of another type, shape or layout, `ConfigError` for limits below 1
+/// block or 2 rows.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct SharedPrefixes {
+    order: IntBuffer,
+    own_blocks: IntBuffer,
+    prefixes: IntBuffer,
+    core: Mutex<Core>,
+}
+
+impl SharedPrefixes {
+    /// Calls `fill` for a step of so many sequences, and writes down what it found if that is new. Runs no
+    /// Python code.
+    pub(crate) fn with(
+        &self,
+        py: Python<'_>,
+        sequences: usize,
+        fill: impl FnOnce(&mut Core) -> PyResult<()>,
+    ) -> PyResult<()> {
+        let arrays = PrefixArrays {
+            order: self.order.cells(py)?,
+            own_blocks: self.own_blocks.cells(py)?,
+            prefixes: self.prefixes.cells(py)?,
+        };
+        arrays.check(sequences).map_err(raise)?;
+        let Ok(mut core) = self.core.try_lock() else {
+            return Err(BufferError::new_err(
+                "another thread is filling these arrays",
+            ));
+        };
+        let before = core.version();
+        fill(&mut core)?;
+        if core.version() != before {
+            core.write(&arrays);
+        }
+        Ok(())
+    }
+
+    fn look<R>(&self, look: impl FnOnce(&Core) -> R) -> PyResult<R> {
+        match self.core.try_lock() {
+            Ok(core) => Ok(look(&core)),
+            Err(TryLockError::Poisoned(core)) => Ok(look(&core.into_inner())),
+            Err(TryLockError::WouldBlock) => Err(BufferError::new_err(
+                "another thread is filling these arrays",
+            )),
+        }
+    }
+}
+
+#[pymethods]
+impl SharedPrefixes {
+    #[new]
+    #[pyo3(signature = (*, order, own_blocks, prefixes, group = None, min_blocks = None, min_rows = None))]
+    fn new(
+        order: &Bound<'_, PyAny>,
+        own_blocks: &Bound<'_, PyAny>,
+        prefixes: &Bound<'_, PyAny>,
+        group: Option<&Bound<'_, PyAny>>,
+        min_blocks: Option<&Bound<'_, PyAny>>,
+        min_rows: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let group = group.map_or(Ok(0), |group| number("group", group))?;
+        let min_blocks = min_blocks.map_or(Ok(1), |blocks| number("min_blocks", blocks))?;
+        let min_rows = min_rows.map_or(Ok(2), |rows| number("min_rows", rows))?;
+        let prefixes = IntBuffer::over("prefixes", prefixes, 2..=2)?;
+        if prefixes.size(0) != PrefixArrays::WIDTH {
+            let (found, wanted) = (prefixes.size(0), PrefixArrays::WIDTH);
+            return Err(BufferError::new_err(format!(
+                "array prefixes has {found} columns, not {wanted}"
+            )));
+        }
+        Ok(Self {
+            order: IntBuffer::over("order", order, 1..=1)?,
+            own_blocks: IntBuffer::over("own_blocks", own_blocks, 1..=1)?,
+            prefixes,
+            core: Mutex::new(Core::new(group, min_blocks, min_rows).map_err(raise)?),
+        })
+    }
+
+    /// Prefixes in the arrays.
+    #[getter]
+    fn num_prefixes(&self) -> PyResult<usize> {
+        self.look(|core| core.prefixes().len())
+    }
+
+    /// Grows whenever the arrays have been written to: copies of them elsewhere are good until then.
+    #[getter]
+    fn version(&self) -> PyResult<u64> {
+        self.look(Core::version)
+    }
+}
