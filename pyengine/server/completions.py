@@ -25,7 +25,6 @@ from pyengine.server.requests import CompletionRequest
 from pyengine.server.responses import (
     CompletionChoice,
     CompletionResponse,
-    ErrorResponse,
     Usage,
 )
 
@@ -35,7 +34,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses={400: {"model": ErrorResponse}},
+    responses={200: {"content": {"text/event-stream": {}}}},
 )
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue prompts."""

@@ -16,6 +16,7 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.engine import OutputStream, RequestState
+from pyengine.server.auth import key_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.requests import MAX_ITEMS, SamplingFields
@@ -127,9 +128,10 @@ async def begin(
     """
     model = context.check_model(body.model)
     name = name_of(request, body)
-    maker = Maker(context, name, context.salt(request, body.cache_salt), body.priority)
+    key = key_of(request.scope)
+    maker = Maker(context, name, context.salt(key, body.cache_salt), body.priority)
     requests = await context.tokenizers.run(lambda tokenizer: make(tokenizer, maker), limit=limit)
-    return Call(context, name, model, int(time.time()), context.submit(name, requests))
+    return Call(context, name, model, int(time.time()), context.submit(name, key, requests))
 
 
 @dataclass(frozen=True, slots=True)

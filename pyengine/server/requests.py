@@ -27,6 +27,8 @@ Prompts: TypeAlias = (
     | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_ITEMS)]
 )
 
+Messages: TypeAlias = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS)]
+
 
 class ClientModel(BaseModel):
     """Of what clients send: types as they are, no unknown fields."""
@@ -115,7 +117,6 @@ class Tool(ClientModel):
 class ChatOptionFields(ClientModel):
     """How a conversation becomes a prompt."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS)]
     add_generation_prompt: bool | None = Field(
         None, description="begin the assistant's turn; true, but with continue_final_message"
     )
@@ -129,6 +130,7 @@ class ChatOptionFields(ClientModel):
 class ChatCompletionRequest(SamplingFields, ChatOptionFields):
     """The body of POST /v1/chat/completions."""
 
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
