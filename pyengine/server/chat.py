@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: conversations by the model's chat template, and its answers."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -11,12 +11,12 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import CompletionOutput, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import ChatOptions, RequestState, render_chat
+from pyengine.core.structured_outputs import StructuredOutputs
+from pyengine.engine import ChatOptions, render_chat
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.generation import (
     Call,
-    Maker,
     Tally,
     answer,
     begin,
@@ -36,7 +36,7 @@ from pyengine.server.responses import (
     FinishReason,
     ToolCall,
 )
-from pyengine.server.tools import ParsedCall, ToolParser
+from pyengine.server.tools import Offered, ParsedCall, offered
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -51,36 +51,19 @@ async def chat_completions(
 ) -> Response:
     """Answer a conversation."""
     check_count(body.n, 1)
-    params = _params(body, context.engine.get_default_sampling_params())
-    tools = _tools(body)
-    options = chat_options(body, context.settings, body.tools if tools else None)
+    tools = offered(body)
+    params = _params(body, tools, context.engine.get_default_sampling_params())
+    options = chat_options(body, context.settings, body.tools if tools.names else None)
 
-    def make(tokenizer: Any, maker: Maker) -> list[RequestState]:
-        ids = render(body.messages, tokenizer, options, context.longest_text)
-        return maker.requests([ids], params)
+    def encoded(tokenizer: Any) -> list[list[int]]:
+        return [render(body.messages, tokenizer, options, context.longest_text)]
 
     limit = context.settings.template_timeout
-    start = begin(context, request, body, make, limit=limit)
+    start = begin(context, request, body, params, encoded, limit=limit)
     return await answer(request, body, start, _Writer(body, tools))
 
 
-def _tools(body: ChatCompletionRequest) -> frozenset[str]:
-    """The names of the tools that the model may call. Raises `ApiError`."""
-    names = [tool.function.name for tool in body.tools or ()]
-    if len(set(names)) < len(names):
-        raise ApiError(400, "tools: a name is there twice; give each its own", param="tools")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            f"tool_choice={body.tool_choice!r}: auto and none are served",
-            param="tool_choice",
-        )
-    if body.tool_choice == "auto" and not names:
-        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-    return frozenset() if body.tool_choice == "none" else frozenset(names)
-
-
-def _params(body: ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
+def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -90,7 +73,12 @@ def _params(body: ChatCompletionRequest, default: SamplingParams) -> SamplingPar
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    own = {"max_tokens": most, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    own: dict[str, Any] = {
+        "max_tokens": most,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if tools.schema is not None:
+        own["structured_outputs"] = StructuredOutputs(json=tools.schema)
     return sampling_params(body, default, own)
 
 
@@ -151,8 +139,8 @@ def _texts(value: Any) -> list[str]:
 class _Answer:
     """One answer as far as it was written."""
 
-    def __init__(self, body: ChatCompletionRequest, tools: Collection[str]) -> None:
-        self._parser = ToolParser(tools) if tools else None
+    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+        self._parser = tools.parser()
         self._most = 1 if body.parallel_tool_calls is False else None
         self._calls: list[ToolCall] = []
         self.is_begun = False
@@ -188,7 +176,7 @@ def _call(index: int, call: ParsedCall) -> ToolCall:
 class _Writer:
     """Writes what a client gets of what the engine gives."""
 
-    def __init__(self, body: ChatCompletionRequest, tools: Collection[str]) -> None:
+    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
         self._body = body
         self._answers: defaultdict[int, _Answer] = defaultdict(lambda: _Answer(body, tools))
 

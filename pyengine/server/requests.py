@@ -43,6 +43,32 @@ class StreamOptions(ClientModel):
     continuous_usage_stats: bool = Field(False, description="the usage in every item")
 
 
+class JsonSchema(ClientModel):
+    """A schema as OpenAI's API names it. The answer follows it, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ClientModel):
+    """The form of an answer, as OpenAI's API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputFields(ClientModel):
+    """The form of an answer: exactly one of these, as in `StructuredOutputs`."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_ITEMS)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class SamplingFields(ClientModel):
     """What completions and chats have in common: the fields of `SamplingParams`, and the request's.
 
@@ -71,6 +97,8 @@ class SamplingFields(ClientModel):
     bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS)] | None = None
     allowed_token_ids: Ids | None = None
     truncate_prompt_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputFields | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None

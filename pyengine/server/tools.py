@@ -1,12 +1,18 @@
-"""Calls of tools in a model's text, as Hermes, Qwen and others write them.
+"""Tools that a request offers, and calls of them in a model's text.
 
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, beside other text.
+They are written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "arguments": {...}}
+</tool_call>`, any number of them, beside other text. Where a call is required the answer is the
+object alone, by a schema.
 """
 
 import json
-from collections.abc import Collection
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from pyengine.server.errors import ApiError
+from pyengine.server.requests import ChatCompletionRequest, Function
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -20,6 +26,80 @@ class ParsedCall:
 
 
 Part: TypeAlias = str | ParsedCall
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Tools that the model may call; with a `schema` it must, and that is the form of the call."""
+
+    names: frozenset[str] = frozenset()
+    schema: Mapping[str, Any] | None = None
+
+    def parser(self) -> "ToolParser | None":
+        """For one answer; None where calls are no concern."""
+        if not self.names:
+            return None
+        return ToolParser(self.names) if self.schema is None else RequiredCall(self.names)
+
+
+def offered(body: ChatCompletionRequest) -> Offered:
+    """The tools of a request. Raises `ApiError` for a choice that cannot be."""
+    tools = {tool.function.name: tool.function for tool in body.tools or ()}
+    if len(tools) < len(body.tools or ()):
+        raise ApiError(400, "tools: a name is there twice; give each its own", param="tools")
+    match body.tool_choice:
+        case None | "none":
+            return Offered() if body.tool_choice == "none" else Offered(frozenset(tools))
+        case "auto" | "required" if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        case "auto":
+            return Offered(frozenset(tools))
+        case "required":
+            chosen = list(tools.values())
+        case {"type": "function", "function": {"name": str(name), **rest}, **more} if (
+            name in tools and not rest and not more
+        ):
+            chosen = [tools[name]]
+        case _:
+            raise ApiError(
+                400,
+                f"tool_choice={reprlib.repr(body.tool_choice)}: it must be auto, none, required or "
+                '{"type": "function", "function": {"name": ...}} with a function of tools',
+                param="tool_choice",
+            )
+    if body.response_format is not None or body.structured_outputs is not None:
+        raise ApiError(
+            400,
+            "tool_choice demands a call, and response_format or structured_outputs another form: "
+            "send one of them",
+            param="tool_choice",
+        )
+    return Offered(frozenset(one.name for one in chosen), _schema(chosen))
+
+
+def _schema(functions: Sequence[Function]) -> dict[str, Any]:
+    """The form of a call of one of these. Definitions move to the top, where references look."""
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for one in functions:
+        parameters = dict(one.parameters or {"type": "object"})
+        for place in ("$defs", "definitions"):
+            for name, what in dict(parameters.pop(place, {})).items():
+                if definitions.setdefault(place, {}).setdefault(name, what) != what:
+                    raise ApiError(
+                        400,
+                        f"tools: two of them define {name!r} differently in {place}: rename one",
+                        param="tools",
+                    )
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": one.name}, "arguments": parameters},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **definitions}
 
 
 class ToolParser:
@@ -79,6 +159,19 @@ class ToolParser:
             return None
         self.num_calls += 1
         return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+class RequiredCall(ToolParser):
+    """For an answer that is one call and nothing else; cut short, it is content."""
+
+    def feed(self, text: str) -> list[Part]:
+        """See `ToolParser`: nothing is certain before the end."""
+        self._text += text
+        return []
+
+    def end(self) -> list[Part]:
+        """See `ToolParser`."""
+        return [self._call(self._text) or self._text]
 
 
 def _end_of_certain(text: str) -> int:

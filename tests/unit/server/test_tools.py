@@ -90,6 +90,22 @@ TOOL = {
 PATH = "/v1/chat/completions"
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def defining(name: str, kind: str) -> dict[str, Any]:
+    """A tool whose parameters refer to a definition."""
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/T"}},
+        "required": ["x"],
+        "additionalProperties": False,
+        "$defs": {"T": {"type": kind}},
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 class Scripted:
     """A stream of one answer, said in these pieces."""
 
@@ -198,19 +214,67 @@ def test_an_answer_with_calls_goes_back_into_the_conversation(client: Client, sa
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, "'required'"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-            "auto and none",
-        ),
         ({"tool_choice": "auto"}, "needs tools"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": named("add")}, "a function of tools"),
+        ({"tools": [TOOL], "tool_choice": named("subtract")}, "a function of tools"),
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "a function of tools"),
         ({"tools": [{"type": "search"}]}, "tools"),
         ({"tools": [TOOL, TOOL]}, "twice"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "send one of them",
+        ),
+        (
+            {
+                "tools": [defining("a", "string"), defining("b", "integer")],
+                "tool_choice": "required",
+            },
+            "'T' differently",
+        ),
     ],
 )
-def test_choices_that_are_not_there(fields: Any, words: str, client: Client) -> None:
+def test_choices_that_cannot_be(fields: Any, words: str, client: Client) -> None:
     assert words in client.refusal(PATH, {"messages": [USER], **fields})["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", named("b")])
+def test_a_call_that_is_demanded_comes(choice: Any, stream: bool, client: Client) -> None:
+    """From a model of random weights, so it is the form alone that brings it."""
+    body = {
+        "messages": [USER],
+        "tools": [defining("a", "boolean"), defining("b", "boolean")],
+        "tool_choice": choice,
+        "max_tokens": 200,
+        "temperature": 1,
+        "seed": 1,
+    }
+    if stream:
+        content, calls, reason = deltas(client.events(PATH, body))
+    else:
+        (one,) = client.answer(PATH, body)["choices"]
+        content, calls, reason = (
+            one["message"]["content"] or "",
+            one["message"]["tool_calls"],
+            one["finish_reason"],
+        )
+    assert (content, reason) == ("", "tool_calls")
+    (call,) = calls
+    assert call["function"]["name"] in ("b" if isinstance(choice, dict) else "ab")
+    assert json.loads(call["function"]["arguments"])["x"] in (True, False)
+
+
+def test_a_demanded_call_that_is_cut_short_is_content(client: Client) -> None:
+    fields = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 3}
+    (choice,) = client.chat([USER], **fields)["choices"]
+    assert choice["message"]["content"].startswith("{")
+    assert choice["finish_reason"] == "length"
 
 
 def test_arguments_are_json(client: Client, say: Any) -> None:
