@@ -18,6 +18,10 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 
+# Programs of others that `make clients` runs against the server, in an environment of their own.
+CLIENTS := .venv-clients
+CLIENT_PACKAGES := "openai>=3.54,<4" "schemathesis>=4.32,<5"
+
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
 
@@ -31,7 +35,7 @@ OUT ?= target/gpu
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve clients test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -47,6 +51,9 @@ serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
 	$(BIN)/pytest
+
+clients: $(DEV) $(BUILT) $(CLIENTS)/.installed ## programs of others against the server, each as it is; minutes
+	$(BIN)/pytest -m clients tests/clients
 
 check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; changes nothing
 	cargo fmt --all --check
@@ -108,7 +115,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -130,6 +137,11 @@ $(SERVE): $(ENGINE)
 $(DEV): $(SERVE)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) install -r $(VENV)/requirements-dev.txt
+	@touch $@
+
+$(CLIENTS)/.installed: Makefile
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -q --no-input install $(CLIENT_PACKAGES)
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

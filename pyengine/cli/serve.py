@@ -33,4 +33,5 @@ def serve(
     # The address first: where it is taken nothing is loaded.
     with lifetime.listening(server) as socket, open_async_engine(settings) as engine:
         where = lifetime.address_of(server, socket)
-        lifetime.serve(engine, server, socket, lambda: note(f"serving on {where}"))
+        made = lifetime.make_server(engine, server, lambda: note(f"serving on {where}"))
+        made.run(sockets=[socket])

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from random import Random
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Intake:
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
+        self._encoding = Lock()
         self.grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -86,6 +88,12 @@ class Intake:
                 "use stop_token_ids"
             )
         return max_output
+
+    def _tokens_of(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+        if not words:
+            return []
+        with self._encoding:  # tokenizers are not re-entrant
+            return tokens_of_words(words, self._tokenizer)
 
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
@@ -132,7 +140,7 @@ class Intake:
             seed=seed,
             vocab_size=self._facts.vocab_size,
             stop_ids=self._facts.eos_token_ids,
-            bad_words=tokens_of_words(params.bad_words, self._tokenizer),
+            bad_words=self._tokens_of(params.bad_words),
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))

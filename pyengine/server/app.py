@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -9,14 +10,15 @@ from fastapi.middleware.cors import CORSMiddleware
 from pyengine.core.distribution import package_version
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
-from pyengine.server import chat, completions, health
+from pyengine.server import chat, completions, control, health, tokens
 from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import handle_errors
 from pyengine.server.limits import BodyGuard, DrainGuard
 from pyengine.server.rendering import TokenizerThreads
+from pyengine.server.responses import ErrorResponse
 
-_ROUTERS = (health.router, completions.router, chat.router)
+_ROUTERS = (health.router, completions.router, chat.router, tokens.router, control.router)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
@@ -24,12 +26,15 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
 
     `app.state.context` is what its routes share.
     """
+    described = engine.describe()
+    max_model_len = int(str(described["max_model_len"]))
     context = ServerContext(
         engine=engine,
         settings=settings,
-        names=settings.served_model_name or (str(engine.describe()["model"]),),
+        names=settings.served_model_name or (str(described["model"]),),
         tokenizers=TokenizerThreads(engine.tokenizer),
-        longest_text=_longest_text(engine),
+        max_model_len=max_model_len,
+        longest_text=max_model_len * _longest_token(engine.tokenizer),
     )
 
     @asynccontextmanager
@@ -43,7 +48,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
-        root_path=settings.root_path,
+        responses={status: {"model": ErrorResponse} for status in ("4XX", 422, "5XX")},
     )
     app.state.context = context
     for router in _ROUTERS:
@@ -63,9 +68,6 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _longest_text(engine: AsyncEngine) -> int:
-    """Characters that no prompt that fits into the model has more of."""
-    if engine.tokenizer is None:
-        return 0
-    longest_token = max(map(len, engine.tokenizer.get_vocab()))
-    return int(str(engine.describe()["max_model_len"])) * longest_token
+def _longest_token(tokenizer: Any) -> int:
+    """Characters that no token has more of."""
+    return 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()))

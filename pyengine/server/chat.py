@@ -1,8 +1,9 @@
 """POST /v1/chat/completions: conversations by the model's chat template, and its answers."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,12 +11,12 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import CompletionOutput, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import ChatOptions, RequestState, render_chat
+from pyengine.core.structured_outputs import StructuredOutputs
+from pyengine.engine import ChatOptions, render_chat
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.generation import (
     Call,
-    Maker,
     Tally,
     answer,
     begin,
@@ -24,15 +25,18 @@ from pyengine.server.generation import (
 )
 from pyengine.server.json_route import JsonRoute
 from pyengine.server.logprobs import chat_logprobs, prompt_logprobs
-from pyengine.server.requests import ChatCompletionRequest, ChatOptionFields
+from pyengine.server.requests import ChatCompletionRequest, ChatOptionFields, Tool
 from pyengine.server.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatMessage,
-    ErrorResponse,
+    FinishReason,
+    ToolCall,
 )
+from pyengine.server.tools import Offered, ParsedCall, offered
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -40,25 +44,26 @@ router = APIRouter(route_class=JsonRoute)
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
-    responses={400: {"model": ErrorResponse}},
+    responses={200: {"content": {"text/event-stream": {}}}},
 )
 async def chat_completions(
     body: ChatCompletionRequest, request: Request, context: Context
 ) -> Response:
     """Answer a conversation."""
     check_count(body.n, 1)
-    params = _params(body, context.engine.get_default_sampling_params())
-    options = chat_options(body, context.settings)
+    tools = offered(body)
+    params = _params(body, tools, context.engine.get_default_sampling_params())
+    options = chat_options(body, context.settings, body.tools if tools.names else None)
 
-    def make(tokenizer: Any, maker: Maker) -> list[RequestState]:
-        return maker.requests([render(body, tokenizer, options, context.longest_text)], params)
+    def encoded(tokenizer: Any) -> list[list[int]]:
+        return [render(body.messages, tokenizer, options, context.longest_text)]
 
     limit = context.settings.template_timeout
-    start = begin(context, request, body, make, limit=limit)
-    return await answer(request, body, start, _Writer(body))
+    start = begin(context, request, body, params, encoded, limit=limit)
+    return await answer(request, body, start, _Writer(body, tools))
 
 
-def _params(body: ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
+def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -68,11 +73,18 @@ def _params(body: ChatCompletionRequest, default: SamplingParams) -> SamplingPar
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    own = {"max_tokens": most, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    own: dict[str, Any] = {
+        "max_tokens": most,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    if tools.schema is not None:
+        own["structured_outputs"] = StructuredOutputs(json=tools.schema)
     return sampling_params(body, default, own)
 
 
-def chat_options(body: ChatOptionFields, settings: ServerSettings) -> ChatOptions:
+def chat_options(
+    body: ChatOptionFields, settings: ServerSettings, tools: Sequence[Tool] | None
+) -> ChatOptions:
     """How the conversation becomes a prompt. Raises `ApiError` for variables nobody may set."""
     variables = body.chat_template_kwargs
     for name in variables or ():
@@ -89,26 +101,25 @@ def chat_options(body: ChatOptionFields, settings: ServerSettings) -> ChatOption
         if begins_turn is None
         else begins_turn,
         continue_final_message=body.continue_final_message,
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
+        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         variables=variables,
     )
 
 
 def render(
-    body: ChatOptionFields, tokenizer: Any, options: ChatOptions, longest_text: int
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, options: ChatOptions, longest_text: int
 ) -> list[int]:
     """The token ids of a conversation. Raises `InvalidRequestError`."""
-    length = sum(len(text) for text in _texts(body.messages))
+    length = sum(len(text) for text in _texts(messages))
     if length > longest_text:
         raise InvalidRequestError(
             f"the messages have {length} characters, and of no text do more than {longest_text} "
             "fit into the model: shorten them"
         )
-    messages = [
-        {key: value for key, value in message.items() if value is not None}
-        for message in body.messages
+    without_nulls = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
     ]
-    return render_chat(messages, tokenizer, options)
+    return render_chat(without_nulls, tokenizer, options)
 
 
 def _texts(value: Any) -> list[str]:
@@ -125,13 +136,49 @@ def _texts(value: Any) -> list[str]:
     return texts
 
 
-@dataclass(slots=True)
+class _Answer:
+    """One answer as far as it was written."""
+
+    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+        self._parser = tools.parser()
+        self._most = 1 if body.parallel_tool_calls is False else None
+        self._calls: list[ToolCall] = []
+        self.is_begun = False
+
+    def new(self, one: CompletionOutput) -> tuple[str, list[ToolCall]]:
+        """The content and the calls that are certain now that this has come."""
+        if self._parser is None:
+            return one.text, []
+        parts = self._parser.feed(one.text)
+        if one.is_finished:
+            parts += self._parser.end()
+        before = len(self._calls)
+        for part in parts:
+            if isinstance(part, ParsedCall) and len(self._calls) != self._most:
+                self._calls.append(_call(len(self._calls), part))
+        return "".join([one for one in parts if isinstance(one, str)]), self._calls[before:]
+
+    def finish_reason(self, one: CompletionOutput) -> FinishReason | None:
+        """Why it has ended, if it has."""
+        is_for_calls = one.finish_reason == "stop" and self._calls
+        return "tool_calls" if is_for_calls else one.finish_reason
+
+
+def _call(index: int, call: ParsedCall) -> ToolCall:
+    return ToolCall(
+        index=index,
+        id=f"call_{uuid4().hex}",
+        type="function",
+        function=CalledFunction(name=call.name, arguments=call.arguments),
+    )
+
+
 class _Writer:
     """Writes what a client gets of what the engine gives."""
 
-    body: ChatCompletionRequest
-    _begun: set[int] = field(default_factory=set)
-    """Choices of which something was sent."""
+    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+        self._body = body
+        self._answers: defaultdict[int, _Answer] = defaultdict(lambda: _Answer(body, tools))
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
         """The answer of one piece."""
@@ -140,7 +187,10 @@ class _Writer:
         tally.add(output)
         choices = []
         for one in output.outputs:
-            message = ChatMessage(role="assistant", content=one.text)
+            content, calls = self._answers[one.index].new(one)
+            message = ChatMessage(role="assistant", content=content or (None if calls else ""))
+            if calls:
+                message.tool_calls = calls
             choices.append(ChatChoice(message=message, **self._rest(one)))
         return ChatCompletionResponse(
             id=f"chatcmpl-{call.name}",
@@ -154,48 +204,60 @@ class _Writer:
 
     async def chunks(self, call: Call) -> AsyncIterator[ChatCompletionChunk]:
         """The items of a stream."""
-        tally, options = Tally(), self.body.stream_options
+        tally, options = Tally(), self._body.stream_options
         async for item in call.stream:
             tally.add(item)
-            rest = self._of_prompt(item) if not self._begun else {}
+            rest = {} if self._answers else self._of_prompt(item)
             if options is not None and options.continuous_usage_stats:
                 rest["usage"] = tally.usage()
             for one in item.outputs:
-                yield self._chunk(call, self._new(one), rest)
+                choice = self._new(one)
+                if choice is not None:
+                    yield self._chunk(call, [choice], rest)
         if options is not None and options.include_usage:
             yield self._chunk(call, [], {"usage": tally.usage()})
 
-    def _new(self, one: CompletionOutput) -> list[ChatChunkChoice]:
-        delta = ChatMessage(content=one.text)
-        if one.index not in self._begun:
-            self._begun.add(one.index)
-            delta.role = "assistant"
-        return [ChatChunkChoice(delta=delta, **self._rest(one))]
+    def _new(self, one: CompletionOutput) -> ChatChunkChoice | None:
+        """What is new of an answer; None where that is nothing a client could tell."""
+        answer = self._answers[one.index]
+        content, calls = answer.new(one)
+        delta = ChatMessage()
+        if not answer.is_begun:
+            delta.role, delta.content = "assistant", ""
+        if content:
+            delta.content = content
+        if calls:
+            delta.tool_calls = calls
+        answer.is_begun = True
+        shows_tokens = self._body.logprobs or self._body.return_token_ids
+        if not (delta.model_fields_set or shows_tokens or one.is_finished):
+            return None
+        return ChatChunkChoice(delta=delta, **self._rest(one))
 
     def _rest(self, one: CompletionOutput) -> dict[str, Any]:
         """What choices have beside the message, in one piece or streamed."""
         rest: dict[str, Any] = {
             "index": one.index,
-            "finish_reason": one.finish_reason,
+            "finish_reason": self._answers[one.index].finish_reason(one),
             "stop_reason": one.stop_reason,
             "logprobs": None,
         }
-        if self.body.logprobs:
+        if self._body.logprobs:
             rest["logprobs"] = chat_logprobs(
                 one.token_ids,
                 one.logprobs or (),
-                top=self.body.top_logprobs or 0,
-                as_ids=self.body.return_tokens_as_token_ids,
+                top=self._body.top_logprobs or 0,
+                as_ids=self._body.return_tokens_as_token_ids,
             )
-        if self.body.return_token_ids:
+        if self._body.return_token_ids:
             rest["token_ids"] = one.token_ids
         return rest
 
     def _of_prompt(self, item: RequestOutput) -> dict[str, Any]:
         rest: dict[str, Any] = {}
-        if self.body.return_token_ids:
+        if self._body.return_token_ids:
             rest["prompt_token_ids"] = item.prompt_token_ids
-        if self.body.prompt_logprobs is not None and item.prompt_logprobs is not None:
+        if self._body.prompt_logprobs is not None and item.prompt_logprobs is not None:
             rest["prompt_logprobs"] = prompt_logprobs(item.prompt_logprobs)
         return rest
 

@@ -8,15 +8,14 @@ from fastapi import APIRouter, Request, Response
 
 from pyengine.core.outputs import CompletionOutput, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine import RequestState
 from pyengine.server.context import Context
 from pyengine.server.generation import (
     Call,
-    Maker,
     Tally,
     answer,
     begin,
     check_count,
+    encode,
     sampling_params,
 )
 from pyengine.server.json_route import JsonRoute
@@ -25,7 +24,6 @@ from pyengine.server.requests import CompletionRequest
 from pyengine.server.responses import (
     CompletionChoice,
     CompletionResponse,
-    ErrorResponse,
     Usage,
 )
 
@@ -35,7 +33,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses={400: {"model": ErrorResponse}},
+    responses={200: {"content": {"text/event-stream": {}}}},
 )
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue prompts."""
@@ -44,19 +42,19 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     params = _params(body, context.engine.get_default_sampling_params())
     echoes: list[_Echo] = []
 
-    def make(tokenizer: Any, maker: Maker) -> list[RequestState]:
-        ids = [
-            maker.encode(tokenizer, one, special=body.add_special_tokens)
-            if isinstance(one, str)
-            else one
+    def encoded(tokenizer: Any) -> list[list[int]]:
+        special = body.add_special_tokens
+        several = [
+            encode(context, tokenizer, one, special=special) if isinstance(one, str) else list(one)
             for one in prompts
         ]
-        requests = maker.requests(ids, params)
         if body.echo:
-            echoes.extend([_Echo.of(tokenizer, one.prompt_token_ids) for one in requests])
-        return requests
+            most = context.max_model_len - 1
+            kept = [list(params.truncated(one, most)) for one in several]
+            echoes.extend([_Echo.of(tokenizer, one) for one in kept])
+        return several
 
-    start = begin(context, request, body, make)
+    start = begin(context, request, body, params, encoded)
     return await answer(request, body, start, _Writer(body, params.n, echoes))
 
 
@@ -83,11 +81,10 @@ class _Echo:
     first: str = ""
 
     @classmethod
-    def of(cls, tokenizer: Any, token_ids: Any) -> "_Echo":
+    def of(cls, tokenizer: Any, token_ids: list[int]) -> "_Echo":
         if tokenizer is None:
             return cls()
-        ids = [int(one) for one in token_ids]
-        return cls(tokenizer.decode(ids), tokenizer.decode(ids[:1]))
+        return cls(tokenizer.decode(token_ids), tokenizer.decode(token_ids[:1]))
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """What the routes of one server share: the engine, the settings, who is served."""
 
 import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,30 +11,39 @@ from fastapi import Depends, Request
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine, OutputStream, RequestState
-from pyengine.server.auth import key_of
 from pyengine.server.errors import ApiError
 from pyengine.server.rendering import TokenizerThreads
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A call that runs: the engine's ids of its requests, and the key that it came with."""
+
+    request_ids: tuple[str, ...]
+    key: bytes
 
 
 @dataclass(slots=True)
 class ServerContext:
     """A server as its routes see it.
 
-    `names` are those of the model, `live` the ids of requests that run, and the engine's ids of
-    each.
+    `names` are those of the model, `live` the calls that run, by their ids.
     """
 
     engine: AsyncEngine
     settings: ServerSettings
     names: tuple[str, ...]
     tokenizers: TokenizerThreads
+    max_model_len: int
     longest_text: int
     """Characters of a prompt that may fit into the model."""
     created: int = field(default_factory=lambda: int(time.time()))
-    live: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    live: dict[str, Running] = field(default_factory=dict)
     num_open: int = 0
     """HTTP requests that are being answered, those to /health aside."""
     is_draining: bool = False
+    num_resets: int = 0
+    """How often the cache was emptied by `reset_prefix_cache`."""
 
     def check_model(self, name: str | None) -> str:
         """The model's name as the client calls it. Raises `ApiError` (404) for another model."""
@@ -48,21 +58,26 @@ class ServerContext:
             )
         return name
 
-    def salt(self, request: Request, cache_salt: str | None) -> str | None:
-        """The salt of a request: the client's own, or with `salt_by_key` one of its key, too."""
-        if not self.settings.salt_by_key:
-            return cache_salt
-        owner = hashlib.sha256(key_of(request.scope)).hexdigest()
-        return f"{owner}/{cache_salt or ''}"
+    def salt(self, key: bytes, cache_salt: str | None) -> str | None:
+        """The salt of a request: the client's own, or with `salt_by_key` one of its key, too.
 
-    def submit(self, name: str, requests: Sequence[RequestState]) -> OutputStream:
+        After `reset_prefix_cache` another one: what was cached before is not found any more.
+        """
+        parts = [] if cache_salt is None else [cache_salt]
+        if self.settings.salt_by_key:
+            parts = [hashlib.sha256(key).hexdigest(), *parts]
+        if self.num_resets:
+            parts = [f"{self.num_resets}", *parts]
+        return json.dumps(parts) if parts else None
+
+    def submit(self, name: str, key: bytes, requests: Sequence[RequestState]) -> OutputStream:
         """Queue the requests of one call, all or none; `leave` is called at its end."""
         if name in self.live:
             raise ApiError(
                 400, f"request id {name!r} is in use: send another one, or none", param="request_id"
             )
         stream = self.engine.submit(requests)
-        self.live[name] = tuple([one.request_id for one in requests])
+        self.live[name] = Running(tuple([one.request_id for one in requests]), key)
         return stream
 
     def leave(self, name: str, stream: OutputStream) -> None:

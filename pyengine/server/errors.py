@@ -161,7 +161,7 @@ def _of_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, way_out if is_form else f"the body is no JSON object: {way_out}")
     if first["type"] == "missing":
         return ApiError(400, f"{path} is missing", param=path, code="missing_parameter")
-    message = _PROMPT_FORMS if path.startswith("prompt") else first["msg"]
+    message = _PROMPT_FORMS if path.partition("[")[0] == "prompt" else first["msg"]
     return ApiError(400, f"{path}={reprlib.repr(first['input'])}: {message}", param=path)
 
 

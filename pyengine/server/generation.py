@@ -15,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import OutputStream, RequestState
+from pyengine.server.auth import key_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.requests import MAX_ITEMS, SamplingFields
@@ -59,6 +61,9 @@ def sampling_params(
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         given["logit_bias"] = _bias(body.logit_bias)
+    form = _form(body)
+    if form is not None:
+        given["structured_outputs"] = form
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     return replace(default, **{**given, **own, "output_kind": kind})
@@ -71,6 +76,29 @@ def _bias(bias: Mapping[str, float]) -> dict[int, float]:
         raise ApiError(
             400, "logit_bias: its keys must be token ids, as text", param="logit_bias"
         ) from None
+
+
+def _form(body: SamplingFields) -> StructuredOutputs | None:
+    """The form that the answer must have. Raises `InvalidRequestError` for none that can be."""
+    asked, form = body.response_format, body.structured_outputs
+    if asked is not None and asked.type != "text":
+        if form is not None:
+            raise ApiError(
+                400,
+                "response_format and structured_outputs both say what form the answer has: send "
+                "one of them",
+                param="response_format",
+            )
+        if asked.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        if asked.json_schema is None:
+            raise ApiError(
+                400, "response_format.json_schema is missing", param="response_format.json_schema"
+            )
+        return StructuredOutputs(json=asked.json_schema.schema_)
+    if form is None:
+        return None
+    return StructuredOutputs(**form.model_dump(by_alias=True, exclude_none=True))
 
 
 def check_count(n: int | None, num_prompts: int) -> None:
@@ -117,49 +145,37 @@ async def begin(
     context: ServerContext,
     request: Request,
     body: SamplingFields,
-    make: Callable[[Any, "Maker"], Sequence[RequestState]],
+    params: SamplingParams,
+    encoded: Callable[[Any], list[list[int]]],
     *,
     limit: float | None = None,
 ) -> Call:
-    """Make the requests of a call, in a thread, and queue them.
+    """Make the requests of a call, off the event loop, and queue them.
 
-    `make` gets a tokenizer and a `Maker`, and `limit` seconds.
+    `encoded` gives the token ids of its prompts by a tokenizer, in `limit` seconds.
     """
     model = context.check_model(body.model)
-    name = name_of(request, body)
-    maker = Maker(context, name, context.salt(request, body.cache_salt), body.priority)
-    requests = await context.tokenizers.run(lambda tokenizer: make(tokenizer, maker), limit=limit)
-    return Call(context, name, model, int(time.time()), context.submit(name, requests))
+    name, key = name_of(request, body), key_of(request.scope)
+    salt = context.salt(key, body.cache_salt)
 
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """Makes the engine's requests of one call."""
-
-    context: ServerContext
-    name: str
-    salt: str | None
-    priority: float
-
-    def requests(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[RequestState]:
-        """One for each prompt, checked."""
-        alone = len(prompts) == 1
+    def made(prompts: Sequence[Sequence[int]]) -> list[RequestState]:
         return [
-            self.context.engine.request(
+            context.engine.request(
                 ids,
                 params,
-                self.name if alone else f"{self.name}-{place}",
-                cache_salt=self.salt,
-                priority=self.priority,
+                name if len(prompts) == 1 else f"{name}-{place}",
+                cache_salt=salt,
+                priority=body.priority,
             )
             for place, ids in enumerate(prompts)
         ]
 
-    def encode(self, tokenizer: Any, text: str, *, special: bool) -> Sequence[int]:
-        """The token ids of a text. Raises `InvalidRequestError` for what can't be tokenized."""
-        return encode(self.context, tokenizer, text, special=special)
+    threads = context.tokenizers
+    if params.structured_outputs is None:
+        requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)), limit=limit)
+    else:  # a grammar may take a while to compile, and tokenizers are for all
+        requests = await asyncio.to_thread(made, await threads.run(encoded, limit=limit))
+    return Call(context, name, model, int(time.time()), context.submit(name, key, requests))
 
 
 def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) -> list[int]:

@@ -5,13 +5,13 @@ from fastapi import APIRouter, Response
 from pyengine.core.distribution import package_version
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
-from pyengine.server.responses import ErrorResponse, ModelCard, ModelList
+from pyengine.server.responses import ModelCard, ModelList
 
 router = APIRouter()
 
 
-@router.get("/health", responses={503: {"model": ErrorResponse}})
-@router.get("/ping", responses={503: {"model": ErrorResponse}})
+@router.get("/health", response_class=Response)
+@router.get("/ping", response_class=Response)
 async def health(context: Context) -> Response:
     """Status 200 while requests are taken and steps can be run, else 503."""
     context.engine.check_health()
@@ -29,7 +29,6 @@ async def version() -> dict[str, str]:
 @router.get("/v1/models")
 async def models(context: Context) -> ModelList:
     """The model that is served, by each of its names."""
-    described = context.engine.describe()
     cards = [
         ModelCard(
             id=name,
@@ -37,7 +36,7 @@ async def models(context: Context) -> ModelList:
             created=context.created,
             owned_by="pyengine",
             root=str(context.engine.model_path),
-            max_model_len=int(str(described["max_model_len"])),
+            max_model_len=context.max_model_len,
         )
         for name in context.names
     ]

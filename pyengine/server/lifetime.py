@@ -92,15 +92,12 @@ def address_of(settings: ServerSettings, server: socket.socket) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
 
 
-def serve(
-    engine: AsyncEngine,
-    settings: ServerSettings,
-    server: socket.socket,
-    announce: Callable[[], object],
-) -> None:
-    """Serve until a signal comes, and end as `SignalledServer` says. For the main thread.
+def make_server(
+    engine: AsyncEngine, settings: ServerSettings, announce: Callable[[], object]
+) -> "SignalledServer":
+    """A server for `run(sockets=[...])`; `announce` is called when clients are let in.
 
-    `announce` is called when clients are let in. The engine stays its maker's to close.
+    The engine stays its maker's to close. Raises `OSError` for certificates that can't be read.
     """
     app = create_app(engine, settings)
     config = uvicorn.Config(
@@ -108,7 +105,7 @@ def serve(
         http=type("Protocol", (TimedProtocol,), {"seconds": settings.body_timeout}),
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_config=None,
         access_log=False,
         server_header=False,
         root_path=settings.root_path,
@@ -118,7 +115,7 @@ def serve(
         ssl_certfile=settings.ssl_certfile,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
     )
-    SignalledServer(config, app.state.context, announce).run(sockets=[server])
+    return SignalledServer(config, app.state.context, announce)
 
 
 class SignalledServer(uvicorn.Server):
@@ -144,7 +141,7 @@ class SignalledServer(uvicorn.Server):
         if not self.should_exit:
             self._announce()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
         """A signal has come, at any line of the main thread."""
         if self._loop is None:
             raise KeyboardInterrupt
@@ -181,11 +178,13 @@ class TimedProtocol(H11Protocol):
     """HTTP/1.1 as uvicorn speaks it, to clients that send their headers in time.
 
     A connection is closed where `seconds` pass without a whole request's headers, be it that
-    nothing comes or a byte at a time, or with a body that nobody reads any more.
+    nothing comes or a byte at a time, with a body that nobody reads any more, or without the
+    client having read what waits for it.
     """
 
     seconds: float = 60.0
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio."""
@@ -203,10 +202,22 @@ class TimedProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY:
             self._set_timer()
 
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._unread):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def _set_timer(self) -> None:

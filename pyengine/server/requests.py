@@ -27,6 +27,8 @@ Prompts: TypeAlias = (
     | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_ITEMS)]
 )
 
+Messages: TypeAlias = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS)]
+
 
 class ClientModel(BaseModel):
     """Of what clients send: types as they are, no unknown fields."""
@@ -39,6 +41,32 @@ class StreamOptions(ClientModel):
 
     include_usage: bool = Field(False, description="a last item with the usage")
     continuous_usage_stats: bool = Field(False, description="the usage in every item")
+
+
+class JsonSchema(ClientModel):
+    """A schema as OpenAI's API names it. The answer follows it, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ClientModel):
+    """The form of an answer, as OpenAI's API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputFields(ClientModel):
+    """The form of an answer: exactly one of these, as in `StructuredOutputs`."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_ITEMS)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class SamplingFields(ClientModel):
@@ -69,6 +97,8 @@ class SamplingFields(ClientModel):
     bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS)] | None = None
     allowed_token_ids: Ids | None = None
     truncate_prompt_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputFields | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -115,7 +145,6 @@ class Tool(ClientModel):
 class ChatOptionFields(ClientModel):
     """How a conversation becomes a prompt."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS)]
     add_generation_prompt: bool | None = Field(
         None, description="begin the assistant's turn; true, but with continue_final_message"
     )
@@ -129,6 +158,7 @@ class ChatOptionFields(ClientModel):
 class ChatCompletionRequest(SamplingFields, ChatOptionFields):
     """The body of POST /v1/chat/completions."""
 
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

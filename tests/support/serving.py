@@ -1,9 +1,13 @@
-"""A server in this process: a small model behind the real application, and a client for it."""
+"""A server in this process: a small model behind the real application, and clients for it."""
 
 import asyncio
 import json
+import signal
+import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import httpx2
@@ -14,16 +18,22 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
 from pyengine.server import create_app
+from pyengine.server.lifetime import address_of, listening, make_server
 from tests.support import chat
 from tests.unit.models.tiny import save_tiny_model
 
 MAX_MODEL_LEN = 1024
+GOOD = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
 
 
 def save_small_model(folder: Path, template: str = chat.CHATML) -> Path:
     """A model of a few kilobytes with a byte-level tokenizer of 300 tokens."""
     save_tiny_model(
-        folder, vocab_size=chat.VOCAB_SIZE, max_position_embeddings=MAX_MODEL_LEN, dtype="float32"
+        folder,
+        vocab_size=chat.VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        dtype="float32",
+        eos_token_id=0,  # <|end|> of the tokenizer
     )
     chat.chat_tokenizer(template).save_pretrained(folder)
     return folder
@@ -36,9 +46,9 @@ def open_small_engine(folder: Path, **settings: Any) -> AsyncEngine:
 class Client:
     """Calls an application as clients do, without sockets. Everything is over when a call is."""
 
-    def __init__(self, app: FastAPI, **options: Any) -> None:
+    def __init__(self, app: FastAPI, root_path: str = "") -> None:
         self.app = app
-        self._options = options
+        self._root_path = root_path
 
     @property
     def context(self) -> Any:
@@ -46,9 +56,11 @@ class Client:
 
     def run(self, use: Callable[[httpx2.AsyncClient], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)
+            transport = httpx2.ASGITransport(
+                self.app, raise_app_exceptions=False, root_path=self._root_path
+            )
             async with httpx2.AsyncClient(
-                transport=transport, base_url="http://server", timeout=60, **self._options
+                transport=transport, base_url="http://server", timeout=60
             ) as client:
                 return await use(client)
 
@@ -121,3 +133,76 @@ def alone(engine: AsyncEngine, prompt: Any, params: SamplingParams) -> RequestOu
 
 def make_client(engine: AsyncEngine, **settings: Any) -> Client:
     return Client(create_app(engine, ServerSettings(**settings)))
+
+
+def assert_nothing_runs(engine: AsyncEngine) -> None:
+    """What was given up is taken out between two steps: soon, and wholly."""
+    end = monotonic() + 60
+    while True:
+        stats = engine.stats()
+        left = (stats.num_running, stats.num_waiting, stats.ledger.active, stats.ledger.leased)
+        if left == (0, 0, 0, 0):
+            return
+        assert monotonic() < end, stats
+        sleep(0.005)
+
+
+def assert_soon(holds: Any, seconds: float = 20) -> None:
+    end = monotonic() + seconds
+    while not holds():
+        assert monotonic() < end
+        sleep(0.01)
+
+
+class RunningServer:
+    """A server in a thread of this process."""
+
+    def __init__(
+        self, engine: AsyncEngine, *, send_buffer: int | None = None, **settings: Any
+    ) -> None:
+        self.engine = engine
+        self._send_buffer = send_buffer
+        self.settings = ServerSettings(**{"port": 0, "drain_timeout": 30.0, **settings})
+        self._is_up = threading.Event()
+        self._server = make_server(engine, self.settings, self._is_up.set)
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with listening(self.settings) as bound:
+            if self._send_buffer is not None:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
+            self.address = address_of(self.settings, bound)
+            self.where: Any = bound.getsockname()
+            self._server.run(sockets=[bound])
+
+    def __enter__(self) -> "RunningServer":
+        self._thread.start()
+        assert self._is_up.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Without a drain, which would be one of the engine, too."""
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def signal(self) -> None:
+        self._server.handle_exit(signal.SIGTERM)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.where)
+
+    def is_well(self) -> None:
+        """It is healthy, and its answers are right; soon, as the time limits here are short."""
+
+        def answers() -> bool:
+            try:
+                health = httpx2.get(f"{self.address}/health")
+                answer = httpx2.post(f"{self.address}/v1/completions", json=GOOD)
+            except httpx2.TransportError:
+                return False
+            if (health.status_code, answer.status_code) != (200, 200):
+                return False
+            return bool(answer.json()["usage"]["completion_tokens"] == 2)
+
+        assert_soon(answers)

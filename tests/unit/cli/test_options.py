@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -130,7 +131,12 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[
         yield
 
     monkeypatch.setattr("pyengine.cli.serve.open_async_engine", engine)
-    monkeypatch.setattr(lifetime, "serve", lambda _, server, *rest: seen.append(server))
+
+    def make(_: object, settings: object, announce: object) -> SimpleNamespace:
+        seen.append(settings)
+        return SimpleNamespace(run=lambda sockets: None)
+
+    monkeypatch.setattr(lifetime, "make_server", make)
     result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments], env=env)
     assert result.exit_code == 0, result.output
     return seen

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from pyengine.engine import AsyncEngine
-from tests.support.serving import Client, make_client, open_small_engine, save_small_model
+from tests.support.serving import (
+    Client,
+    assert_nothing_runs,
+    make_client,
+    open_small_engine,
+    save_small_model,
+)
 
 
 @pytest.fixture(scope="package")
@@ -18,9 +24,7 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngi
 @pytest.fixture
 def engine(small_engine: AsyncEngine) -> Iterator[AsyncEngine]:
     yield small_engine
-    stats = small_engine.stats()
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert (stats.ledger.active, stats.ledger.leased) == (0, 0)
+    assert_nothing_runs(small_engine)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Cli
         parts = [
             one for event in events for one in event["choices"] if one["index"] == choice["index"]
         ]
-        text = "".join(one["delta"]["content"] for one in parts)
+        text = "".join(one["delta"].get("content", "") for one in parts)
         assert text == choice["message"]["content"]
         assert parts[0]["delta"]["role"] == "assistant"
         assert not [one for one in parts[1:] if "role" in one["delta"]]

@@ -1,0 +1,67 @@
+"""GET /load, POST /reset_prefix_cache and /abort_requests: for those who run the server."""
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from pyengine.server.auth import key_of
+from pyengine.server.context import Context
+from pyengine.server.json_route import JsonRoute
+from pyengine.server.requests import MAX_ITEMS, ClientModel, RequestId
+from pyengine.server.responses import ServerModel
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class Load(ServerModel):
+    """How much there is to do: HTTP requests, and sequences that run and wait."""
+
+    server_load: int
+    num_running: int
+    num_waiting: int
+
+
+class AbortRequest(ClientModel):
+    """The body of POST /abort_requests."""
+
+    request_ids: Annotated[list[RequestId], Field(max_length=MAX_ITEMS)]
+
+
+class Aborted(ServerModel):
+    """Those that were there."""
+
+    aborted: list[str]
+
+
+@router.get("/load")
+async def load(context: Context) -> Load:
+    """How much there is to do."""
+    stats = context.engine.stats()
+    return Load(
+        server_load=context.num_open - 1,  # but for this one
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+    )
+
+
+@router.post("/reset_prefix_cache", response_class=Response)
+async def reset_prefix_cache(context: Context) -> Response:
+    """Have what is cached found by no request from now on; it gives way as room is needed."""
+    context.num_resets += 1
+    return Response()
+
+
+@router.post("/abort_requests")
+async def abort_requests(body: AbortRequest, request: Request, context: Context) -> Aborted:
+    """End requests; their readers get what there is, with the finish reason "abort".
+
+    Only those that came with the same key.
+    """
+    key = key_of(request.scope)
+    running = {name: context.live.get(name) for name in body.request_ids}
+    own = {name: one for name, one in running.items() if one is not None and one.key == key}
+    ids = [one for several in own.values() for one in several.request_ids]
+    await asyncio.gather(*(context.engine.abort(one) for one in ids))
+    return Aborted(aborted=list(own))

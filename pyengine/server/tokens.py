@@ -1,0 +1,108 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer by itself."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from pyengine.core.errors import InvalidRequestError
+from pyengine.server.chat import chat_options, render
+from pyengine.server.context import Context
+from pyengine.server.errors import ApiError
+from pyengine.server.generation import encode
+from pyengine.server.json_route import JsonRoute
+from pyengine.server.requests import ChatOptionFields, ClientModel, Messages
+from pyengine.server.responses import ServerModel
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class TokenizeRequest(ChatOptionFields):
+    """The body of POST /tokenize: a prompt, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = Field(True, description="as the tokenizer does, to a prompt")
+    return_token_strs: bool = Field(False, description="the text of each token, too")
+
+
+class TokenizeResponse(ServerModel):
+    """The answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(ClientModel):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(ServerModel):
+    """The answer of POST /detokenize."""
+
+    prompt: str
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
+    """The token ids of a prompt, or of a conversation by the model's chat template."""
+    context.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "send either prompt or messages", param="prompt")
+    options = chat_options(body, context.settings, body.tools)
+
+    def make(tokenizer: Any) -> tuple[list[int], list[str] | None]:
+        if body.messages is not None:
+            ids = render(body.messages, tokenizer, options, context.longest_text)
+        else:
+            text = body.prompt or ""
+            ids = encode(context, tokenizer, text, special=body.add_special_tokens)
+        wants_texts = body.return_token_strs
+        return ids, tokenizer.convert_ids_to_tokens(ids) if wants_texts else None
+
+    ids, texts = await context.tokenizers.run(make, limit=context.settings.template_timeout)
+    return TokenizeResponse(
+        count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+    """The text of token ids."""
+    context.check_model(body.model)
+
+    def make(tokenizer: Any) -> str:
+        if tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer")
+        foreign = [one for one in body.tokens if not 0 <= one < len(tokenizer)]
+        if foreign:
+            raise InvalidRequestError(
+                f"token id {foreign[0]} is outside the vocabulary of {len(tokenizer)} tokens"
+            )
+        return str(tokenizer.decode(body.tokens))
+
+    return DetokenizeResponse(prompt=await context.tokenizers.run(make))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(context: Context) -> dict[str, Any]:
+    """What clients ask of a tokenizer: its class, special tokens, chat template."""
+
+    def make(tokenizer: Any) -> dict[str, Any]:
+        if tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": len(tokenizer),
+            "model_max_length": context.max_model_len,
+            **{name: getattr(tokenizer, name, None) for name in names},
+        }
+
+    return await context.tokenizers.run(make)

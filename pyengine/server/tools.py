@@ -1,0 +1,181 @@
+"""Tools that a request offers, and calls of them in a model's text.
+
+They are written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "arguments": {...}}
+</tool_call>`, any number of them, beside other text. Where a call is required the answer is the
+object alone, by a schema.
+"""
+
+import json
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pyengine.server.errors import ApiError
+from pyengine.server.requests import ChatCompletionRequest, Function
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call of a tool; `arguments` are a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+Part: TypeAlias = str | ParsedCall
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Tools that the model may call; with a `schema` it must, and that is the form of the call."""
+
+    names: frozenset[str] = frozenset()
+    schema: Mapping[str, Any] | None = None
+
+    def parser(self) -> "ToolParser | None":
+        """For one answer; None where calls are no concern."""
+        if not self.names:
+            return None
+        return ToolParser(self.names) if self.schema is None else RequiredCall(self.names)
+
+
+def offered(body: ChatCompletionRequest) -> Offered:
+    """The tools of a request. Raises `ApiError` for a choice that cannot be."""
+    tools = {tool.function.name: tool.function for tool in body.tools or ()}
+    if len(tools) < len(body.tools or ()):
+        raise ApiError(400, "tools: a name is there twice; give each its own", param="tools")
+    match body.tool_choice:
+        case None | "none":
+            return Offered() if body.tool_choice == "none" else Offered(frozenset(tools))
+        case "auto" | "required" if not tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        case "auto":
+            return Offered(frozenset(tools))
+        case "required":
+            chosen = list(tools.values())
+        case {"type": "function", "function": {"name": str(name), **rest}, **more} if (
+            name in tools and not rest and not more
+        ):
+            chosen = [tools[name]]
+        case _:
+            raise ApiError(
+                400,
+                f"tool_choice={reprlib.repr(body.tool_choice)}: it must be auto, none, required or "
+                '{"type": "function", "function": {"name": ...}} with a function of tools',
+                param="tool_choice",
+            )
+    if body.response_format is not None or body.structured_outputs is not None:
+        raise ApiError(
+            400,
+            "tool_choice demands a call, and response_format or structured_outputs another form: "
+            "send one of them",
+            param="tool_choice",
+        )
+    return Offered(frozenset(one.name for one in chosen), _schema(chosen))
+
+
+def _schema(functions: Sequence[Function]) -> dict[str, Any]:
+    """The form of a call of one of these. Definitions move to the top, where references look."""
+    definitions: dict[str, dict[str, Any]] = {}
+    calls = []
+    for one in functions:
+        parameters = dict(one.parameters or {"type": "object"})
+        for place in ("$defs", "definitions"):
+            for name, what in dict(parameters.pop(place, {})).items():
+                if definitions.setdefault(place, {}).setdefault(name, what) != what:
+                    raise ApiError(
+                        400,
+                        f"tools: two of them define {name!r} differently in {place}: rename one",
+                        param="tools",
+                    )
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": one.name}, "arguments": parameters},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **definitions}
+
+
+class ToolParser:
+    """Parts text that comes in pieces into content and calls.
+
+    What is no call of one of the tools is content, as it was written; white space beside calls is
+    left out. Where the text is cut makes no difference.
+    """
+
+    def __init__(self, tools: Collection[str]) -> None:
+        self._tools = tools
+        self._text = ""
+        """What has come and was not given yet."""
+        self._is_in_call = False
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        """What is certain now that `text` has come."""
+        self._text += text
+        parts: list[Part] = []
+        while True:
+            mark = _CLOSE if self._is_in_call else _OPEN
+            before, found, after = self._text.partition(mark)
+            if not found:
+                break
+            self._text = after
+            if self._is_in_call:
+                parts.append(self._call(before) or _OPEN + before + _CLOSE)
+            elif before.strip():
+                parts.append(before.rstrip())
+            self._is_in_call = not self._is_in_call
+        if not self._is_in_call:
+            certain = self._text[: _end_of_certain(self._text)]
+            self._text = self._text[len(certain) :]
+            if certain:
+                parts.append(certain)
+        return parts
+
+    def end(self) -> list[Part]:
+        """What is left once all has come. A call that was not closed is one if it is whole."""
+        rest, self._text = self._text, ""
+        if self._is_in_call:
+            self._is_in_call = False
+            return [self._call(rest) or _OPEN + rest]
+        is_beside_calls = self.num_calls > 0 and not rest.strip()
+        return [rest] if rest and not is_beside_calls else []
+
+    def _call(self, text: str) -> ParsedCall | None:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict):
+            return None
+        name, arguments = found.get("name"), found.get("arguments", {})
+        if not isinstance(name, str) or name not in self._tools or not isinstance(arguments, dict):
+            return None
+        self.num_calls += 1
+        return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+class RequiredCall(ToolParser):
+    """For an answer that is one call and nothing else; cut short, it is content."""
+
+    def feed(self, text: str) -> list[Part]:
+        """See `ToolParser`: nothing is certain before the end."""
+        self._text += text
+        return []
+
+    def end(self) -> list[Part]:
+        """See `ToolParser`."""
+        return [self._call(self._text) or self._text]
+
+
+def _end_of_certain(text: str) -> int:
+    """Where the text ends that is content whatever comes: before the space before a call."""
+    lengths = range(min(len(_OPEN) - 1, len(text)), 0, -1)
+    begun = next((length for length in lengths if _OPEN.startswith(text[-length:])), 0)
+    return len(text[: len(text) - begun].rstrip())

@@ -1,0 +1,81 @@
+"""docs/serving.md and the README's section on serving: their commands run, nothing is left out."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.server_settings import ServerSettings
+from pyengine.engine import AsyncEngine
+from pyengine.server import create_app
+from pyengine.server.requests import ChatCompletionRequest, CompletionRequest
+from tests.support.docs import ROOT, blocks, table
+from tests.support.serving import RunningServer, open_small_engine, save_small_model
+
+DOCUMENT = "docs/serving.md"
+SAMPLING = {one.name for one in dataclasses.fields(SamplingParams)}
+TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
+
+
+def curls(document: str) -> list[str]:
+    """The curl commands of a document."""
+    lines = "".join(blocks(document, "bash")).replace("\\\n", " ").splitlines()
+    assert all(line.startswith("curl ") for line in lines)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """The embedded model, as `pyengine serve` serves it."""
+    with AsyncEngine(num_blocks=256) as engine, RunningServer(engine) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("document", ["README.md", DOCUMENT])
+def test_curl_gets_answers(document: str, server: RunningServer) -> None:
+    commands = curls(document)
+    assert len(commands) >= 2
+    for command in commands:
+        asked = command.replace("localhost:8000", server.address)
+        assert asked != command
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+        lines = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+        if '"stream": true' in command:
+            assert lines.pop() == "[DONE]"
+        items: list[Any] = [json.loads(line) for line in lines]
+        assert items and not [one for one in items if "error" in one]
+        if "chat" in command:
+            assert "Paris" in items[0]["choices"][0]["message"]["content"]
+
+
+def test_every_route_is_there(tmp_path: Path) -> None:
+    with open_small_engine(save_small_model(tmp_path)) as engine:
+        paths = create_app(engine, ServerSettings()).openapi()["paths"]
+    assert len(paths) > 10
+    assert {*paths, "/openapi.json"} <= {row[0] for row in table(DOCUMENT, "route")}
+
+
+@pytest.mark.parametrize("form", [CompletionRequest, ChatCompletionRequest])
+def test_every_field_is_named_or_one_of_the_sampling_parameters(form: Any) -> None:
+    plain = {"model", "messages", "stream", "max_completion_tokens"}
+    known = {*SAMPLING, *plain}
+    own = set(form.model_fields) - known
+    assert not [name for name in own if f"`{name}`" not in TEXT]
+
+
+def test_every_sampling_parameter_can_be_sent() -> None:
+    of_the_server = {"output_kind", "detokenize"}
+    for form in (CompletionRequest, ChatCompletionRequest):
+        assert SAMPLING - set(form.model_fields) == of_the_server
+
+
+def test_the_readme_links_here() -> None:
+    assert "docs/serving.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

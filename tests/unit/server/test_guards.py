@@ -1,0 +1,428 @@
+"""Who may call, and what a call may cost: refused at the door, and all is well afterwards."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi.routing import APIRoute
+
+from pyengine.core import EngineDeadError, RequestFailedError
+from pyengine.engine import AsyncEngine
+from pyengine.server import app as application
+from tests.support.serving import (
+    Client,
+    error_of,
+    make_client,
+    open_small_engine,
+    save_small_model,
+)
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+GOOD = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
+LONG = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True}
+KEY = {"authorization": "Bearer one"}
+
+
+@pytest.fixture
+def guarded(engine: AsyncEngine) -> Client:
+    return make_client(engine, api_key=("one", "two"), cors_origin=("http://page",))
+
+
+def routes(client: Client) -> list[tuple[str, str]]:
+    paths = client.get("/openapi.json", headers=KEY).json()["paths"]
+    return [(method, path) for path, methods in paths.items() for method in methods] + [
+        ("get", "/openapi.json"),
+        ("get", "/not/there"),
+    ]
+
+
+def test_every_route_but_health_needs_a_key(guarded: Client) -> None:
+    several = routes(guarded)
+    assert len(several) > 10
+    for method, path in several:
+        response = guarded.run(lambda one, m=method, p=path: one.request(m, p))
+        if path == "/health":
+            assert response.status_code == 200
+            continue
+        error = error_of(response, 401)
+        assert error["code"] == "invalid_api_key" and error["type"] == "authentication_error"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", ["Bearer one", "Bearer two", "bearer two", "BEARER  one"])
+def test_each_key_is_good(key: str, guarded: Client) -> None:
+    response = guarded.post(COMPLETIONS, GOOD, headers={"authorization": key})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "Bearer", "Bearer ", "Bearer on", "Bearer onetwo", "Basic one", "one", "Bearer \xff"],
+)
+def test_no_other_is(key: str, guarded: Client) -> None:
+    response = guarded.post(COMPLETIONS, GOOD, headers=[("authorization", key.encode("latin-1"))])
+    assert response.status_code == 401
+
+
+def test_every_key_is_compared_whole(guarded: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+    plain = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: seen.append((a, b)) or plain(a, b))
+    guarded.get("/version", headers=KEY)
+    assert seen == [(b"one", b"one"), (b"one", b"two")]
+
+
+def test_without_keys_an_empty_one_does_no_harm(client: Client) -> None:
+    """As lm-eval sends it."""
+    response = client.post(COMPLETIONS, GOOD, headers={"authorization": "Bearer "})
+    assert response.status_code == 200
+
+
+def test_a_browser_may_ask_before_it_has_a_key(guarded: Client) -> None:
+    asks = {"origin": "http://page", "access-control-request-method": "POST"}
+    response = guarded.run(lambda one: one.options(COMPLETIONS, headers=asks))
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "http://page"
+    response = guarded.get("/version", headers={"origin": "http://page"})
+    assert response.headers["access-control-allow-origin"] == "http://page"
+    response = guarded.get("/version", headers={"origin": "http://elsewhere"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_keys_part_the_cache(engine: AsyncEngine) -> None:
+    client = make_client(engine, api_key=("one", "two"), salt_by_key=True)
+    body = {"prompt": [31, 32, 33] * 20, "max_tokens": 1}
+
+    def cached(key: str, **fields: Any) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        response = client.post(COMPLETIONS, {**body, **fields}, headers=headers)
+        return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("one") == 0
+    assert cached("one") == 48
+    assert cached("two") == 0
+    assert cached("one", cache_salt="x") == 0
+    assert cached("two", cache_salt="x") == 0
+    assert cached("two", cache_salt="x") == 48
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 1025}, "1025"),
+        ({"n": 10**9}, "1000000000"),
+        ({"n": 16, "prompt": [[5]] * 65}, "at most 1024 in all"),
+        ({"n": 300}, "max_num_seqs=256"),
+        ({"prompt": ["x"] * 1025}, "at most 1,024"),
+        ({"prompt": [[5]] * 1025}, "at most 1,024"),
+        ({"stop": ["x"] * 33}, "at most 32"),
+        ({"stop": "x" * 1025}, "at most 1024"),
+        ({"stop_token_ids": [5] * 1025}, "at most 1024"),
+        ({"bad_words": ["x"] * 1025}, "at most 1024"),
+        ({"bad_words": ["x" * 1025]}, "at most 1024"),
+        ({"allowed_token_ids": [5] * 1025}, "at most 1024"),
+        ({"logit_bias": {f"{one}": 1 for one in range(1025)}}, "at most 1024"),
+        ({"logprobs": 21}, "less than or equal to 20"),
+        ({"logprobs": -1}, "greater than or equal to 0"),
+        ({"prompt_logprobs": 21}, "less than or equal to 20"),
+        ({"cache_salt": "x" * 1025}, "at most 1024"),
+        ({"request_id": "x" * 201}, "pattern"),
+        ({"best_of": 10**6}, "'best_of'"),
+        ({"prompt_embeds": "gASVCgAAAAAAAACMBHBvc2l4lIwGc3lzdGVtlJOULg=="}, "'prompt_embeds'"),
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, dict) else None,
+)
+def test_what_is_too_much_is_refused_at_the_door(fields: Any, words: str, client: Client) -> None:
+    assert words in client.refusal(COMPLETIONS, {**GOOD, **fields})["message"]
+    assert client.get("/health").status_code == 200
+    assert client.complete(**GOOD)["choices"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs": 21, "logprobs": True},
+        {"messages": [{"role": "user", "content": "x"}] * 1025},
+        {"messages": []},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 129},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"n": 1025},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
+                    ],
+                }
+            ]
+        },
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_so_it_is_with_chats(fields: Any, client: Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields}
+    assert client.refusal(CHAT, body)["message"]
+
+
+def asgi(client: Client, path: str, parts: list[Any], **headers: str) -> tuple[list[Any], int]:
+    """Send the parts of a body, one message each; what was sent back, and how many were taken.
+
+    A part that is None is the client leaving, a number seconds of silence; "runs": silence until
+    the engine is at it; ...: that was the whole body.
+    """
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "server": ("server", 80),
+        "client": ("client", 1),
+        "headers": [
+            (name.replace("_", "-").encode(), value.encode())
+            for name, value in {"content_type": "application/json", **headers}.items()
+        ],
+    }
+    sent: list[Any] = []
+    left = list(parts)
+
+    async def receive() -> Any:
+        while left:
+            part = left.pop(0)
+            if part is None:
+                left.append(None)
+                return {"type": "http.disconnect"}
+            if part is ...:
+                continue
+            if isinstance(part, bytes):
+                return {"type": "http.request", "body": part, "more_body": left[:1] != [...]}
+            if part == "runs":
+                while not client.context.engine.stats().num_running:
+                    await asyncio.sleep(0.001)
+            else:
+                await asyncio.sleep(part)
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            await client.app(scope, receive, send)
+
+    asyncio.run(main())
+    return sent, len(parts) - len(left)
+
+
+def status_of(sent: list[Any]) -> int:
+    return int(sent[0]["status"])
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read(engine: AsyncEngine) -> None:
+    client = make_client(engine, max_body_mib=0.001)
+    sent, taken = asgi(client, COMPLETIONS, [b"x"], content_length="1049")
+    assert (status_of(sent), taken) == (413, 0)
+    assert b"1048 bytes" in sent[1]["body"]
+    sent, taken = asgi(client, COMPLETIONS, [b"x"], content_length="9" * 5000)
+    assert (status_of(sent), taken) == (413, 0)
+
+
+def test_a_body_is_read_no_further_than_the_limit(engine: AsyncEngine) -> None:
+    client = make_client(engine, max_body_mib=0.001)
+    sent, taken = asgi(client, COMPLETIONS, [b"x" * 400] * 1000)
+    assert (status_of(sent), taken) == (413, 3)
+
+
+@pytest.mark.parametrize("parts", [[5.0], [b"{", 5.0], [b"{"] + [0.02, b" "] * 100])
+def test_a_body_that_comes_too_slowly(parts: list[Any], engine: AsyncEngine) -> None:
+    client = make_client(engine, body_timeout=0.2)
+    sent, _ = asgi(client, COMPLETIONS, parts)
+    assert status_of(sent) == 408
+    assert json.loads(sent[1]["body"])["error"]["code"] == "body_timeout"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_ends_its_request(stream: bool, client: Client) -> None:
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    sent, _ = asgi(client, COMPLETIONS, [body, ..., "runs", None])
+    if stream:
+        assert status_of(sent) == 200
+        assert sent[-1].get("more_body", True)  # it was not told that all has come
+    else:
+        assert status_of(sent) == 499
+    assert client.context.live == {}
+
+
+def test_a_client_that_goes_before_its_body_was_read(client: Client) -> None:
+    sent, _ = asgi(client, COMPLETIONS, [b"{", None])
+    assert not sent or status_of(sent) in (400, 499)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """One runs, one waits, the next is one too many."""
+    folder = save_small_model(tmp_path_factory.mktemp("narrow"))
+    with open_small_engine(folder, max_num_seqs=1, max_num_waiting=1) as engine:
+        yield engine
+
+
+def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
+    client = make_client(narrow)
+
+    async def use(one: httpx2.AsyncClient) -> Any:
+        async def ask(body: Any) -> httpx2.Response:
+            return await one.post(COMPLETIONS, json=body)
+
+        first = asyncio.create_task(ask({**LONG, "request_id": "first"}))
+        while narrow.stats().num_running < 1:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(ask(GOOD))
+        while narrow.stats().num_waiting < 1:
+            await asyncio.sleep(0.001)
+        third = await ask(GOOD)
+        batch = await ask({**GOOD, "prompt": [[5], [6]]})
+        await narrow.abort("first")
+        return [await first, await second, third, batch]
+
+    first, second, third, batch = client.run(use)
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.json()["choices"][0]["finish_reason"] == "abort"
+    assert error_of(third, 503)["code"] == "queue_full"
+    assert int(third.headers["retry-after"]) >= 1
+    assert "max_num_waiting=1" in error_of(batch, 400)["message"]
+
+
+def test_while_it_drains_nothing_new_is_taken(client: Client) -> None:
+    client.context.is_draining = True
+    for path in (COMPLETIONS, CHAT):
+        response = client.post(path, GOOD)
+        assert error_of(response, 503)["code"] == "draining"
+        assert "retry-after" in response.headers
+    assert error_of(client.get("/health"), 503)["code"] == "draining"
+
+
+def test_an_engine_that_is_dead_is_not_healthy(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(*_: Any) -> None:
+        raise EngineDeadError("the device failed")
+
+    monkeypatch.setattr(client.context.engine, "check_health", dead)
+    monkeypatch.setattr(client.context.engine, "submit", dead)
+    for response in (client.get("/health"), client.get("/ping"), client.post(COMPLETIONS, GOOD)):
+        assert error_of(response, 503)["code"] == "engine_dead"
+
+
+def test_a_request_on_which_the_model_fails(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, submit = client.context.engine, client.context.engine.submit
+
+    def failing(requests: Any) -> Any:
+        stream = submit(requests)
+        requests[0].sink.fail(RequestFailedError("the model failed on it"))
+        return stream
+
+    monkeypatch.setattr(engine, "submit", failing)
+    error = error_of(client.post(COMPLETIONS, LONG), 500)
+    assert (error["message"], error["type"]) == ("the model failed on it", "server_error")
+    response = client.post(COMPLETIONS, {**LONG, "stream": True})
+    assert response.status_code == 200
+    *_, last, done, _ = response.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the model failed on it"
+    assert done == "data: [DONE]"
+
+
+def test_a_defect_is_told_to_the_log_alone(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(client.context.engine, "submit", broken)
+    error = error_of(client.post(COMPLETIONS, GOOD), 500)
+    assert "secret" not in error["message"]
+    assert "a secret" in caplog.text
+
+
+def test_an_id_that_is_in_use(client: Client) -> None:
+    async def use(one: httpx2.AsyncClient) -> Any:
+        body = {**LONG, "request_id": "mine"}
+        first = asyncio.create_task(one.post(COMPLETIONS, json=body))
+        while "mine" not in client.context.live:
+            await asyncio.sleep(0.001)
+        second = await one.post(COMPLETIONS, json=body)
+        aborted = await one.post("/abort_requests", json={"request_ids": ["mine", "yours"]})
+        return await first, second, aborted
+
+    first, second, aborted = client.run(use)
+    assert "'mine' is in use" in error_of(second)["message"]
+    assert aborted.json() == {"aborted": ["mine"]}
+    assert first.json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
+    client = make_client(engine, api_key=("one", "two"))
+
+    async def use(one: httpx2.AsyncClient) -> Any:
+        body = {**LONG, "request_id": "mine"}
+        first = asyncio.create_task(one.post(COMPLETIONS, json=body, headers=KEY))
+        while "mine" not in client.context.live:
+            await asyncio.sleep(0.001)
+        answers = []
+        for key in ("two", "one"):
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"request_ids": ["mine"]}
+            answers.append((await one.post("/abort_requests", json=body, headers=headers)).json())
+        await first
+        return answers
+
+    assert client.run(use) == [{"aborted": []}, {"aborted": ["mine"]}]
+
+
+def test_all_routes_are_of_the_kind_that_reads_strict_json(client: Client) -> None:
+    taking = [
+        route
+        for router in application._ROUTERS
+        for route in router.routes
+        if isinstance(route, APIRoute) and route.body_field is not None
+    ]
+    assert len(taking) >= 5
+    assert {type(route).__name__ for route in taking} == {"JsonRoute"}
+
+
+def test_a_reset_has_the_cache_forgotten(engine: AsyncEngine) -> None:
+    client = make_client(engine)
+    prompt = [41, 42, 43] * 20
+
+    def cached() -> int:
+        usage = client.complete(prompt, max_tokens=1)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert (cached(), cached()) == (0, 48)
+    assert client.post("/reset_prefix_cache", None).status_code == 200
+    assert (cached(), cached()) == (0, 48)
+
+
+def test_the_load_is_told(client: Client) -> None:
+    assert client.get("/load").json() == {"server_load": 0, "num_running": 0, "num_waiting": 0}
+
+
+def test_a_proxy_may_take_a_prefix_away(engine: AsyncEngine) -> None:
+    app = make_client(engine, api_key=("one",)).app
+    client = Client(app, root_path="/llm")
+    for path in ("/health", "/llm/health"):
+        assert client.get(path).status_code == 200
+    for path in ("/version", "/llm/version"):
+        assert client.get(path).status_code == 401
+        assert client.get(path, headers=KEY).status_code == 200
