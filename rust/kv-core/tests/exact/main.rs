@@ -16,6 +16,7 @@ mod limits;
 mod recordings;
 mod rematch;
 mod statistics;
+mod survey;
 mod tables;
 mod tools;
 mod windows;
