@@ -17,6 +17,7 @@ SERVE  := $(VENV)/.installed-serve
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
+CLIENTS := .venv-clients
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
@@ -31,7 +32,7 @@ OUT ?= target/gpu
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve test clients check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -47,6 +48,9 @@ serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
 	$(BIN)/pytest
+
+clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
+	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
 check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; changes nothing
 	cargo fmt --all --check
@@ -108,7 +112,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -130,6 +134,15 @@ $(SERVE): $(ENGINE)
 $(DEV): $(SERVE)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) install -r $(VENV)/requirements-dev.txt
+	@touch $@
+
+# Its own packages come first, then those of .venv.
+$(CLIENTS)/.installed: pyproject.toml $(DEV)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(BIN)/python tools/requirements.py clients > $(CLIENTS)/requirements.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

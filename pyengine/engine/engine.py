@@ -47,7 +47,7 @@ class StepResult:
     """Who got a token; the very same object in steps that decode the same samples. One that had
     been aborted or had ended in the step before is in it and got none."""
     begun: list[RequestState] = field(default_factory=list)
-    """Requests that got their first token."""
+    """Requests whose prompt it completed: they have their first token, if they asked for any."""
     ended: list[Sample] = field(default_factory=list)
     """Samples that it ended, also of requests that go on."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pyengine.cache import BlockManager, Survey
 from pyengine.engine.request import RequestState
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from pyengine.engine.engine import EngineStats
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(NamedTuple):
     """How far a request has come. Times are seconds of `time.monotonic`; counts are tokens.
 
     `num_computed` are those of the prompt (after a preemption: of all) whose KV is in the pool;

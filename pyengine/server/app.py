@@ -14,6 +14,7 @@ from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import handle_errors
 from pyengine.server.limits import BodyGuard, DrainGuard
+from pyengine.server.observation import Observation
 from pyengine.server.rendering import TokenizerThreads
 
 _ROUTERS = (health.router, completions.router, chat.router)
@@ -22,7 +23,7 @@ _ROUTERS = (health.router, completions.router, chat.router)
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     """An OpenAI-compatible server around an engine, which stays its maker's to close.
 
-    `app.state.context` is what its routes share.
+    `app.state.context` is what its routes share, `app.state.observation` who looks on.
     """
     context = ServerContext(
         engine=engine,
@@ -32,9 +33,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         longest_text=_longest_text(engine),
     )
 
+    seen = Observation(engine, settings, context.names[0], lambda: context.is_draining)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        seen.open()
         yield
+        await seen.close()
         context.tokenizers.close()
 
     app = FastAPI(
@@ -46,7 +51,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         root_path=settings.root_path,
     )
     app.state.context = context
-    for router in _ROUTERS:
+    app.state.observation = seen
+    for router in (*_ROUTERS, *seen.routers):
         app.include_router(router)
     handle_errors(app)
     # The last one added is the first to see a request.
