@@ -17,10 +17,7 @@ SERVE  := $(VENV)/.installed-serve
 DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
-
-# Programs of others that `make clients` runs against the server, in an environment of their own.
 CLIENTS := .venv-clients
-CLIENT_PACKAGES := "openai>=3.54,<4" "schemathesis>=4.32,<5"
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
@@ -52,8 +49,8 @@ test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
 	$(BIN)/pytest
 
-clients: $(DEV) $(BUILT) $(CLIENTS)/.installed ## programs of others against the server, each as it is; minutes
-	$(BIN)/pytest -m clients tests/clients
+clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
+	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
 check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; changes nothing
 	cargo fmt --all --check
@@ -139,9 +136,13 @@ $(DEV): $(SERVE)
 	$(PIP) install -r $(VENV)/requirements-dev.txt
 	@touch $@
 
-$(CLIENTS)/.installed: Makefile
+# Its own packages come first, then those of .venv.
+$(CLIENTS)/.installed: pyproject.toml $(DEV)
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -q --no-input install $(CLIENT_PACKAGES)
+	$(BIN)/python tools/requirements.py clients > $(CLIENTS)/requirements.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

@@ -324,6 +324,12 @@ look("BlockManager.blocks_for", "1", "", lambda world: world.manager.blocks_for(
 look("BlockManager.refs", "1", "", lambda world: world.manager.refs(0))
 look("BlockManager.seq_refs", "1", "", lambda world: world.manager.seq_refs(0))
 look("BlockManager.state", "1", "", lambda world: world.manager.state(0))
+look(
+    "BlockManager.survey",
+    "blocks + contents",
+    "16,384 blocks",
+    lambda world: world.manager.survey(),
+)
 
 
 @case("BlockManager.evict_idle", "idle blocks", "64 idle, 8,128 free")

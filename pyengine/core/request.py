@@ -30,7 +30,7 @@ class Request:
     num_preemptions: int = field(default=0, init=False)
     """How often it lost its blocks and was computed again."""
     scheduled_time: float | None = field(default=None, init=False)
-    """When a step first computed tokens of it, in seconds of `time.monotonic`."""
+    """When the first step with tokens of it was planned, in seconds of `time.monotonic`."""
 
     def readable_tokens(self) -> int:
         """How many tokens it may take from the cache although `read_cache` is off.

@@ -5,10 +5,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.option import check_settings, setting
+
+LogFormat: TypeAlias = Literal["text", "json", "none"]
 
 _MIB = 1 << 20
 
@@ -74,6 +76,14 @@ class ServerSettings:
         parse=list[str] | None,
         convert=lambda texts: tuple(texts or ()),
         panel="Server",
+    )
+    log_format: LogFormat = _server(
+        "text",
+        "a line for each request that has ended: text, json or none; no prompts, ever",
+        choices=("text", "json", "none"),
+    )
+    show_prompts: bool = _server(
+        False, "the page /kv shows the beginning of each prompt, to all who have a key"
     )
     template_timeout: float = _server(5.0, "seconds that a chat template may take")
 

@@ -7,8 +7,9 @@ from pyengine.engine.executor import Executor
 from pyengine.engine.intake import ModelFacts
 from pyengine.engine.llm import LLM
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import OutputSink, RequestState
+from pyengine.engine.request import OutputSink, RequestState, Sample
 from pyengine.engine.stream import OutputStream
+from pyengine.engine.view import EngineView, RequestView
 
 __all__ = [
     "LLM",
@@ -17,12 +18,15 @@ __all__ = [
     "Engine",
     "EngineObserver",
     "EngineStats",
+    "EngineView",
     "Executor",
     "ModelFacts",
     "OutputSink",
     "OutputStream",
     "Prompt",
     "RequestState",
+    "RequestView",
+    "Sample",
     "StepResult",
     "render_chat",
 ]

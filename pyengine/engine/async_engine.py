@@ -22,6 +22,7 @@ from pyengine.engine.frontend import Frontend
 from pyengine.engine.prompts import Prompt, PromptLike, match_params, parse_prompt, salt_namespace
 from pyengine.engine.request import RequestState
 from pyengine.engine.stream import Mail, OutputStream
+from pyengine.engine.view import EngineView
 
 _ENDING_TIME = 5.0
 """Seconds that `close` waits for the step that runs."""
@@ -233,6 +234,16 @@ class AsyncEngine(Frontend):
     def _unfinished(self) -> list[RequestState]:
         with self._lock:
             return [one for one in self._live.values() if one.finished_time is None]
+
+    async def view(self, most_requests: int = 1000) -> EngineView:
+        """The pool block by block, who runs and who waits, as they are between two steps.
+
+        It costs the engine's thread a fraction of a millisecond for 10,000 blocks, and about a
+        microsecond for each of at most `most_requests` requests; it waits for the step that runs.
+        """
+        look = self._shared.look(lambda engine: engine.view(most_requests))
+        self._wake.set()
+        return await asyncio.wrap_future(look)
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if no step can be run any more."""

@@ -1,7 +1,7 @@
 """The loop. `step` reads like the picture in the docs: schedule, run, sample, commit."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -30,6 +30,7 @@ from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery
 from pyengine.engine.request import OutputSink, RequestState, Sample
+from pyengine.engine.view import EngineView, view_of
 from pyengine.scheduler import Scheduler, StalledError
 
 _log = logging.getLogger(__name__)
@@ -37,10 +38,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: how many tokens, and the requests that it ended."""
+    """What a step gave: how many tokens, to whom, and the requests that it ended."""
 
     num_new_tokens: int = 0
     finished: list[RequestState] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens whose KV it computed, those of prompts and of decodes."""
+    rows: Sequence[Sample] = ()
+    """Who got a token; the very same object in steps that decode the same samples. One that had
+    been aborted or had ended in the step before is in it and got none."""
+    begun: list[RequestState] = field(default_factory=list)
+    """Requests whose prompt it completed: they have their first token, if they asked for any."""
+    ended: list[Sample] = field(default_factory=list)
+    """Samples that it ended, also of requests that go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +344,11 @@ class Engine:
                 for row in rows.loud
                 if self._append(rows, row, drawn[row], logprobs[row])
             ]
-        for state in rows.beginners:
-            if not state.is_finished or state.samples[0] in ended:  # else it was aborted
-                self._begin(state)
+        begun = [  # not those that were aborted
+            one for one in rows.beginners if not one.is_finished or one.samples[0] in ended
+        ]
+        for state in begun:
+            self._begin(state)
         finished = self._finish(ended) if ended else []
         for state in dict.fromkeys([rows.samples[row].state for row in rows.loud]):
             if state.sink is not None and state.sink.streams:
@@ -346,7 +358,14 @@ class Engine:
         unwanted = [len(one.samples) for one in rows.beginners if not one.samples[0].max_output]
         num_new_tokens = len(tokens) - sum(unwanted)
         self._num_new_tokens += num_new_tokens
-        return StepResult(num_new_tokens, finished)
+        return StepResult(
+            num_new_tokens=num_new_tokens,
+            finished=finished,
+            num_tokens=submitted.step.num_tokens,
+            rows=rows.samples,
+            begun=begun,
+            ended=ended,
+        )
 
     def _fail_lost(self, rows: Rows) -> None:
         """End the requests whose grammars cannot say any more which token may come."""
@@ -444,6 +463,11 @@ class Engine:
             live = [one for one in self._deadlines if one[2].finished_time is None]
             heapify(live)
             self._deadlines = live
+
+    def view(self, most_requests: int) -> EngineView:
+        """The pool, who runs, and of those that wait as many as make `most_requests`."""
+        unfinished = self._requests.values()
+        return view_of(self.stats(), self._manager, self._scheduler, unfinished, most_requests)
 
     def stats(self) -> EngineStats:
         """The ledger and the counters as of now."""

@@ -8,13 +8,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from pyengine.core.errors import EngineDeadError
 from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class SharedEngine:
         self._turn = _Turn()
         """Of the thread that works on the engine."""
         self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
+        self._looks: deque[Callable[[], None]] = deque()
+        """What is to be read of the engine between two steps."""
         self._waiting: deque[threading.Event] = deque()
 
     @property
@@ -139,7 +144,7 @@ class SharedEngine:
         if self.is_elsewhere:  # what is given up in a fork is given up there
             return
         try:
-            while self._inbox and self._turn.take(sys._getframe()):
+            while (self._inbox or self._looks) and self._turn.take(sys._getframe()):
                 try:
                     self._read_inbox()
                 finally:
@@ -159,11 +164,32 @@ class SharedEngine:
         self.settle()
         return self._engine.stats()
 
+    def look(self, read: Callable[[Engine], T]) -> "Future[T]":
+        """Read something of the engine between two steps: now, if no thread drives.
+
+        `read` is called by the thread that runs the steps, which waits for it, and changes nothing.
+        """
+        self.refuse_fork()
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(read(self._engine))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._looks.append(answer)
+        self.settle()
+        return future
+
     def _read_inbox(self) -> None:
         while self._inbox:
             do, state = self._inbox[0]
             do(state)  # may be done twice, if it is interrupted
             self._inbox.popleft()
+        while self._looks:
+            self._looks.popleft()()
 
     def _add(self, state: RequestState) -> None:
         try:

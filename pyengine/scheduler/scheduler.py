@@ -24,7 +24,6 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +101,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold blocks."""
         return len(self._running)
+
+    @property
+    def running(self) -> list[Job]:
+        """Jobs that hold blocks, in order."""
+        return list(self._running)
 
     @property
     def num_preemptions(self) -> int:
@@ -363,7 +367,7 @@ class Scheduler:
         for entry in step.chunks:
             request = entry.request
             if request.scheduled_time is None:
-                request.scheduled_time = monotonic()
+                request.scheduled_time = step.planned_time
             if request.num_preemptions == 0:
                 request.num_cached_tokens += entry.num_cached
         return redirects

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from time import monotonic
 
 from pyengine.cache import Sequence, StepPlan
 from pyengine.core.request import Request
@@ -102,6 +103,8 @@ class ScheduledStep:
     plan: StepPlan
     is_ahead: bool = False
     """Planned while the step before it runs: nobody can be preempted."""
+    planned_time: float = field(default_factory=monotonic)
+    """In seconds of `time.monotonic`."""
     decodes: tuple[Job, ...] = ()
     chunks: list[Entry] = field(default_factory=list)
 
@@ -114,6 +117,11 @@ class ScheduledStep:
     def sampling_jobs(self) -> list[Job]:
         """Those who get a token, in the order of the sampled logits' rows."""
         return [*self.decodes, *(entry.job for entry in self.chunks if entry.samples)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return len(self.decodes) + sum([entry.num_tokens for entry in self.chunks])
 
     @property
     def awaited(self) -> list[Job]:

@@ -15,6 +15,7 @@ from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import handle_errors
 from pyengine.server.limits import BodyGuard, DrainGuard
+from pyengine.server.observation import Observation
 from pyengine.server.rendering import TokenizerThreads
 from pyengine.server.responses import ErrorResponse
 
@@ -24,7 +25,7 @@ _ROUTERS = (health.router, completions.router, chat.router, tokens.router, contr
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     """An OpenAI-compatible server around an engine, which stays its maker's to close.
 
-    `app.state.context` is what its routes share.
+    `app.state.context` is what its routes share, `app.state.observation` who looks on.
     """
     described = engine.describe()
     max_model_len = int(str(described["max_model_len"]))
@@ -37,9 +38,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         longest_text=max_model_len * _longest_token(engine.tokenizer),
     )
 
+    seen = Observation(engine, settings, context.names[0], lambda: context.is_draining)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        seen.open()
         yield
+        await seen.close()
         context.tokenizers.close()
 
     app = FastAPI(
@@ -51,7 +56,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         responses={status: {"model": ErrorResponse} for status in ("4XX", 422, "5XX")},
     )
     app.state.context = context
-    for router in _ROUTERS:
+    app.state.observation = seen
+    for router in (*_ROUTERS, *seen.routers):
         app.include_router(router)
     handle_errors(app)
     # The last one added is the first to see a request.

@@ -9,7 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pyengine.server.errors import ApiError
 
 OPEN_PATH = "/health"
-"""The one route that needs no key."""
+"""The one route with an answer that needs no key."""
+_OPEN_PATHS = (OPEN_PATH, "/kv")
+"""The page is a file without any data; what it shows comes from a guarded route."""
 
 
 def key_of(scope: Any) -> bytes:
@@ -36,7 +38,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._keys and path_of(scope) != OPEN_PATH:
+        if scope["type"] == "http" and self._keys and path_of(scope) not in _OPEN_PATHS:
             given = key_of(scope)
             # All are compared, so that the time does not tell which one was nearly right.
             if not any([hmac.compare_digest(given, key) for key in self._keys]):

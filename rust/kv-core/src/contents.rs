@@ -27,6 +27,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, RunId};
+use crate::survey::Branch;
 
 /// A place among the contents: behind so many rows of a run. It stands for the content of the last of
 /// these rows; behind no row, for the root of a namespace.
@@ -593,6 +594,23 @@ impl Contents {
                 })
             })
         })
+    }
+
+    /// The runs that live, as branches, and the number of each by its slot: 0 where none lives.
+    pub(crate) fn survey(&self) -> (Vec<Branch>, Vec<u32>) {
+        let lives = self.runs.iter().scan(0, |branches, run| {
+            *branches += u32::from(run.lives);
+            Some(*branches * u32::from(run.lives))
+        });
+        let numbers: Vec<u32> = lives.collect();
+        let living = self.runs.iter().filter(|run| run.lives);
+        let branch = |run: &Run| Branch {
+            parent: run.parent.some().map_or(0, |spot| numbers[spot.run.at()]),
+            behind: run.parent.rows,
+            rows: (run.blocks.len() / self.groups) as u32,
+            namespace: run.namespace.clone(),
+        };
+        (living.map(branch).collect(), numbers)
     }
 
     /// Contents that live, and namespaces.

@@ -54,6 +54,7 @@ mod shared;
 mod state;
 mod stats;
 mod step;
+mod survey;
 mod sync;
 mod table;
 mod trace;
@@ -72,4 +73,5 @@ pub use step::{
     IntArray, PlanView, Prefill, PrefixArrays, Redirect, SharedPrefix, SharedPrefixes, StepArrays,
     TableRows,
 };
+pub use survey::{Branch, Survey};
 pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};

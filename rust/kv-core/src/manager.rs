@@ -16,6 +16,7 @@ use crate::shared::{Dropped, Shared};
 use crate::state::State;
 use crate::stats::{BlockState, Ledger, Stats};
 use crate::step::{PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows};
+use crate::survey::Survey;
 use crate::sync::Arc;
 use crate::table::BlockTable;
 use crate::trace::{Call, Recorder, accepted, ids};
@@ -149,6 +150,12 @@ impl BlockManager {
     pub fn state(&mut self, block: u32) -> Result<BlockState, Error> {
         self.read_mail();
         Ok(self.state.pool.state(self.known(block)?))
+    }
+
+    /// All of this for every block, and the tree of contents: in one call. O(blocks + contents).
+    pub fn survey(&mut self) -> Survey {
+        self.read_mail();
+        self.state.pool.survey(self.steps.made())
     }
 
     fn known(&self, block: u32) -> Result<BlockId, Error> {

@@ -15,6 +15,7 @@ use crate::ids::{BlockId, RunId};
 use crate::queue::{FreeQueue, List};
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
+use crate::survey::Survey;
 use crate::sync::Arc;
 
 /// What is known of a block. Its references are these two counts and those of leases, which alone are
@@ -136,6 +137,26 @@ impl Pool {
             (true, Some(_), _) => BlockState::Idle,
             (false, _, 1..) => BlockState::Active,
             (false, _, 0) => BlockState::Leased,
+        }
+    }
+
+    /// Everything that is known of the blocks, after so many steps.
+    pub(crate) fn survey(&self, steps: u64) -> Survey {
+        let ids = || (0..self.blocks.len()).map(BlockId::new);
+        let (tree, numbers) = self.contents.survey();
+        let of_content = |each: fn(&Block, u64, &[u32]) -> u32| {
+            let known = |block: &Block| block.content.some().map(|_| each(block, steps, &numbers));
+            let blocks = self.blocks.iter();
+            blocks.map(|block| known(block).unwrap_or(0)).collect()
+        };
+        Survey {
+            states: ids().map(|block| self.state(block) as u8).collect(),
+            refs: ids().map(|block| self.refs(block)).collect(),
+            seq_refs: self.blocks.iter().map(|block| block.seq_refs).collect(),
+            ages: of_content(|block, steps, _| (steps as u32).wrapping_sub(block.step)),
+            branches: of_content(|block, _, numbers| numbers[block.content.run.at()]),
+            rows: of_content(|block, _, _| block.content.rows),
+            tree,
         }
     }
 

@@ -25,7 +25,7 @@ impl Ledger {
     }
 }
 
-/// Where one block is.
+/// Where one block is. The numbers are those of `Survey`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
     /// Nobody holds it, it has no content.

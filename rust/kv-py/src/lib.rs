@@ -17,6 +17,7 @@ mod numbers;
 mod plan;
 mod prefixes;
 mod sequence;
+mod survey;
 mod tokens;
 mod trace;
 
@@ -45,6 +46,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Prefilled>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
+    module.add_class::<survey::Survey>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;
     module.add_function(wrap_pyfunction!(trace::replay, module)?)

@@ -17,6 +17,7 @@ use crate::locked::Locked;
 use crate::numbers::number;
 use crate::plan::StepPlan;
 use crate::sequence::Sequence;
+use crate::survey::Survey;
 use crate::tokens::token_ids;
 use crate::trace::os_error;
 
@@ -207,6 +208,12 @@ impl BlockManager {
             BlockState::Active => "active",
             BlockState::Leased => "leased",
         })
+    }
+
+    /// `state`, `refs` and `seq_refs` of every block and the tree of contents, of one moment, for those
+    /// who draw the pool. O(blocks + contents), without the GIL.
+    fn survey(&self, py: Python<'_>) -> PyResult<Survey> {
+        self.core.detached(py, |core| Ok(Survey(core.survey())))
     }
 
     /// Forgets every content that nobody holds: idle blocks become free. Returns how many.

@@ -17,6 +17,7 @@ mod recordings;
 mod rematch;
 mod sharing;
 mod statistics;
+mod survey;
 mod tables;
 mod tools;
 mod windows;

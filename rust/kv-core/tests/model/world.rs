@@ -413,6 +413,7 @@ impl World {
         prop_assert_eq!(ledger, self.model.ledger());
         let queued = self.manager.queued().into_iter().map(BlockId::get);
         prop_assert_eq!(queued.collect::<Vec<_>>(), self.model.queued());
+        let survey = self.manager.survey();
         for block in 0..num_blocks as u32 {
             let (refs, seq_refs) = (
                 self.manager.refs(block).expect("known"),
@@ -424,6 +425,9 @@ impl World {
             );
             let state = self.manager.state(block).expect("known");
             prop_assert_eq!(matches!(state, BlockState::Active), seq_refs > 0);
+            let at = block as usize;
+            let surveyed = (survey.states[at], survey.refs[at], survey.seq_refs[at]);
+            prop_assert_eq!(surveyed, (state as u8, refs, seq_refs));
         }
         for handle in &self.handles {
             let view = self.manager.view(handle.key()).expect("live");

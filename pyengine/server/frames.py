@@ -1,0 +1,273 @@
+"""What the page is sent: a look at the engine as one compact message, without tokens or texts.
+
+Columns of blocks are base64 of deflated little-endian integers. Names of namespaces are secrets
+(salts, tenants), so the page gets short digests of them.
+"""
+
+import base64
+import json
+import zlib
+from dataclasses import dataclass
+from hashlib import blake2b
+from time import monotonic, time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.cache import Survey
+from pyengine.engine import EngineView, RequestView
+
+Ints = npt.NDArray[np.int64]
+
+MOST_NODES = 160
+"""Pieces of the tree that the page is shown: those with most sequences, then with most blocks."""
+MOST_NAMESPACES = 8
+"""Namespaces with a colour of their own: those with most blocks."""
+_SHOWN_PROMPT = 200
+"""Characters of a prompt that are shown where they may be."""
+
+
+def _column(data: bytes) -> Ints:
+    return np.frombuffer(data, np.uint32).astype(np.int64)
+
+
+def _packed(wide: list[Ints], narrow: list[npt.NDArray[Any]]) -> str:
+    """Columns as the page reads them, 16 bits first, then 8; what is too large as the largest."""
+    columns = [np.minimum(each, 0xFFFF).astype("<u2") for each in wide]
+    columns += [np.minimum(each, 0xFF).astype(np.uint8) for each in narrow]
+    flat = b"".join([column.tobytes() for column in columns])
+    return base64.b64encode(zlib.compress(flat, 1)).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The contents of the pool, cut where they part: every piece is shared as a whole.
+
+    `starts` are where pieces begin in the order of `_key`; `parents` the piece before each, -1 at
+    the beginning of a namespace; `depths` the contents before each; `roots` the branch of its
+    namespace; `block_pieces` the piece of each block, -1 without content, and `block_depths` the
+    contents before that of the block.
+    """
+
+    keys: Ints
+    parents: Ints
+    lengths: Ints
+    depths: Ints
+    roots: Ints
+    block_pieces: Ints
+    block_depths: Ints
+
+    @classmethod
+    def of(cls, pool: Survey) -> "Tree":
+        """Cut the branches of a survey at the rows behind which others hang."""
+        # Branch 0 stands for none; it hangs behind itself.
+        parents, behind, lengths = (
+            np.concatenate([[0], _column(each)])
+            for each in (pool.parents, pool.behind, pool.lengths)
+        )
+        depths, roots = _depths(parents, behind)
+        branches, rows = _column(pool.branches), _column(pool.rows)
+        inner = (behind > 0) & (behind < lengths[parents])
+        full = np.flatnonzero(lengths > 0)
+        keys = np.unique(np.concatenate([_key(full, 0), _key(parents[inner], behind[inner])]))
+        own, start = keys >> 32, keys & 0xFFFFFFFF
+        is_same = np.append(own[1:] == own[:-1], False) if len(keys) else np.zeros(0, bool)
+        ends = np.where(is_same, np.append(start[1:], 0), lengths[own])
+        above = np.searchsorted(keys, _key(parents[own], behind[own] - 1), "right") - 1
+        above[behind[own] == 0] = -1  # at the beginning of a namespace
+        blocks = np.searchsorted(keys, _key(branches, rows - 1), "right") - 1
+        return cls(
+            keys=keys,
+            parents=np.where(start > 0, np.arange(len(keys)) - 1, above),
+            lengths=ends - start,
+            depths=depths[own] + start,
+            roots=roots[own],
+            block_pieces=np.where(branches > 0, blocks, -1),
+            block_depths=np.where(branches > 0, depths[branches] + rows - 1, 0),
+        )
+
+
+def _key(branches: Ints, rows: Any) -> Ints:
+    return np.asarray((branches << 32) + rows, np.int64)
+
+
+def _depths(parents: Ints, behind: Ints) -> tuple[Ints, Ints]:
+    """Of each branch the rows before it, and the branch of its namespace."""
+    depths, above = behind.copy(), parents.copy()
+    roots = np.where(parents == 0, np.arange(len(parents)), parents)
+    while above.any():  # each goes twice as far as in the round before
+        depths += depths[above]
+        roots = np.where(above > 0, roots[above], roots)
+        above = above[above]
+    return depths, roots
+
+
+class FrameMaker:
+    """Makes the messages of one engine. Not for several threads at once."""
+
+    def __init__(self, about: dict[str, object], *, show_prompts: bool = False) -> None:
+        self._about = about
+        self._show_prompts = show_prompts
+
+    def frame(self, view: EngineView) -> str:
+        """A look as one line of JSON."""
+        pool, stats = view.pool, view.stats
+        tree, seq_refs = Tree.of(pool), _column(pool.seq_refs)
+        spaces, space_of_root = _namespaces(pool, tree)
+        nodes, hidden, number_of = _nodes(tree, seq_refs, space_of_root)
+        pieces = tree.block_pieces
+        root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
+        ledger = stats.ledger
+        message = {
+            "time": time(),
+            "about": self._about,
+            "ledger": {
+                name: getattr(ledger, name) for name in ("free", "idle", "active", "leased")
+            },
+            "counters": stats.counters,
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "preemptions": stats.num_preemptions,
+            "tokens": stats.num_new_tokens,
+            "blocks": _packed(
+                [_column(pool.refs), seq_refs, _column(pool.ages), tree.block_depths],
+                [
+                    np.frombuffer(pool.states, np.uint8),
+                    space_of_root[root_of_block],
+                    np.where(pieces >= 0, number_of[pieces], 0),
+                ],
+            ),
+            "spaces": spaces,
+            "tree": nodes,
+            "hidden": hidden,
+            "requests": [self._request(one) for one in view.requests],
+        }
+        return json.dumps(message, separators=(",", ":"))
+
+    def _request(self, view: RequestView) -> list[Any]:
+        """A row of the table: plain values in the order that the page expects."""
+        state = view.state
+        row: list[Any] = [
+            state.request_id,
+            int(view.is_running),
+            view.num_prompt,
+            view.num_cached,
+            min(view.num_computed, view.num_prompt),
+            view.num_output,
+            view.max_output,
+            view.num_preemptions,
+            round(monotonic() - view.arrival_time, 3),
+            _digest(state.namespace),
+        ]
+        if self._show_prompts:
+            row.append(_beginning(state))
+        return row
+
+
+def _beginning(view: Any) -> str:
+    """The first of a prompt, as text if there is any."""
+    if view.prompt is not None:
+        return str(view.prompt[:_SHOWN_PROMPT])
+    ids = [int(token) for token in view.prompt_token_ids[: _SHOWN_PROMPT // 8]]
+    return str(ids)
+
+
+def _digest(namespace: bytes) -> str:
+    """A short name of a namespace that does not give it away."""
+    return blake2b(namespace, digest_size=3, key=_KEY).hexdigest() if namespace else "default"
+
+
+_KEY = np.random.default_rng().bytes(16)
+"""New in every process: a digest cannot be looked up."""
+
+
+def _namespaces(pool: Survey, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
+    """Namespaces, most blocks first, and the number of each by its branch: 0 without one, then
+    from 1; those without a colour share the last."""
+    names = pool.namespaces
+    counts = np.bincount(tree.roots[tree.block_pieces[tree.block_pieces >= 0]])
+    numbers = np.zeros(
+        int(np.append(tree.roots, [0, *(at for at, _ in names)]).max()) + 1, np.int64
+    )
+    held = [(int(counts[at]) if at < len(counts) else 0, at, name) for at, name in names]
+    held.sort(key=lambda each: (-each[0], each[2]))
+    spaces: list[dict[str, Any]] = []
+    for number, (blocks, at, name) in enumerate(held, start=1):
+        numbers[at] = min(number, MOST_NAMESPACES + 1)
+        if number <= MOST_NAMESPACES:
+            spaces.append({"name": _digest(name), "blocks": blocks})
+        elif number == MOST_NAMESPACES + 1:
+            spaces.append({"name": f"{len(held) - MOST_NAMESPACES} others", "blocks": blocks})
+        else:
+            spaces[-1]["blocks"] += blocks
+    return spaces, numbers
+
+
+def _nodes(
+    tree: Tree, seq_refs: Ints, space_of_root: Ints
+) -> tuple[list[list[int]], list[int], Ints]:
+    """The pieces that are shown, parents before children; how many are not, and their blocks; and
+    the number of each piece: 0 if it is not shown, then from 1.
+
+    A node is its parent's number (0: none), its namespace's, contents before it, contents in it,
+    blocks that hold them, sequences that stand on it, the pieces behind it that are not shown
+    with all their blocks, and its first block, by which it is known again.
+    """
+    count = len(tree.keys)
+    known = tree.block_pieces >= 0
+    pieces = tree.block_pieces[known]
+    blocks = np.bincount(pieces, minlength=count)
+    sequences = np.zeros(count, np.int64)
+    np.maximum.at(sequences, pieces, seq_refs[known])
+    children = np.bincount(tree.parents[tree.parents >= 0], minlength=count)
+    order = np.lexsort((-blocks, -children.clip(max=2), -sequences))[:MOST_NODES]
+    shown: dict[int, None] = {}
+    for piece in order.tolist():
+        way = [piece]
+        while tree.parents[way[-1]] >= 0 and int(tree.parents[way[-1]]) not in shown:
+            way.append(int(tree.parents[way[-1]]))
+        if len(shown) + len(way) > 255:  # a node's number is a byte
+            continue
+        shown.update(dict.fromkeys(reversed(way)))
+    number_of = np.zeros(count + 1, np.int64)  # one more: of blocks without content
+    if shown:
+        number_of[list(shown)] = np.arange(1, len(shown) + 1)
+    hidden, hidden_blocks = _hidden(tree, number_of, blocks)
+    firsts = np.full(count, len(seq_refs), np.int64) + np.arange(count)  # if it has lost them all
+    np.minimum.at(firsts, pieces, np.flatnonzero(known))
+    nodes = [
+        [
+            int(number_of[tree.parents[piece]]) if tree.parents[piece] >= 0 else 0,
+            int(space_of_root[tree.roots[piece]]),
+            int(tree.depths[piece]),
+            int(tree.lengths[piece]),
+            int(blocks[piece]),
+            int(sequences[piece]),
+            int(hidden[number]),
+            int(hidden_blocks[number]),
+            int(firsts[piece]),
+        ]
+        for number, piece in enumerate(shown, start=1)
+    ]
+    return nodes, [int(hidden[0]), int(hidden_blocks[0])], number_of
+
+
+def _hidden(tree: Tree, number_of: Ints, blocks: Ints) -> tuple[Ints, Ints]:
+    """By the number of a shown piece (0: none): pieces behind it that are not, and their blocks."""
+    count = len(tree.keys)
+    above = np.where(tree.parents >= 0, tree.parents, count)
+    # Up to the nearest piece that is shown, or past the beginning: each round goes twice as far.
+    owner = np.append(np.where(number_of[:count] > 0, np.arange(count), above), count)
+    while True:
+        further = owner[owner]
+        if (further == owner).all():
+            break
+        owner = further
+    hidden = number_of[:count] == 0
+    numbers = number_of[owner[:count][hidden]]
+    size = int(number_of.max(initial=0)) + 1
+    return (
+        np.bincount(numbers, minlength=size),
+        np.bincount(numbers, weights=blocks[hidden], minlength=size).astype(np.int64),
+    )

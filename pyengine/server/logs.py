@@ -1,0 +1,102 @@
+"""One line per request: who, how much, how long, how it ended. Never a prompt, never an answer."""
+
+import json
+import logging
+import sys
+from datetime import datetime
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+from time import monotonic, time
+from typing import Any, TextIO
+
+from pyengine.core.server_settings import LogFormat
+from pyengine.engine import RequestState, StepResult
+from pyengine.server.metrics import reason_of
+
+_log = logging.getLogger("pyengine.request")
+
+
+def request_line(request: RequestState) -> dict[str, Any]:
+    """What is logged of a request that has ended. Times are seconds from its arrival."""
+
+    def after(moment: float | None) -> float | None:
+        return None if moment is None else round(moment - request.arrival_time, 6)
+
+    ended = monotonic() if request.finished_time is None else request.finished_time
+    return {
+        "id": request.request_id,
+        "status": reason_of(request),
+        "prompt_tokens": len(request.prompt_token_ids),
+        "cached_tokens": request.num_cached_tokens,
+        "output_tokens": sum([len(one.token_ids) for one in request.samples]),
+        "preemptions": request.num_preemptions,
+        "queue_s": after(request.scheduled_time),
+        "first_token_s": after(request.first_token_time),
+        "total_s": after(ended),
+    }
+
+
+class RequestLog:
+    """Observes an engine and logs each request when it ends.
+
+    The engine's thread only puts a record into a queue; a thread of its own writes it, so a slow
+    terminal slows no step. `close` writes what is left.
+    """
+
+    def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
+        handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+        handler.setFormatter(_Json() if format == "json" else _Text())
+        records: SimpleQueue[Any] = SimpleQueue()
+        self._listener = QueueListener(records, handler)
+        self._handler = _Raw(records)
+        self._is_closed = False
+        self._listener.start()
+
+    def on_arrival(self, request: RequestState) -> None:
+        """Nothing."""
+
+    def on_step(self, result: StepResult) -> None:
+        """Nothing."""
+
+    def on_finish(self, request: RequestState) -> None:
+        """Note a request that has ended."""
+        if self._is_closed:
+            return
+        record = logging.LogRecord(_log.name, logging.INFO, "", 0, "", None, None)
+        record.created, record.msg = time(), request_line(request)
+        self._handler.enqueue(record)
+
+    def close(self) -> None:
+        """Write what is left. Requests that end later are not logged."""
+        self._is_closed = True
+        self._listener.stop()
+
+
+class _Raw(QueueHandler):
+    """Puts records into the queue as they are: they hold plain values only."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+
+def _moment(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: Any = record.msg
+        return json.dumps({"time": _moment(record), **line})
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: Any = record.msg
+        fields = [f"{name}={_word(value)}" for name, value in line.items() if value is not None]
+        return " ".join([_moment(record), *fields])
+
+
+def _word(value: object) -> str:
+    """A value as one word: ids are chosen by callers, and a line is to stay one."""
+    text = str(value)
+    return text if text.isprintable() and not set(text) & set(' "=') and text else json.dumps(text)

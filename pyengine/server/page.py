@@ -1,0 +1,197 @@
+"""`GET /kv`: a page that shows the pool live, and the stream that feeds it.
+
+The page itself is one file without any data and needs no key; `GET /kv/stream` has the data, and is
+guarded as every route is. Nothing is computed as long as nobody looks; those who look share what is
+computed, at most four times a second. The look itself is taken in the engine's thread, between two
+steps; what is made of it is made elsewhere.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from importlib.resources import files
+from time import thread_time
+from typing import Any, Protocol
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse, StreamingResponse
+
+from pyengine.core.errors import PyEngineError
+from pyengine.engine import EngineView
+from pyengine.server.errors import ApiError
+from pyengine.server.frames import FrameMaker
+
+LOOKS_EVERY = 0.25
+"""Seconds between two looks, at least."""
+MOST_OF_A_CORE = 0.1
+"""Where frames are so large that four a second would take more than this, there are fewer."""
+SAYS_NOTHING_FOR = 5.0
+"""Seconds after which a stream without news says that it is there."""
+MOST_WATCHERS = 32
+MOST_REQUESTS = 1000
+
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class Looked(Protocol):
+    """What the page asks of an engine: `AsyncEngine` has it."""
+
+    async def view(self, most_requests: int = ...) -> EngineView:
+        """See `AsyncEngine.view`."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """See `Frontend.describe`."""
+        ...
+
+
+class PoolWatch:
+    """Looks at an engine for as long as somebody wants to know."""
+
+    def __init__(
+        self,
+        engine: Looked,
+        *,
+        model_name: str,
+        show_prompts: bool = False,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._engine = engine
+        self._is_over = is_over
+        self._frames = FrameMaker(_about(engine, model_name), show_prompts=show_prompts)
+        self._watchers: set[_Watcher] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._newest: str | None = None
+        self._is_closed = False
+        self.num_looks = 0
+        """So far."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody more may look."""
+        return len(self._watchers) >= MOST_WATCHERS
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events: what is new, and now and then that nothing is.
+
+        Who reads slowly gets the newest and misses what was before it.
+        """
+        watcher = _Watcher(self._newest)
+        self._watchers.add(watcher)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._look_on())
+            self._task.add_done_callback(self._wake_all)
+        try:
+            yield "retry: 2000\n\n"
+            while True:
+                frame = await watcher.next(SAYS_NOTHING_FOR)
+                if self._is_closed:
+                    return
+                if frame is None and self._task.done():
+                    self._task.result()  # a look has failed: who looks comes again
+                yield ": nothing new\n\n" if frame is None else f"event: pool\ndata: {frame}\n\n"
+        finally:
+            self._watchers.discard(watcher)
+
+    async def close(self) -> None:
+        """End all streams, so that a server that stops need not wait for them."""
+        self._end()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._wake_all()
+
+    def _wake_all(self, _: object = None) -> None:
+        for watcher in self._watchers:
+            watcher.wake.set()
+
+    async def _look_on(self) -> None:
+        """Look as long as somebody watches; the first one gets a look at once."""
+        last: object = None
+        cost = 0.0
+        while self._watchers and not self._is_closed:
+            if self._is_over():
+                self._end()
+                break
+            with suppress(PyEngineError):  # the engine is gone: the page says for how long
+                view = await self._engine.view(MOST_REQUESTS)
+                self.num_looks += 1
+                stats = view.stats
+                now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.ledger))
+                if now != last or any(one.is_new for one in self._watchers):
+                    frame, cost = await asyncio.to_thread(self._timed_frame, view)
+                    self._newest = frame
+                    last = now
+                    for watcher in self._watchers:
+                        watcher.put(frame)
+            await asyncio.sleep(max(LOOKS_EVERY, cost / MOST_OF_A_CORE))
+        self._newest = None
+
+    def _timed_frame(self, view: EngineView) -> tuple[str, float]:
+        """A frame, and the seconds of processor time that it took."""
+        start = thread_time()
+        return self._frames.frame(view), thread_time() - start
+
+
+class _Watcher:
+    """Somebody who looks: the newest frame that was not taken yet."""
+
+    def __init__(self, frame: str | None) -> None:
+        self._frame = frame
+        self.is_new = frame is None
+        self.wake = asyncio.Event()
+        if frame is not None:
+            self.wake.set()
+
+    def put(self, frame: str) -> None:
+        self._frame, self.is_new = frame, False
+        self.wake.set()
+
+    async def next(self, timeout: float) -> str | None:
+        """The newest frame as soon as there is one; None after `timeout` seconds without."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.wake.wait(), timeout)
+        self.wake.clear()
+        frame, self._frame = self._frame, None
+        return frame
+
+
+def _about(engine: Looked, model_name: str) -> dict[str, Any]:
+    """What does not change."""
+    about = engine.describe()
+    num_bytes, num_blocks = about.get("kv_cache_bytes"), about.get("num_blocks")
+    is_known = isinstance(num_bytes, int) and isinstance(num_blocks, int)
+    per_block = num_bytes // (num_blocks + 1) if is_known else None  # type: ignore[operator]
+    return {
+        "model": model_name,
+        "block_size": about.get("block_size"),
+        "bytes_per_block": per_block,
+        "version": about.get("pyengine"),
+    }
+
+
+def page_router(watch: PoolWatch) -> APIRouter:
+    """`GET /kv` and `GET /kv/stream`."""
+    router = APIRouter(include_in_schema=False)
+    html = files("pyengine.server").joinpath("page", "kv.html").read_text(encoding="utf-8")
+
+    @router.get("/kv")
+    def page() -> HTMLResponse:
+        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+        return HTMLResponse(html, headers=headers)
+
+    @router.get("/kv/stream")
+    async def stream() -> StreamingResponse:
+        if watch.is_full:
+            message = f"{MOST_WATCHERS} pages look on already: close one of them"
+            raise ApiError(503, message, code="too_many_pages", retry_after=60)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(watch.stream(), media_type="text/event-stream", headers=headers)
+
+    return router

@@ -1,0 +1,67 @@
+//! The whole pool in one call: the same as block by block, and the tree.
+
+use kv_core::{Branch, Survey};
+
+use super::tools::{computed, manager, prompt, sequence};
+
+#[test]
+fn a_survey_shows_every_block_and_the_tree() {
+    let mut m = manager(8);
+    let root = prompt(8);
+    let first = computed(&mut m, root.clone()); // step 1: blocks 0 and 1
+    let lease = m.lease(first.key()).expect("live");
+    drop(first);
+    let beside = [&root[..], &[50; 4]].concat();
+    let other = computed(&mut m, beside.clone()); // step 2: block 2 follows them
+    let third = computed(&mut m, [&root[..4], &[60; 6]].concat()); // step 3: a fork in the tree
+    drop(other);
+    drop(lease);
+    let survey = m.survey();
+
+    let expected = Survey {
+        // 0: both stand on it; 1 and 2: the second one's; 3 and 4: the third one's, 4 is not full
+        states: vec![2, 1, 1, 2, 2, 0, 0, 0],
+        refs: vec![1, 0, 0, 1, 1, 0, 0, 0],
+        seq_refs: vec![1, 0, 0, 1, 1, 0, 0, 0],
+        ages: vec![2, 2, 1, 0, 0, 0, 0, 0],
+        branches: vec![2, 2, 2, 3, 0, 0, 0, 0],
+        rows: vec![1, 2, 3, 1, 0, 0, 0, 0],
+        tree: vec![
+            Branch {
+                parent: 0,
+                behind: 0,
+                rows: 0,
+                namespace: Some(b"".as_slice().into()),
+            },
+            Branch {
+                parent: 1,
+                behind: 0,
+                rows: 3,
+                namespace: None,
+            },
+            Branch {
+                parent: 2,
+                behind: 1,
+                rows: 1,
+                namespace: None,
+            },
+        ],
+    };
+    assert_eq!(survey, expected);
+    drop(third);
+}
+
+#[test]
+fn a_survey_says_whose_namespace_it_is_and_changes_nothing() {
+    let mut m = manager(4);
+    assert!(m.survey().tree.is_empty());
+    let ours = sequence(&mut m, prompt(4));
+    let theirs = m.sequence(prompt(4), b"tenant", true).expect("tokens");
+    let survey = m.survey();
+    let names = survey.tree.iter().map(|branch| branch.namespace.as_deref());
+    let names: Vec<_> = names.collect();
+    assert_eq!(names, [Some(b"".as_slice()), Some(b"tenant")]);
+    assert_eq!(m.survey(), survey);
+    assert_eq!(m.check(), Ok(()));
+    drop((ours, theirs));
+}

@@ -1,0 +1,207 @@
+"""The page in headless Chromium: what it shows is what the engine has, and it stays usable."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from pyengine.core import SamplingParams
+from pyengine.engine import AsyncEngine, EngineView
+from tests.support.callers import FakeModel
+
+pytest.importorskip("playwright")
+from tests.support.browser import CHROMIUM, Served, browser, errors_of
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
+]
+STATES = ("free", "idle", "active", "leased")
+LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
+SHOWN = """() => ({
+    frame: document.documentElement.dataset.frame,
+    states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
+        one => [one.dataset.state, Number(one.textContent.replaceAll(",", ""))])),
+    cells: ["free", "idle", "active", "leased"].map(
+        (_, at) => blocks.state.reduce((sum, one) => sum + (one === at), 0)),
+    running: Number(document.getElementById("running").textContent.replaceAll(",", "")),
+})"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as one:
+        yield one
+
+
+class Watched:
+    """An engine behind a server, with a note of every look that was taken of it."""
+
+    def __init__(self, engine: AsyncEngine, **settings: Any) -> None:
+        self.engine = engine
+        self.seen: dict[str, EngineView] = {}
+        self.watch, app = serve_page(engine, **settings)
+        make = self.watch._frames.frame
+
+        def frame(view: EngineView) -> str:
+            text = make(view)
+            self.seen[text.split(":", 1)[1].split(",", 1)[0]] = view
+            return text
+
+        self.watch._frames.frame = frame  # type: ignore[method-assign]
+        self.served = Served(app)
+
+    def __enter__(self) -> "Watched":
+        self.served.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.served.submit(self.watch.close()).result()
+        self.served.__exit__(*exc_info)
+
+
+def serve_page(engine: AsyncEngine, **settings: Any) -> Any:
+    from fastapi import FastAPI
+
+    from pyengine.server.page import PoolWatch, page_router
+
+    watch, app = PoolWatch(engine, model_name="tiny", **settings), FastAPI()
+    app.include_router(page_router(watch))
+    return watch, app
+
+
+async def exhausted(items: AsyncIterator[Any]) -> None:
+    async for _ in items:
+        pass
+
+
+async def load(engine: AsyncEngine, count: int, params: SamplingParams) -> None:
+    """So many requests at once; each third has a namespace of its own, all share a beginning."""
+    common = "You are a helpful assistant. Answer in one short sentence and say nothing else. " * 2
+    await asyncio.gather(
+        *(
+            exhausted(
+                engine.generate(
+                    f"{common} Question {at % 7}: what comes after {at}?",
+                    params,
+                    f"request {at}",
+                    cache_salt=f"salt {at % 3}" if at % 3 else None,
+                )
+            )
+            for at in range(count)
+        )
+    )
+
+
+@pytest.mark.slow
+def test_the_counts_on_it_are_those_of_the_ledger(chromium: Any) -> None:
+    with (
+        AsyncEngine(num_blocks=900, max_num_seqs=24, seed=0) as engine,
+        Watched(engine) as watched,
+    ):
+        page = chromium.new_page()
+        errors = errors_of(page)
+        page.goto(f"{watched.served.url}/kv")
+        work = watched.served.submit(load(engine, 120, LONG))
+        frames, running = set(), 0
+        while not work.done():
+            page.wait_for_timeout(200)
+            shown = page.evaluate(SHOWN)
+            if shown["frame"] is None:
+                continue
+            frames.add(shown["frame"])
+            view = watched.seen[shown["frame"]]
+            ledger = {name: getattr(view.stats.ledger, name) for name in STATES}
+            assert shown["states"] == ledger
+            assert shown["cells"] == [ledger[name] for name in STATES]
+            assert sum(ledger.values()) == 900
+            assert shown["running"] == view.stats.num_running
+            running = max(running, view.stats.num_running)
+        work.result()
+        assert len(frames) > 5 and running > 8
+        page.wait_for_function(
+            f"() => Number(document.querySelector('[data-state=active]').textContent) === 0"
+            f" && {engine.stats().ledger.idle} === "
+            "Number(document.querySelector('[data-state=idle]').textContent.replaceAll(',', ''))"
+        )
+        assert errors == []
+        page.close()
+
+
+def test_it_stays_usable_with_1000_requests_and_100000_blocks(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel(monkeypatch, num_blocks=100_000, max_num_seqs=256, max_model_len=4000)
+    forever = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3900)
+
+    async def crowd(engine: AsyncEngine) -> None:
+        prompts = [[3, 4, 5, 6, 7, 8, at % 90, at // 90] for at in range(1000)]
+        await asyncio.gather(*(exhausted(engine.generate(one, forever)) for one in prompts))
+
+    with model.async_engine() as engine, Watched(engine) as watched:
+        work = watched.served.submit(crowd(engine))
+        page = chromium.new_page(viewport={"width": 1400, "height": 900})
+        errors = errors_of(page)
+        page.goto(f"{watched.served.url}/kv")
+        page.wait_for_function("() => frame && frame.requests.length === 1000")
+        times = page.evaluate(
+            """async () => {
+                const times = [], plain = take;
+                take = async next => {
+                    const start = performance.now();
+                    await plain(next);
+                    times.push(performance.now() - start);
+                };
+                while (times.length < 8) await new Promise(done => setTimeout(done, 50));
+                take = plain;
+                return times;
+            }"""
+        )
+        assert sorted(times)[len(times) // 2] < 200, times  # milliseconds, of 250
+        page.locator("#scroll").evaluate("it => it.scrollTo(0, it.scrollHeight)")
+        page.wait_for_selector("#requests tr[aria-rowindex='1001']")
+        assert page.locator("#requests tbody tr").count() < 60
+        for name in ("sharing", "age", "space"):
+            page.locator(f"#colour input[value={name}]").check(force=True)
+        page.locator("#order input[value=prefix]").check(force=True)
+        page.locator("#tree button").first.hover()
+        page.locator("#blocks").hover()
+        assert page.locator("#tip b").inner_text().startswith("Block ")
+        assert errors == []
+        page.close()
+        work.cancel()
+
+
+def test_keys_and_tables_say_what_the_pictures_show(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = FakeModel(monkeypatch, num_blocks=200)
+    with model.async_engine() as engine, Watched(engine) as watched:
+        watched.served.submit(exhausted(engine.generate([*range(3, 15)], LONG))).result()
+        page = chromium.new_page(color_scheme="dark", reduced_motion="reduce")
+        errors = errors_of(page)
+        page.goto(f"{watched.served.url}/kv")
+        page.wait_for_function("() => frame !== null")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.locator("#blocks").focus()
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
+        assert page.locator("#said").inner_text().startswith("Block 1: state idle, sequences on")
+        page.keyboard.press("Escape")
+        assert page.locator("#tip").is_hidden()
+        page.locator("summary").click()
+        ledger = engine.stats().ledger
+        rows = page.locator("#table-states tbody tr").all_inner_texts()
+        assert [row.split() for row in rows] == [
+            [name, str(getattr(ledger, name))] for name in STATES
+        ]
+        assert f"{ledger.idle} idle" in (page.locator("#blocks").get_attribute("aria-label") or "")
+        looks = watched.watch.num_looks
+        page.locator("#pause").click()
+        page.wait_for_timeout(800)
+        looks = watched.watch.num_looks
+        page.wait_for_timeout(800)
+        assert watched.watch.num_looks == looks
+        assert errors == []
+        page.close()

@@ -1,0 +1,171 @@
+"""The stream behind /kv: nothing is computed for nobody, and little for many."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from time import monotonic
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from pyengine.core import SamplingParams
+from pyengine.engine import AsyncEngine
+from pyengine.server import page as page_module
+from pyengine.server.errors import handle_errors
+from pyengine.server.page import PoolWatch, page_router
+from tests.support.callers import FakeModel
+from tests.support.serving import error_of
+
+LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=100)
+
+
+async def next_frame(stream: AsyncIterator[str]) -> dict[str, Any]:
+    async for event in stream:
+        if event.startswith("event: pool\ndata: "):
+            assert event.endswith("\n\n") and event.count("\n") == 3
+            frame: dict[str, Any] = json.loads(event.split("data: ")[1])
+            return frame
+    raise AssertionError("the stream has ended")
+
+
+async def exhausted(items: AsyncIterator[Any]) -> None:
+    async for _ in items:
+        pass
+
+
+def test_nothing_is_computed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(monkeypatch)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            watch = PoolWatch(engine, model_name="tiny")
+            await exhausted(engine.generate([3, 4, 5], LONG))
+            assert watch.num_looks == 0
+            stream = watch.stream()
+            frame = await next_frame(stream)
+            assert frame["ledger"]["idle"] > 0
+            assert frame["about"]["model"] == "tiny"
+            await stream.aclose()  # type: ignore[attr-defined]
+            await asyncio.sleep(2 * page_module.LOOKS_EVERY)
+            looks = watch.num_looks
+            await asyncio.sleep(3 * page_module.LOOKS_EVERY)
+            assert watch.num_looks == looks
+
+    asyncio.run(main())
+
+
+def test_several_share_a_look_and_there_are_four_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=16)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            watch = PoolWatch(engine, model_name="tiny")
+            busy = [
+                asyncio.create_task(exhausted(engine.generate([3, at], LONG))) for at in range(16)
+            ]
+            streams = [watch.stream() for _ in range(5)]
+            start = monotonic()
+            for _ in range(4):
+                frames = [await next_frame(stream) for stream in streams]
+                assert len({frame["time"] for frame in frames}) <= 2
+                await exhausted_if_done(busy, engine)
+            span = monotonic() - start
+            assert watch.num_looks <= 2 + span / page_module.LOOKS_EVERY
+            for stream in streams:
+                await stream.aclose()  # type: ignore[attr-defined]
+            await asyncio.gather(*busy)
+
+    asyncio.run(main())
+
+
+async def exhausted_if_done(busy: list[asyncio.Task[None]], engine: AsyncEngine) -> None:
+    """Keep the engine at work, so that there is something new."""
+    if all(task.done() for task in busy):
+        busy.append(asyncio.create_task(exhausted(engine.generate([9, len(busy) % 90], LONG))))
+
+
+def test_a_stream_without_news_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "SAYS_NOTHING_FOR", 0.3)
+    model = FakeModel(monkeypatch)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            stream = PoolWatch(engine, model_name="tiny").stream()
+            events = [await anext(stream) for _ in range(4)]
+            assert events[0].startswith("retry:") and events[1].startswith("event: pool")
+            assert events[2] == events[3] == ": nothing new\n\n"
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_who_comes_later_gets_a_frame_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(monkeypatch)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            watch = PoolWatch(engine, model_name="tiny")
+            first = watch.stream()
+            await next_frame(first)
+            start = monotonic()
+            second = watch.stream()
+            await next_frame(second)
+            assert monotonic() - start < 0.2
+            for stream in (first, second):
+                await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stops_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(monkeypatch)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            watch = PoolWatch(engine, model_name="tiny")
+            stream = watch.stream()
+            await next_frame(stream)
+            rest = asyncio.create_task(exhausted(stream))
+            await asyncio.sleep(0.05)
+            await watch.close()
+            await asyncio.wait_for(rest, 1)
+
+    asyncio.run(main())
+
+
+def test_a_look_that_fails_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(monkeypatch)
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            watch = PoolWatch(engine, model_name="tiny")
+            monkeypatch.setattr(watch, "_frames", None)
+            with pytest.raises(AttributeError):
+                await next_frame(watch.stream())
+
+    asyncio.run(main())
+
+
+def test_the_page_is_there_without_data_and_guards_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FakeModel(monkeypatch)
+    with model.async_engine() as engine:
+        watch = PoolWatch(engine, model_name="tiny")
+        app = FastAPI()
+        app.include_router(page_router(watch))
+        handle_errors(app)
+        client = TestClient(app)
+        answer = client.get("/kv")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in answer.text
+        assert watch.num_looks == 0
+        monkeypatch.setattr(page_module, "MOST_WATCHERS", 0)
+        assert error_of(client.get("/kv/stream"), 503)["code"] == "too_many_pages"
