@@ -116,10 +116,16 @@ def render(
             f"the messages have {length} characters, and of no text do more than {longest_text} "
             "fit into the model: shorten them"
         )
-    without_nulls = [
-        {key: value for key, value in message.items() if value is not None} for message in messages
+    # The openai client sends its own messages back with nulls, lm-eval names the type of them all.
+    plain = [
+        {
+            key: value
+            for key, value in message.items()
+            if value is not None and (key, value) != ("type", "text")
+        }
+        for message in messages
     ]
-    return render_chat(without_nulls, tokenizer, options)
+    return render_chat(plain, tokenizer, options)
 
 
 def _texts(value: Any) -> list[str]:

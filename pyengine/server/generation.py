@@ -1,6 +1,8 @@
 """From a request's fields to the engine and back: what completions and chats have in common."""
 
 import asyncio
+import re
+import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -70,12 +72,14 @@ def sampling_params(
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise ApiError(
-            400, "logit_bias: its keys must be token ids, as text", param="logit_bias"
-        ) from None
+    for token in bias:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,18}", token):  # one spelling of each: none is lost
+            raise ApiError(
+                400,
+                f"logit_bias[{reprlib.repr(token)}]: its keys must be token ids, as text",
+                param="logit_bias",
+            )
+    return {int(token): value for token, value in bias.items()}
 
 
 def _form(body: SamplingFields) -> StructuredOutputs | None:

@@ -14,12 +14,15 @@ class JsonRequest(Request):
     """A request whose body is read by pydantic's parser."""
 
     async def json(self) -> Any:
-        """The body. Raises `ApiError` (400) where it is no JSON."""
+        """The body; fields that are null are left out. Raises `ApiError` (400) for no JSON."""
         body = await self.body()
         try:
-            return from_json(body, allow_inf_nan=False)
+            found = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+        if not isinstance(found, dict):
+            return found
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class JsonRoute(APIRoute):

@@ -5,7 +5,7 @@ Run by the Python of .venv-clients. Fails by an assertion.
 
 import asyncio
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel, Field
@@ -33,7 +33,7 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=150)
     colour: Literal["red", "green", "blue"]
     is_tall: bool
-    lucky: list[int] = Field(max_length=3)
+    lucky: list[Annotated[int, Field(ge=0, le=99)]] = Field(max_length=3)
 
 
 def chats(client: OpenAI, model: str) -> None:

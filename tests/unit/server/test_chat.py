@@ -153,6 +153,15 @@ def test_what_clients_send_back_of_an_answer_is_taken(client: Client) -> None:
     assert client.chat([USER, back, USER], **GREEDY)["choices"]
 
 
+def test_the_type_of_a_message_may_be_named(client: Client) -> None:
+    """As lm-eval does."""
+    plain = client.chat([USER], return_token_ids=True, **GREEDY)
+    typed = client.chat([{**USER, "type": "text"}], return_token_ids=True, **GREEDY)
+    assert typed["prompt_token_ids"] == plain["prompt_token_ids"]
+    body = {"messages": [{**USER, "type": "image"}]}
+    assert "'type'" in client.refusal(PATH, body)["message"]
+
+
 def test_an_endless_template_costs_its_caller_a_refusal(tmp_path: Path) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     save_small_model(tmp_path, "{% if messages[0].content == 'x' %}" + endless + "{% endif %}ab")

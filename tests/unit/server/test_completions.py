@@ -238,7 +238,8 @@ def test_logit_bias_is_keyed_by_text(client: Client) -> None:
 
 
 def test_null_is_as_if_it_was_left_out(client: Client) -> None:
-    names = ("stop", "seed", "n", "max_tokens", "logit_bias", "logprobs", "stream", "user")
+    names = ("stop", "seed", "n", "max_tokens", "logit_bias", "logprobs", "stream", "priority")
+    names += ("suffix", "best_of", "guided_json")  # they change nothing so
     whole = client.complete(TEXT, temperature=0)
     nulls = client.complete(TEXT, temperature=0, **dict.fromkeys(names))
     assert nulls["choices"] == whole["choices"]

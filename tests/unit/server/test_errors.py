@@ -34,7 +34,7 @@ def all_is_well_afterwards(client: Client) -> Any:
     ],
 )
 def test_an_unknown_field_is_named(name: str, hint: str, client: Client) -> None:
-    error = client.refusal(COMPLETIONS, {**GOOD, name: None})
+    error = client.refusal(COMPLETIONS, {**GOOD, name: 1})
     assert repr(name) in error["message"] and hint in error["message"]
     assert error["param"] == name and error["code"] == "unknown_parameter"
 
@@ -67,7 +67,9 @@ def test_an_unknown_field_within_another_is_named(client: Client) -> None:
         ({"prompt": [[]]}, "prompt", "none of them empty"),
         ({"prompt": [5, "x"]}, "prompt", "none of them empty"),
         ({"prompt": 7}, "prompt", "none of them empty"),
-        ({"prompt": None}, "prompt", "none of them empty"),
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"logit_bias": {"05": 1, "5": 2}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"9" * 5000: 2}}, "logit_bias", "token ids"),
         ({"prompt": {"a": 1}}, "prompt", "none of them empty"),
         ({"prompt": ""}, None, "empty"),
         ({"prompt": [999999]}, None, "outside the vocabulary"),
