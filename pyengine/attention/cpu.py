@@ -1,4 +1,4 @@
-"""Attention on the CPU in float32: the Rust kernel for short rows, SDPA for prefills.
+"""Attention on the CPU in float32 or bfloat16: the Rust kernel for short rows, SDPA for prefills.
 
 The kernel (`rust/cpu-attention`) writes the new keys and values into their slots and attends with
 the sequences that have few new tokens, reading the blocks where they lie. Longer prefills are
@@ -6,7 +6,9 @@ matrix products, at which torch's SDPA is good: those go the way of the gather b
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionOptions, GraphPlan, StepInputs
@@ -21,8 +23,8 @@ def cpu_obstacle(needs: AttentionNeeds) -> str | None:
     """Why the kernel cannot serve; None: it can."""
     if needs.device.type != "cpu":
         return f"it runs on cpu, the device is {needs.device}"
-    if needs.dtype != torch.float32:
-        return f"it computes in float32, the model is in {dtype_name(needs.dtype)}"
+    if needs.dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
     if not CpuAttention.is_fast():
         return "this processor has no AVX2 with FMA"
     return cache_dtype_obstacle(needs)
@@ -33,14 +35,14 @@ MOST_ROWS = 8
 
 
 class CpuBackend:
-    """Attention over a float32 `KVPool` in host memory, with as many threads as torch has."""
+    """Attention over a `KVPool` in host memory, with as many threads as torch has."""
 
     name = "cpu"
     supports_graphs = False
 
     def __init__(self, pool: KVPool) -> None:
         caches = [
-            CpuCache(keys.numpy(), values.numpy())
+            CpuCache(_array(keys), _array(values))
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         threads = CpuAttention(torch.get_num_threads())
@@ -53,6 +55,12 @@ class CpuBackend:
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Raises `ConfigurationError`: there is no GPU to capture for."""
         raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return bits.numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +113,10 @@ class CpuPlan:
         memory.threads.forward(
             self._steps[group],
             memory.caches[layer],
-            query.numpy(),
-            key.contiguous().numpy(),
-            value.contiguous().numpy(),
-            out.numpy(),
+            _array(query),
+            _array(key.contiguous()),
+            _array(value.contiguous()),
+            _array(out),
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
 
+use crate::element::Element;
 use crate::error::Error;
 use crate::kernel::{self, Isa, state_len};
 use crate::step::{CacheShape, Run, Step, above_zero, same_length};
@@ -17,9 +18,9 @@ const SMALL: usize = 200_000;
 
 /// The queries of a step.
 #[derive(Clone, Copy, Debug)]
-pub struct Query<'a> {
+pub struct Query<'a, E> {
     /// `[rows, heads, dim_k]`.
-    pub rows: &'a [f32],
+    pub rows: &'a [E],
     /// Query heads, a multiple of the KV heads: consecutive ones share a KV head.
     pub heads: usize,
 }
@@ -38,12 +39,12 @@ pub struct Options<'a> {
 }
 
 /// Everything that a run needs to know.
-pub(crate) struct Job<'a> {
+pub(crate) struct Job<'a, E> {
     pub(crate) step: &'a Step,
     pub(crate) shape: CacheShape,
-    pub(crate) keys: &'a [f32],
-    pub(crate) values: &'a [f32],
-    pub(crate) query: &'a [f32],
+    pub(crate) keys: &'a [E],
+    pub(crate) values: &'a [E],
+    pub(crate) query: &'a [E],
     pub(crate) heads: usize,
     pub(crate) group: usize,
     pub(crate) scaling: f32,
@@ -51,7 +52,7 @@ pub(crate) struct Job<'a> {
     pub(crate) window: Option<usize>,
 }
 
-impl Job<'_> {
+impl<E> Job<'_, E> {
     /// The first position that a row at `position` sees.
     #[inline(always)]
     pub(crate) fn low(&self, position: usize) -> usize {
@@ -122,15 +123,15 @@ impl Attention {
     ///
     /// Arrays that do not fit each other: nothing is written then.
     #[allow(clippy::too_many_arguments)]
-    pub fn attend(
+    pub fn attend<E: Element>(
         &self,
         step: &Step,
         shape: &CacheShape,
-        keys: &[f32],
-        values: &[f32],
-        query: Query<'_>,
+        keys: &[E],
+        values: &[E],
+        query: Query<'_, E>,
         options: &Options<'_>,
-        out: &mut [f32],
+        out: &mut [E],
     ) -> Result<(), Error> {
         shape.check(keys.len(), values.len())?;
         check_step(step, shape)?;
@@ -156,7 +157,7 @@ impl Attention {
     }
 
     /// Every thread takes the next task until none is left.
-    fn run_tasks(&self, job: &Job<'_>, tasks: Vec<Task<'_>>) {
+    fn run_tasks<E: Element>(&self, job: &Job<'_, E>, tasks: Vec<Task<'_>>) {
         let num_tasks = tasks.len();
         let queue = Mutex::new(tasks.into_iter());
         let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
@@ -191,10 +192,10 @@ fn check_step(step: &Step, shape: &CacheShape) -> Result<(), Error> {
     }
 }
 
-fn check_query(
+fn check_query<E>(
     step: &Step,
     shape: &CacheShape,
-    query: Query<'_>,
+    query: Query<'_, E>,
     options: &Options<'_>,
     out: usize,
 ) -> Result<(), Error> {
@@ -222,7 +223,7 @@ fn check_query(
 }
 
 /// One task for each part of each run, with its share of `states`.
-fn tasks<'a>(job: &Job<'a>, per_row: usize, states: &'a mut [f32]) -> Vec<Task<'a>> {
+fn tasks<'a, E>(job: &Job<'a, E>, per_row: usize, states: &'a mut [f32]) -> Vec<Task<'a>> {
     let mut rest = states;
     let mut tasks = vec![];
     for run in &job.step.runs {
@@ -236,7 +237,7 @@ fn tasks<'a>(job: &Job<'a>, per_row: usize, states: &'a mut [f32]) -> Vec<Task<'
 }
 
 /// Multiplications of the job, about.
-fn products(job: &Job<'_>) -> usize {
+fn products<E>(job: &Job<'_, E>) -> usize {
     let per_key = job.heads * (job.shape.dim_k + job.shape.dim_v);
     let runs = job.step.runs.iter();
     let seen = runs.map(|run| run.count * (run.position + run.count - job.low(run.position)));
@@ -244,8 +245,15 @@ fn products(job: &Job<'_>) -> usize {
 }
 
 /// Brings the parts of every query together.
-fn finish(job: &Job<'_>, per_row: usize, states: &[f32], sinks: Option<&[f32]>, out: &mut [f32]) {
+fn finish<E: Element>(
+    job: &Job<'_, E>,
+    per_row: usize,
+    states: &[f32],
+    sinks: Option<&[f32]>,
+    out: &mut [E],
+) {
     let (size, dim_v) = (state_len(job.shape.dim_v), job.shape.dim_v);
+    let mut row = vec![0.0; dim_v];
     let mut rest = states;
     for run in &job.step.runs {
         let stride = run.count * per_row;
@@ -254,7 +262,10 @@ fn finish(job: &Job<'_>, per_row: usize, states: &[f32], sinks: Option<&[f32]>, 
         let rows = &mut out[run.first_row * job.heads * dim_v..][..run.count * job.heads * dim_v];
         for (at, out) in rows.chunks_exact_mut(dim_v).enumerate() {
             let sink = sinks.map(|sinks| sinks[at % job.heads]);
-            kernel::finish(&own[at * size..], stride, sink, out);
+            kernel::finish(&own[at * size..], stride, sink, &mut row);
+            for (element, &float) in out.iter_mut().zip(&row) {
+                *element = E::narrow(float);
+            }
         }
     }
 }

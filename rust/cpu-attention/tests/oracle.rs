@@ -1,6 +1,6 @@
 //! The kernel against attention written out in f64, on random steps.
 
-use cpu_attention::{Attention, CacheShape, Isa, Options, Query, Sequences, Step, write};
+use cpu_attention::{Attention, CacheShape, Element, Isa, Options, Query, Sequences, Step, write};
 use proptest::prelude::*;
 
 /// A step with everything in it: keys and values by sequence, scattered over a cache of NaN.
@@ -58,6 +58,13 @@ impl World {
     }
 
     fn attend(&self, attention: &Attention, most_rows: usize) -> Vec<f32> {
+        self.attend_in(attention, most_rows, f32::NAN)
+    }
+
+    /// Attends in the format of `nothing`, which the result holds where nobody attends.
+    fn attend_in<E: Element>(&self, attention: &Attention, most_rows: usize, nothing: E) -> Vec<E> {
+        let narrow =
+            |floats: &[f32]| -> Vec<E> { floats.iter().map(|&one| E::narrow(one)).collect() };
         let sequences = Sequences {
             starts: &self.starts,
             lens: &self.lens,
@@ -67,17 +74,17 @@ impl World {
         let shape = &self.shape;
         let step =
             Step::new(&sequences, shape.num_blocks, shape.block_size, most_rows).expect("it fits");
-        let mut out = vec![f32::NAN; step.num_rows() * self.heads * shape.dim_v];
+        let mut out = vec![nothing; step.num_rows() * self.heads * shape.dim_v];
         let query = Query {
-            rows: &self.query,
+            rows: &narrow(&self.query),
             heads: self.heads,
         };
         attention
             .attend(
                 &step,
                 shape,
-                &self.keys,
-                &self.values,
+                &narrow(&self.keys),
+                &narrow(&self.values),
                 query,
                 &self.options(),
                 &mut out,
@@ -239,6 +246,24 @@ proptest! {
         for (threads, isa) in [(3, Isa::detect()), (1, Isa::Portable)] {
             let attention = Attention::with_isa(threads, isa).expect("it fits");
             prop_assert_eq!(&one, &bits(&world.attend(&attention, usize::MAX)));
+        }
+    }
+
+    #[test]
+    fn bfloat16_is_float32_that_was_rounded(world in worlds(), most_rows in 0..12usize) {
+        let round = |floats: &[f32]| floats.iter().map(|&one| u16::narrow(one).widen()).collect();
+        let rounded = World {
+            query: round(&world.query),
+            keys: round(&world.keys),
+            values: round(&world.values),
+            ..world
+        };
+        let exact = rounded.attend(&Attention::new(1).expect("it fits"), most_rows);
+        let exact: Vec<u16> = exact.into_iter().map(u16::narrow).collect();
+        for (threads, isa) in [(3, Isa::detect()), (1, Isa::Portable)] {
+            let attention = Attention::with_isa(threads, isa).expect("it fits");
+            let found = rounded.attend_in(&attention, most_rows, u16::narrow(f32::NAN));
+            prop_assert_eq!(&exact, &found);
         }
     }
 

@@ -1,4 +1,6 @@
 //! Attention on the CPU: arrays of floats in and out, the GIL released while threads work.
+//!
+//! Neither NumPy nor the buffer protocol knows bfloat16: its bits come as uint16.
 
 use std::sync::Mutex;
 
@@ -37,7 +39,11 @@ fn array<T: Element>(
 }
 
 /// The same, to be written to.
-fn writable(name: &str, object: &Bound<'_, PyAny>, dimensions: usize) -> PyResult<PyBuffer<f32>> {
+fn writable<T: Element>(
+    name: &str,
+    object: &Bound<'_, PyAny>,
+    dimensions: usize,
+) -> PyResult<PyBuffer<T>> {
     let buffer = array(name, object, dimensions)?;
     match buffer.readonly() {
         true => Err(BufferError::new_err(format!("array {name} is read-only"))),
@@ -46,11 +52,7 @@ fn writable(name: &str, object: &Bound<'_, PyAny>, dimensions: usize) -> PyResul
 }
 
 /// Refuses arrays that share memory with `target`, which is written while they are read.
-fn apart(target: (&str, &PyBuffer<f32>), others: &[(&str, &PyBuffer<f32>)]) -> PyResult<()> {
-    let bytes = |buffer: &PyBuffer<f32>| {
-        let start = buffer.buf_ptr() as usize;
-        start..start + buffer.len_bytes()
-    };
+fn apart<T, U>(target: (&str, &PyBuffer<T>), others: &[(&str, &PyBuffer<U>)]) -> PyResult<()> {
     let own = bytes(target.1);
     for (name, other) in others {
         let other = bytes(other);
@@ -64,41 +66,68 @@ fn apart(target: (&str, &PyBuffer<f32>), others: &[(&str, &PyBuffer<f32>)]) -> P
     Ok(())
 }
 
-/// Keys and values of one layer: writable float32 arrays `[blocks, block_size, kv_heads, head_dim]`, which
-/// may differ in `head_dim`.
+/// Where a buffer lies.
+fn bytes<T>(buffer: &PyBuffer<T>) -> std::ops::Range<usize> {
+    let start = buffer.buf_ptr() as usize;
+    start..start + buffer.len_bytes()
+}
+
+type Pair<T> = Mutex<(PyBuffer<T>, PyBuffer<T>)>;
+
+/// Keys and values, by what they hold.
+enum Tensors {
+    Float32(Pair<f32>),
+    BFloat16(Pair<u16>),
+}
+
+/// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may
+/// differ in `head_dim`; both float32, or both the bits of bfloat16 as uint16.
 ///
 /// Raises `BufferError` for an array of another type, shape or layout.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuCache {
     shape: CacheShape,
-    tensors: Mutex<(PyBuffer<f32>, PyBuffer<f32>)>,
+    tensors: Tensors,
+}
+
+/// Keys and values that fit each other.
+fn pair<T: Element>(
+    keys: &Bound<'_, PyAny>,
+    values: &Bound<'_, PyAny>,
+) -> PyResult<(CacheShape, Pair<T>)> {
+    let (keys, values) = (writable("keys", keys, 4)?, writable("values", values, 4)?);
+    if keys.shape()[..3] != values.shape()[..3] {
+        return Err(BufferError::new_err(format!(
+            "keys of shape {:?} and values of shape {:?} differ in more than the last dimension",
+            keys.shape(),
+            values.shape()
+        )));
+    }
+    apart(("keys", &keys), &[("values", &values)])?;
+    let (shape, dim_v) = (keys.shape(), values.shape()[3]);
+    let shape = CacheShape {
+        num_blocks: shape[0],
+        block_size: shape[1],
+        kv_heads: shape[2],
+        dim_k: shape[3],
+        dim_v,
+    };
+    Ok((shape, Mutex::new((keys, values))))
 }
 
 #[pymethods]
 impl CpuCache {
     #[new]
     fn new(keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (keys, values) = (writable("keys", keys, 4)?, writable("values", values, 4)?);
-        if keys.shape()[..3] != values.shape()[..3] {
-            return Err(BufferError::new_err(format!(
-                "keys of shape {:?} and values of shape {:?} differ in more than the last dimension",
-                keys.shape(),
-                values.shape()
-            )));
+        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        if is_half {
+            let (shape, pair) = pair(keys, values)?;
+            let tensors = Tensors::BFloat16(pair);
+            return Ok(Self { shape, tensors });
         }
-        apart(("keys", &keys), &[("values", &values)])?;
-        let (shape, dim_v) = (keys.shape(), values.shape()[3]);
-        let (num_blocks, block_size, kv_heads, dim_k) = (shape[0], shape[1], shape[2], shape[3]);
-        Ok(Self {
-            shape: CacheShape {
-                num_blocks,
-                block_size,
-                kv_heads,
-                dim_k,
-                dim_v,
-            },
-            tensors: Mutex::new((keys, values)),
-        })
+        let (shape, pair) = pair(keys, values)?;
+        let tensors = Tensors::Float32(pair);
+        Ok(Self { shape, tensors })
     }
 }
 
@@ -158,7 +187,7 @@ impl CpuStep {
     }
 }
 
-/// Threads that attend: `num_threads`, the caller's among them. float32.
+/// Threads that attend: `num_threads`, the caller's among them. float32 and bfloat16.
 ///
 /// `is_fast` is whether this machine has the instructions that the kernel is written for; without them it
 /// gives the same numbers slowly.
@@ -185,11 +214,12 @@ impl CpuAttention {
 
     /// Writes keys and values of all tokens into their slots, then attends with the rows of the step.
     ///
-    /// `query` is float32 `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
-    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all C-contiguous; rows of
-    /// sequences with more than `most_rows` tokens are left in `out` as they were. `softcap`: scores become
-    /// `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more score per head, without
-    /// a value. No other thread may write to the arrays meanwhile; the GIL is released.
+    /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
+    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all C-contiguous and of the
+    /// cache's type; rows of sequences with more than `most_rows` tokens are left in `out` as they were.
+    /// `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
+    /// score per head, without a value. No other thread may write to the arrays meanwhile; the GIL is
+    /// released.
     ///
     /// Raises `BufferError` for arrays that do not fit and `ConfigError` for settings that cannot be; then
     /// `out` is as it was.
@@ -209,19 +239,51 @@ impl CpuAttention {
         softcap: Option<f32>,
         sinks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let query = array::<f32>("query", query, 3)?;
-        let heads = query.shape()[1];
-        let (key, value) = (array("key", key, 3)?, array("value", value, 3)?);
-        let mut out = writable("out", out, 3)?;
         let window = sliding_window.map(|window| number("sliding_window", window));
         let sinks = sinks.map(|sinks| array("sinks", sinks, 1)).transpose()?;
-        let options = Options {
-            scaling,
-            window: window.transpose()?,
-            softcap,
-            sinks: sinks.as_ref().map(shared_slice),
+        let call = Call {
+            attention: &self.attention,
+            step,
+            shape: &cache.shape,
+            rows: [query, key, value],
+            out,
+            sinks: sinks.as_ref(),
+            options: Options {
+                scaling,
+                window: window.transpose()?,
+                softcap,
+                sinks: sinks.as_ref().map(shared_slice),
+            },
         };
-        let Ok(mut tensors) = cache.tensors.try_lock() else {
+        match &cache.tensors {
+            Tensors::Float32(tensors) => call.run(py, tensors),
+            Tensors::BFloat16(tensors) => call.run(py, tensors),
+        }
+    }
+}
+
+/// What `forward` was given: `rows` are query, key and value.
+struct Call<'a, 'py> {
+    attention: &'a Attention,
+    step: &'a CpuStep,
+    shape: &'a CacheShape,
+    rows: [&'a Bound<'py, PyAny>; 3],
+    out: &'a Bound<'py, PyAny>,
+    sinks: Option<&'a PyBuffer<f32>>,
+    options: Options<'a>,
+}
+
+impl Call<'_, '_> {
+    fn run<T>(self, py: Python<'_>, tensors: &Pair<T>) -> PyResult<()>
+    where
+        T: Element + cpu_attention::Element,
+    {
+        let [query, key, value] = self.rows;
+        let query = array::<T>("query", query, 3)?;
+        let heads = query.shape()[1];
+        let (key, value) = (array("key", key, 3)?, array("value", value, 3)?);
+        let mut out = writable("out", self.out, 3)?;
+        let Ok(mut tensors) = tensors.try_lock() else {
             return Err(BufferError::new_err(
                 "another thread attends over this cache",
             ));
@@ -230,7 +292,7 @@ impl CpuAttention {
         let read = [("query", &query), ("key", &key), ("value", &value)];
         for target in [("keys", &*keys), ("values", values), ("out", &out)] {
             apart(target, &read)?;
-            if let Some(sinks) = &sinks {
+            if let Some(sinks) = self.sinks {
                 apart(target, &[("sinks", sinks)])?;
             }
         }
@@ -242,11 +304,11 @@ impl CpuAttention {
         };
         let rows = (shared_slice(&key), shared_slice(&value));
         let out = unique_slice(&mut out);
-        let shape = &cache.shape;
+        let (step, shape) = (self.step, self.shape);
+        let (attention, options) = (self.attention, &self.options);
         py.detach(|| {
             write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
-            self.attention
-                .attend(&step.step, shape, keys, values, query, &options, out)
+            attention.attend(&step.step, shape, keys, values, query, options, out)
         })
         .map_err(raise_attention)
     }
