@@ -2,7 +2,8 @@
 
 The kernel (`rust/cpu-attention`) writes the new keys and values into their slots and attends with
 the sequences that have few new tokens, reading the blocks where they lie. Longer prefills are
-matrix products, at which torch's SDPA is good: those go the way of the gather backend.
+matrix products, at which torch's SDPA is good: those go the way of the gather backend. Blocks that
+several sequences share are read once for all of them; what a row gives keeps its bits.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.gather import Scratch, SpanPiece, StepLayout
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
@@ -47,6 +48,9 @@ class CpuBackend:
         ]
         threads = CpuAttention(torch.get_num_threads())
         self._memory = _Memory(pool, caches, threads, Scratch(pool.device))
+        full = [group for group, window in enumerate(pool.groups.windows) if window is None]
+        self.shared_group: int | None = full[0] if full else None
+        """In a group with a window nothing is shared."""
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
@@ -61,6 +65,14 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return bits.numpy()
+
+
+def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
+    """What the sequences share in this group, for the kernel to read it once."""
+    shared = inputs.shared
+    if shared is None or shared.group != group or not len(shared.prefixes):
+        return {}
+    return {"order": shared.order[: len(inputs.host_seq_lens)], "prefixes": shared.prefixes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +104,11 @@ class CpuPlan:
                 block_tables=layout.block_tables,
                 slots=slots.numpy(),
                 most_rows=MOST_ROWS,
+                **_shared(inputs, group),
             )
-            for layout, slots in zip(self._layouts, inputs.slot_mapping, strict=True)
+            for group, (layout, slots) in enumerate(
+                zip(self._layouts, inputs.slot_mapping, strict=True)
+            )
         ]
         self._spans: dict[tuple[int, int | None], list[SpanPiece]] = {}
 

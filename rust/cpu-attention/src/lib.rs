@@ -13,6 +13,8 @@
 //!   FMA, chosen when it runs, and for whatever the target has: both give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. A tile is widened once, for all rows and heads that read it.
+//! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
+//!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
 //!   [`Error`] that names the value, and nothing has been written then.
 //!
@@ -47,5 +49,5 @@ pub use attention::{Attention, Options, Query};
 pub use element::Element;
 pub use error::Error;
 pub use kernel::Isa;
-pub use step::{CacheShape, Sequences, Step};
+pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use write::write;

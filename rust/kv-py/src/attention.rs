@@ -4,7 +4,9 @@
 
 use std::sync::Mutex;
 
-use cpu_attention::{Attention, CacheShape, Options, Query, Sequences, Step, write};
+use cpu_attention::{
+    Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step, write,
+};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -137,6 +139,10 @@ impl CpuCache {
 /// `block_tables` int32 `[B, W]`, `slots` int64 `[T]` (-1: the keys and values are there already), all as
 /// `StepPlan.fill` writes them for one layer group. `cache` is one of the layers: they all have its blocks.
 ///
+/// `order` int32 `[B]` and `prefixes` int32 `[P, 5]`, both or neither, are what `StepPlan.fill` wrote for these
+/// tables as `SharedPrefixes`: blocks that several sequences share are then read once for all of them. What
+/// a sequence gives has the same bits either way.
+///
 /// Raises `BufferError`, naming the value, for arrays that contradict each other or refer to a block or
 /// slot that the cache does not have.
 #[pyclass(frozen, module = "pyengine._kv")]
@@ -148,7 +154,8 @@ pub(crate) struct CpuStep {
 #[pymethods]
 impl CpuStep {
     #[new]
-    #[pyo3(signature = (cache, *, query_start_loc, seq_lens, block_tables, slots, most_rows))]
+    #[pyo3(signature = (cache, *, query_start_loc, seq_lens, block_tables, slots, most_rows, order = None, prefixes = None))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         cache: &CpuCache,
@@ -157,6 +164,8 @@ impl CpuStep {
         block_tables: &Bound<'_, PyAny>,
         slots: &Bound<'_, PyAny>,
         most_rows: &Bound<'_, PyAny>,
+        order: Option<&Bound<'_, PyAny>>,
+        prefixes: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let starts = array::<i32>("query_start_loc", query_start_loc, 1)?.to_vec(py)?;
         let lens = array::<i32>("seq_lens", seq_lens, 1)?.to_vec(py)?;
@@ -173,8 +182,15 @@ impl CpuStep {
             block_size,
             ..
         } = cache.shape;
-        let step =
+        let mut step =
             Step::new(&sequences, num_blocks, block_size, most_rows).map_err(raise_attention)?;
+        if let (Some(order), Some(prefixes)) = (order, prefixes) {
+            let shared = SharedPrefixes {
+                order: &array::<i32>("order", order, 1)?.to_vec(py)?,
+                prefixes: &array::<i32>("prefixes", prefixes, 2)?.to_vec(py)?,
+            };
+            step = step.share(&shared).map_err(raise_attention)?;
+        }
         let slots = array::<i64>("slots", slots, 1)?.to_vec(py)?;
         if slots.len() != step.num_rows() {
             return Err(BufferError::new_err(format!(
