@@ -78,6 +78,8 @@ class CpuStep:
         block_tables: _Array,
         slots: _Array,
         most_rows: int,
+        order: _Array | None = None,
+        prefixes: _Array | None = None,
     ) -> Self: ...
 
 @final

@@ -10,6 +10,28 @@ import torch
 Int32Array = npt.NDArray[np.int32]
 
 
+class SharedRows(Protocol):
+    """Which sequences of a step have which leading blocks in common, in one layer group.
+
+    What the block manager wrote with the step, see `pyengine.SharedPrefixes`; int32, on the host.
+    """
+
+    @property
+    def group(self) -> int:
+        """The layer group."""
+        ...
+
+    @property
+    def order(self) -> Int32Array:
+        """`[B]`: the sequences, those that share side by side."""
+        ...
+
+    @property
+    def prefixes(self) -> Int32Array:
+        """`[P, 5]`; P may be 0."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The T tokens of B sequences of one step, flattened in plan order; G layer groups.
@@ -29,7 +51,7 @@ class StepInputs:
     The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
     device. They are valid until the next step is filled in. Where the tensors stay in place for a
     graph, `block_tables` has room for the longest sequence, and `host_block_tables` is as wide as
-    the longest of the step.
+    the longest of the step. `shared` says what sequences share, for backends that asked for it.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +64,7 @@ class StepInputs:
     host_query_start_loc: Int32Array
     host_seq_lens: Int32Array
     host_block_tables: Int32Array
+    shared: SharedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +129,11 @@ class AttentionBackend(Protocol):
     @property
     def supports_graphs(self) -> bool:
         """Whether `graph_plan` can be called."""
+        ...
+
+    @property
+    def shared_group(self) -> int | None:
+        """The layer group of which it wants to know what sequences share, to read that once."""
         ...
 
     def plan(self, inputs: StepInputs) -> AttentionPlan:

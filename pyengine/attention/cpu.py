@@ -1,15 +1,18 @@
-"""Attention on the CPU in float32: the Rust kernel for short rows, SDPA for prefills.
+"""Attention on the CPU in float32 or bfloat16: the Rust kernel for short rows, SDPA for prefills.
 
 The kernel (`rust/cpu-attention`) writes the new keys and values into their slots and attends with
 the sequences that have few new tokens, reading the blocks where they lie. Longer prefills are
-matrix products, at which torch's SDPA is good: those go the way of the gather backend.
+matrix products, at which torch's SDPA is good: those go the way of the gather backend. Blocks that
+several sequences share are read once for all of them; what a row gives keeps its bits.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.gather import Scratch, SpanPiece, StepLayout
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
@@ -21,8 +24,8 @@ def cpu_obstacle(needs: AttentionNeeds) -> str | None:
     """Why the kernel cannot serve; None: it can."""
     if needs.device.type != "cpu":
         return f"it runs on cpu, the device is {needs.device}"
-    if needs.dtype != torch.float32:
-        return f"it computes in float32, the model is in {dtype_name(needs.dtype)}"
+    if needs.dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16, the model is in {dtype_name(needs.dtype)}"
     if not CpuAttention.is_fast():
         return "this processor has no AVX2 with FMA"
     return cache_dtype_obstacle(needs)
@@ -33,18 +36,21 @@ MOST_ROWS = 8
 
 
 class CpuBackend:
-    """Attention over a float32 `KVPool` in host memory, with as many threads as torch has."""
+    """Attention over a `KVPool` in host memory, with as many threads as torch has."""
 
     name = "cpu"
     supports_graphs = False
 
     def __init__(self, pool: KVPool) -> None:
         caches = [
-            CpuCache(keys.numpy(), values.numpy())
+            CpuCache(_array(keys), _array(values))
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         threads = CpuAttention(torch.get_num_threads())
         self._memory = _Memory(pool, caches, threads, Scratch(pool.device))
+        full = [group for group, window in enumerate(pool.groups.windows) if window is None]
+        self.shared_group: int | None = full[0] if full else None
+        """In a group with a window nothing is shared."""
 
     def plan(self, inputs: StepInputs) -> "CpuPlan":
         """Prepare a step; the sequences are checked here, once for all layers."""
@@ -53,6 +59,20 @@ class CpuBackend:
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Raises `ConfigurationError`: there is no GPU to capture for."""
         raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return bits.numpy()
+
+
+def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
+    """What the sequences share in this group, for the kernel to read it once."""
+    shared = inputs.shared
+    if shared is None or shared.group != group or not len(shared.prefixes):
+        return {}
+    return {"order": shared.order[: len(inputs.host_seq_lens)], "prefixes": shared.prefixes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +104,11 @@ class CpuPlan:
                 block_tables=layout.block_tables,
                 slots=slots.numpy(),
                 most_rows=MOST_ROWS,
+                **_shared(inputs, group),
             )
-            for layout, slots in zip(self._layouts, inputs.slot_mapping, strict=True)
+            for group, (layout, slots) in enumerate(
+                zip(self._layouts, inputs.slot_mapping, strict=True)
+            )
         ]
         self._spans: dict[tuple[int, int | None], list[SpanPiece]] = {}
 
@@ -105,10 +128,10 @@ class CpuPlan:
         memory.threads.forward(
             self._steps[group],
             memory.caches[layer],
-            query.numpy(),
-            key.contiguous().numpy(),
-            value.contiguous().numpy(),
-            out.numpy(),
+            _array(query),
+            _array(key.contiguous()),
+            _array(value.contiguous()),
+            _array(out),
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

@@ -125,6 +125,7 @@ class FlashInferBackend:
 
     name = "flashinfer"
     supports_graphs = True
+    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

@@ -61,6 +61,7 @@ class FlexBackend:
 
     name = "flex"
     supports_graphs = True
+    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

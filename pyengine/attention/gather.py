@@ -42,6 +42,7 @@ class GatherBackend:
 
     name = "gather"
     supports_graphs = False
+    shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool

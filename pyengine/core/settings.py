@@ -56,7 +56,8 @@ class EngineSettings:
     )
     dtype: "str | torch.dtype" = setting(
         "auto",
-        "type of the weights: auto (float32 on the CPU, else as saved), float32, bfloat16, float16",
+        "type of the weights: auto (as saved; on the CPU bfloat16 where it has instructions for "
+        "that, else float32), float32, bfloat16, float16",
         parse=str,
     )
     attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")

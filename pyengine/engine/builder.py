@@ -288,6 +288,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "model_path": str(loaded.path),
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),
+        "dtype_reason": loaded.dtype_reason,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "compile": settings.compile,
     }

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pyengine.cache import BlockManager, StepBuffers
+from pyengine.cache import BlockManager, SharedPrefixes, StepBuffers
 from pyengine.cache.kv_pool import (
     KVCacheSpec,
     KVPool,
@@ -203,7 +203,7 @@ class LargestStep:
         """None."""
         return []
 
-    def fill(self, buffers: StepBuffers, /) -> None:
+    def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
         """Write the step into the arrays; `buffers` stand over the same memory."""
         arrays, tokens, count = self._arrays, self.num_tokens, self.num_sequences
         arrays.slot_mapping[:, :tokens] = -1

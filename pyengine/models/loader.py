@@ -27,7 +27,7 @@ from pyengine.models.config import (
     max_model_len,
     read_config,
 )
-from pyengine.models.placement import kv_shards, resolve_device, resolve_dtype
+from pyengine.models.placement import choose_dtype, kv_shards, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.weights import WeightHeaders, check_number_formats, check_weights
 
@@ -45,7 +45,8 @@ class LoadedModel:
     `tokenizer` is None for a folder without one: then prompts are token ids. `eos_token_ids`
     end a generation. `max_model_len` is the number of positions, `vocab_size` the number of
     token ids that the model knows. Where the model is divided over processes, this is one
-    process's part, which has 1 / `kv_shards` of the KV heads. `default_sampling` holds the fields
+    process's part, which has 1 / `kv_shards` of the KV heads. `dtype_reason` says why the weights
+    are of `dtype`. `default_sampling` holds the fields
     of `SamplingParams` that the model's generation_config.json sets.
     """
 
@@ -58,6 +59,7 @@ class LoadedModel:
     vocab_size: int
     device: torch.device
     dtype: torch.dtype
+    dtype_reason: str = ""
     kv_shards: int = 1
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -103,11 +105,13 @@ def _load(
     config = read_config(folder, headers)
     quantised = getattr(config, "quantization_config", None) is not None
     check_number_formats(headers, folder, quantised=quantised)
-    resolved_dtype = resolve_dtype(dtype, config, device)
+    saved = source.saved_dtype or getattr(config.get_text_config(), "dtype", None)
+    choice = choose_dtype(dtype, saved, device)
+    _log.info("dtype %s: %s", choice.dtype, choice.reason)
     transposed = "" if source.is_converted else _refuse_other_sizes(config, headers, folder)
     with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
-        model = _load_weights(folder, config, resolved_dtype, _placement(device, shards))
-    if not source.is_converted or resolved_dtype == torch.float16:
+        model = _load_weights(folder, config, choice.dtype, _placement(device, shards))
+    if not source.is_converted or choice.dtype == torch.float16:
         _refuse_not_finite(model, folder)
     tokenizer = _load_tokenizer(folder)
     text = config.get_text_config()
@@ -120,7 +124,8 @@ def _load(
         max_model_len=max_model_len(text, folder),
         vocab_size=text.vocab_size,
         device=device,
-        dtype=resolved_dtype,
+        dtype=choice.dtype,
+        dtype_reason=choice.reason,
         kv_shards=kv_shards(config, shards),
         default_sampling=default_sampling(folder),
     )

@@ -1,8 +1,9 @@
-"""Linear layers whose weights lie as oneDNN wants them: float32 on CPUs with AVX-512.
+"""Linear layers whose weights lie as oneDNN wants them: on CPUs with AVX-512.
 
 torch multiplies float32 matrices by MKL, which leaves AVX-512 unused on processors that are not
 Intel's. oneDNN, which torch carries too, does not: with weights laid out for it once it is a
 quarter faster where 32 rows meet the weights of SmolLM2, and never slower (AMD EPYC, torch 2.15).
+In bfloat16 torch goes by oneDNN in any case, and lays out the weights anew in every call.
 torch's compiler lays out weights that it freezes in the same way, by the same operators
 (`torch._inductor.fx_passes.mkldnn_fusion`).
 """
@@ -14,8 +15,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from pyengine.models.placement import bfloat16_instructions
+
 _ROWS = 32
 """Rows for which weights are laid out: as good for one and for hundreds."""
+
+_FORMATS = (torch.float32, torch.bfloat16)
 
 _numbers = count()
 
@@ -74,14 +79,13 @@ torch.library.register_fake("pyengine::packed_linear")(_shape)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packing helps a model there."""
+    """Whether packing helps a model there; in bfloat16 where the CPU has instructions for it."""
     onednn: Any = torch.backends.mkldnn
-    return (
-        device.type == "cpu"
-        and dtype == torch.float32
-        and onednn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )
+    if device.type != "cpu" or dtype not in _FORMATS or not onednn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bfloat16_instructions() is not None
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -101,4 +105,4 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.weight.dtype == torch.float32
+    return type(module) is nn.Linear and module.weight.dtype in _FORMATS

@@ -5,13 +5,17 @@ divided by heads, the MLP by its intermediate size, the embedding by the vocabul
 divided how is transformers' plan of the model's class; here is what that plan needs.
 """
 
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 
 from pyengine.core.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -84,21 +88,66 @@ def resolve_first_device(device: str | torch.device, size: int) -> torch.device:
     return first
 
 
-def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """The number format of a model's weights, and why it is that one."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def choose_dtype(
+    asked: str | torch.dtype, saved: torch.dtype | None, device: torch.device
+) -> DtypeChoice:
     """The number format for "auto", "float32", "bfloat16", "float16" or a torch dtype.
 
-    "auto" is float32 on the CPU; on CUDA the one that the model was saved in, with bfloat16 in
-    place of float32 or where the model does not say.
+    "auto" is, on the CPU, bfloat16 where the model was `saved` so and the CPU has instructions for
+    it, else float32; on CUDA the one that the model was saved in, with bfloat16 in place of float32
+    or where the model does not say.
     """
-    if dtype == "auto":
-        saved = getattr(config.get_text_config(), "dtype", None)
-        if device.type == "cpu":
-            return torch.float32
-        return saved if saved in (torch.bfloat16, torch.float16) else torch.bfloat16
-    resolved = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved is None or resolved not in _DTYPES.values():
-        raise ConfigurationError(f"dtype={dtype!r} is not known: use 'auto', {', '.join(_DTYPES)}")
-    return resolved
+    if asked == "auto":
+        return _auto_dtype(saved, device)
+    dtype = _DTYPES.get(asked) if isinstance(asked, str) else asked
+    if dtype is None or dtype not in _DTYPES.values():
+        raise ConfigurationError(f"dtype={asked!r} is not known: use 'auto', {', '.join(_DTYPES)}")
+    if device.type == "cpu" and dtype == torch.bfloat16 and bfloat16_instructions() is None:
+        slow = f"this CPU has no instructions for bfloat16 ({_WANTED}): float32 would be faster"
+        _log.warning("dtype='bfloat16': %s", slow)
+        return DtypeChoice(dtype, f"asked for; {slow}")
+    return DtypeChoice(dtype, "asked for")
+
+
+def _auto_dtype(saved: torch.dtype | None, device: torch.device) -> DtypeChoice:
+    name = "without a dtype" if saved is None else f"in {str(saved).removeprefix('torch.')}"
+    if device.type != "cpu":
+        if saved in (torch.bfloat16, torch.float16):
+            return DtypeChoice(saved, "auto: as the model was saved")
+        return DtypeChoice(torch.bfloat16, f"auto: the model was saved {name}")
+    if saved != torch.bfloat16:
+        return DtypeChoice(torch.float32, f"auto: on the CPU, for a model saved {name}")
+    instructions = bfloat16_instructions()
+    if instructions is None:
+        lacks = f"saved in bfloat16, for which this CPU has no instructions ({_WANTED})"
+        return DtypeChoice(torch.float32, f"auto: {lacks}")
+    return DtypeChoice(saved, f"auto: as the model was saved, and this CPU has {instructions}")
+
+
+_CPU_INSTRUCTIONS = {
+    "AMX": "_is_amx_tile_supported",
+    "AVX-512 BF16": "_is_avx512_bf16_supported",
+}
+_WANTED = " or ".join(_CPU_INSTRUCTIONS)
+
+
+def bfloat16_instructions() -> str | None:
+    """What the CPU multiplies bfloat16 with; None: with nothing, as far as torch tells."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    for name, question in _CPU_INSTRUCTIONS.items():
+        supported = getattr(torch.cpu, question, None)  # private: it may go
+        if supported is not None and supported():
+            return name
+    return None
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:

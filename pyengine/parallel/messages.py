@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention import AttentionNeeds
-from pyengine.cache import StepBuffers
+from pyengine.cache import SharedPrefixes, StepBuffers
 from pyengine.cache.layer_groups import LayerGroups
 from pyengine.models import ModelSource
 from pyengine.runner import HostArrays, Plan, RunnerLimits
@@ -185,7 +185,7 @@ class ReceivedPlan:
         """Blocks to copy before the step, (source, destination)."""
         return self._copies
 
-    def fill(self, _buffers: StepBuffers, /) -> None:
+    def fill(self, _buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
         """Write the step's inputs into this process's arrays."""
         for name, numbers in self._parts.items():
             part = tuple(slice(size) for size in numbers.shape)

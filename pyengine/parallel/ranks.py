@@ -118,6 +118,7 @@ class AgreedBackend:
     """
 
     supports_graphs = False
+    shared_group = None
 
     def __init__(self, backend: AttentionBackend, readiness: Readiness) -> None:
         self.name = backend.name

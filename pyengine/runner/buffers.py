@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import StepInputs
-from pyengine.cache import StepBuffers
+from pyengine.cache import SharedPrefixes, StepBuffers
 from pyengine.core.errors import ConfigurationError
 from pyengine.runner.interface import Plan
 
@@ -49,6 +49,25 @@ class HostArrays:
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     logits_indices: npt.NDArray[np.int64]
+
+
+class SharedArrays:
+    """What the sequences of a step share in a layer group. See `attention.backend.SharedRows`."""
+
+    def __init__(self, group: int, sequences: int) -> None:
+        self.group = group
+        self.order = np.zeros(sequences, np.int32)
+        self._own_blocks = np.zeros(sequences, np.int32)
+        self._prefixes = np.zeros((max(1, sequences - 1), 5), np.int32)
+        self.found = SharedPrefixes(
+            order=self.order, own_blocks=self._own_blocks, prefixes=self._prefixes, group=group
+        )
+        """As the block manager writes them."""
+
+    @property
+    def prefixes(self) -> npt.NDArray[np.int32]:
+        """Those of the step."""
+        return self._prefixes[: self.found.num_prefixes]
 
 
 _WIDTHS = 64
@@ -117,11 +136,13 @@ class InputBuffers:
         *,
         beside: "InputBuffers | None" = None,
         apart: bool = False,
+        shared_group: int | None = None,
     ) -> None:
         """With `beside`, the device's side is shared with those buffers.
 
         So the next step can be filled in while the one before may still be read from its host
-        buffers; on the device they come one after the other.
+        buffers; on the device they come one after the other. With `shared_group` a step says what
+        its sequences share in that layer group.
         """
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
@@ -151,6 +172,7 @@ class InputBuffers:
         self._staging = torch.empty(0, dtype=torch.int32)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Callable[[], object] = _nothing
+        self._shared = None if shared_group is None else SharedArrays(shared_group, sequences)
         self._sizes: tuple[int, int, int, int] | None = None
         self._filled: FilledStep | None = None
 
@@ -171,7 +193,10 @@ class InputBuffers:
         """
         self._wait_for_upload()
         self._wait_for_upload = _nothing
-        plan.fill(self.step_buffers)
+        if self._shared is None:
+            plan.fill(self.step_buffers)
+        else:
+            plan.fill(self.step_buffers, shared=self._shared.found)
         width = self._width(plan.num_sequences) if self._is_apart else self._max_width
         sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples, width)
         if self._filled is None or sizes != self._sizes:
@@ -235,6 +260,7 @@ class InputBuffers:
             host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
             host_seq_lens=self.arrays.seq_lens[:sequences],
             host_block_tables=(tables if staged is None else staged).numpy(),
+            shared=self._shared,
         )
         return FilledStep(inputs, copies, staged, self)
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.cache import StepBuffers
+from pyengine.cache import SharedPrefixes, StepBuffers
 
 
 class Plan(Protocol):
@@ -33,8 +33,11 @@ class Plan(Protocol):
         """Blocks to copy before the step, (source, destination)."""
         ...
 
-    def fill(self, buffers: StepBuffers, /) -> None:
-        """Write the step's inputs into the arrays that `buffers` was made over."""
+    def fill(self, buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
+        """Write the step's inputs into the arrays that `buffers` was made over.
+
+        What its sequences share goes into those of `shared`.
+        """
         ...
 
 

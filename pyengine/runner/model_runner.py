@@ -45,9 +45,12 @@ class ModelRunner:
         self._compiled: CompiledForward | None = None
         apart = recorder is not None
         size, device = pool.block_size, pool.device
-        self.buffers = InputBuffers(limits, size, device, apart=apart)
+        shared = backend.shared_group
+        self.buffers = InputBuffers(limits, size, device, apart=apart, shared_group=shared)
         """Those that the next step is written into."""
-        self._other_buffers = InputBuffers(limits, size, device, beside=self.buffers, apart=apart)
+        self._other_buffers = InputBuffers(
+            limits, size, device, beside=self.buffers, apart=apart, shared_group=shared
+        )
         _switch_to_paged_attention(self._model)
         self._recorder = recorder
         self._max_num_seqs = limits.max_num_seqs

@@ -168,7 +168,7 @@ def test_or_those_of_pyengine(configured: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(num_blocks=64, block_size=32) as llm:
+    with LLM(dtype="float32", num_blocks=64, block_size=32) as llm:
         yield llm
 
 

@@ -96,6 +96,7 @@ def questions(archive: tarfile.TarFile, task: str, count: int, *, shots: int) ->
 def run(setup: Setup, prompts: list[str], max_tokens: int) -> tuple[LLM, Counts]:
     longest = min(LONGEST, setup.pool)
     llm = LLM(
+        dtype="float32",
         block_size=setup.block_size,
         num_blocks=setup.pool // setup.block_size,
         max_num_seqs=64,

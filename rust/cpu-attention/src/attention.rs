@@ -5,21 +5,22 @@ use std::sync::Mutex;
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
 
+use crate::element::Element;
 use crate::error::Error;
 use crate::kernel::{self, Isa, state_len};
-use crate::step::{CacheShape, Run, Step, above_zero, same_length};
+use crate::step::{CacheShape, PART, Run, Step, above_zero, same_length};
 
-/// Keys of a part: what a thread takes at a time.
-const PART: usize = 256;
+/// Runs of a shared part that a thread takes at a time.
+const MOST_RUNS: usize = 32;
 
 /// Products of a step below which other threads are not woken: about ten microseconds of work.
 const SMALL: usize = 200_000;
 
 /// The queries of a step.
 #[derive(Clone, Copy, Debug)]
-pub struct Query<'a> {
+pub struct Query<'a, E> {
     /// `[rows, heads, dim_k]`.
-    pub rows: &'a [f32],
+    pub rows: &'a [E],
     /// Query heads, a multiple of the KV heads: consecutive ones share a KV head.
     pub heads: usize,
 }
@@ -38,12 +39,12 @@ pub struct Options<'a> {
 }
 
 /// Everything that a run needs to know.
-pub(crate) struct Job<'a> {
+pub(crate) struct Job<'a, E> {
     pub(crate) step: &'a Step,
     pub(crate) shape: CacheShape,
-    pub(crate) keys: &'a [f32],
-    pub(crate) values: &'a [f32],
-    pub(crate) query: &'a [f32],
+    pub(crate) keys: &'a [E],
+    pub(crate) values: &'a [E],
+    pub(crate) query: &'a [E],
     pub(crate) heads: usize,
     pub(crate) group: usize,
     pub(crate) scaling: f32,
@@ -51,7 +52,7 @@ pub(crate) struct Job<'a> {
     pub(crate) window: Option<usize>,
 }
 
-impl Job<'_> {
+impl<E> Job<'_, E> {
     /// The first position that a row at `position` sees.
     #[inline(always)]
     pub(crate) fn low(&self, position: usize) -> usize {
@@ -65,11 +66,13 @@ impl Job<'_> {
     }
 }
 
-/// A run over one part, and where what it finds goes.
-struct Task<'a> {
-    run: &'a Run,
+/// A run over one part: which run, and where what it finds goes.
+pub(crate) type Member<'a> = (usize, &'a mut [f32]);
+
+/// Runs over one part whose keys they share; mostly one.
+struct Task<'a, 'b> {
     part: usize,
-    state: &'a mut [f32],
+    members: &'b mut [Member<'a>],
 }
 
 /// Threads that attend. The caller's own is one of them.
@@ -122,15 +125,15 @@ impl Attention {
     ///
     /// Arrays that do not fit each other: nothing is written then.
     #[allow(clippy::too_many_arguments)]
-    pub fn attend(
+    pub fn attend<E: Element>(
         &self,
         step: &Step,
         shape: &CacheShape,
-        keys: &[f32],
-        values: &[f32],
-        query: Query<'_>,
+        keys: &[E],
+        values: &[E],
+        query: Query<'_, E>,
         options: &Options<'_>,
-        out: &mut [f32],
+        out: &mut [E],
     ) -> Result<(), Error> {
         shape.check(keys.len(), values.len())?;
         check_step(step, shape)?;
@@ -150,20 +153,21 @@ impl Attention {
         let per_row = query.heads * state_len(shape.dim_v);
         let size = |run: &Run| job.parts(run).len() * run.count * per_row;
         let mut states = vec![0.0; step.runs.iter().map(size).sum()];
-        self.run_tasks(&job, tasks(&job, per_row, &mut states));
+        let mut work = Work::new(&job, per_row, &mut states);
+        self.run_tasks(&job, work.tasks());
         finish(&job, per_row, &states, options.sinks, out);
         Ok(())
     }
 
     /// Every thread takes the next task until none is left.
-    fn run_tasks(&self, job: &Job<'_>, tasks: Vec<Task<'_>>) {
+    fn run_tasks<E: Element>(&self, job: &Job<'_, E>, tasks: Vec<Task<'_, '_>>) {
         let num_tasks = tasks.len();
         let queue = Mutex::new(tasks.into_iter());
         let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
         let work = || {
             while let Some(task) = next() {
                 let part = task.part * PART..(task.part + 1) * PART;
-                kernel::attend(self.isa, job, task.run, part, task.state);
+                kernel::attend(self.isa, job, task.members, part);
             }
         };
         match &self.others {
@@ -191,10 +195,10 @@ fn check_step(step: &Step, shape: &CacheShape) -> Result<(), Error> {
     }
 }
 
-fn check_query(
+fn check_query<E>(
     step: &Step,
     shape: &CacheShape,
-    query: Query<'_>,
+    query: Query<'_, E>,
     options: &Options<'_>,
     out: usize,
 ) -> Result<(), Error> {
@@ -221,22 +225,64 @@ fn check_query(
     }
 }
 
-/// One task for each part of each run, with its share of `states`.
-fn tasks<'a>(job: &Job<'a>, per_row: usize, states: &'a mut [f32]) -> Vec<Task<'a>> {
-    let mut rest = states;
-    let mut tasks = vec![];
-    for run in &job.step.runs {
-        for part in job.parts(run) {
-            let (state, others) = std::mem::take(&mut rest).split_at_mut(run.count * per_row);
-            tasks.push(Task { run, part, state });
-            rest = others;
+/// The parts of all runs, those that are worked on together side by side.
+struct Work<'a> {
+    members: Vec<Member<'a>>,
+    /// How many members each task has, and their part.
+    tasks: Vec<(usize, usize)>,
+}
+
+impl<'a> Work<'a> {
+    /// Parts that runs share, then every other part of each run, each with its share of `states`. With a
+    /// window nothing is shared: what a row sees moves on with every token.
+    fn new<E>(job: &Job<'_, E>, per_row: usize, states: &'a mut [f32]) -> Self {
+        let (mut rest, mut pieces, mut firsts) = (states, vec![], vec![]);
+        for run in &job.step.runs {
+            firsts.push(pieces.len());
+            for _ in job.parts(run) {
+                let (state, others) = std::mem::take(&mut rest).split_at_mut(run.count * per_row);
+                pieces.push(Some(state));
+                rest = others;
+            }
         }
+        let (mut members, mut tasks) = (Vec::with_capacity(pieces.len()), vec![]);
+        let groups = job.step.groups.iter().filter(|_| job.window.is_none());
+        for group in groups {
+            for part in group.parts.clone() {
+                for runs in group.runs.chunks(MOST_RUNS) {
+                    members.extend(runs.iter().map(|&run| {
+                        let state = pieces[firsts[run] + part].take();
+                        (run, state.expect("a part of a run is in one group"))
+                    }));
+                    tasks.push((runs.len(), part));
+                }
+            }
+        }
+        for (run, &first) in firsts.iter().enumerate() {
+            let parts = job.parts(&job.step.runs[run]);
+            for (part, piece) in parts.clone().zip(&mut pieces[first..][..parts.len()]) {
+                if let Some(state) = piece.take() {
+                    members.push((run, state));
+                    tasks.push((1, part));
+                }
+            }
+        }
+        Self { members, tasks }
     }
-    tasks
+
+    fn tasks(&mut self) -> Vec<Task<'a, '_>> {
+        let mut rest = &mut self.members[..];
+        let tasks = self.tasks.iter().map(|&(count, part)| {
+            let (members, others) = std::mem::take(&mut rest).split_at_mut(count);
+            rest = others;
+            Task { part, members }
+        });
+        tasks.collect()
+    }
 }
 
 /// Multiplications of the job, about.
-fn products(job: &Job<'_>) -> usize {
+fn products<E>(job: &Job<'_, E>) -> usize {
     let per_key = job.heads * (job.shape.dim_k + job.shape.dim_v);
     let runs = job.step.runs.iter();
     let seen = runs.map(|run| run.count * (run.position + run.count - job.low(run.position)));
@@ -244,8 +290,15 @@ fn products(job: &Job<'_>) -> usize {
 }
 
 /// Brings the parts of every query together.
-fn finish(job: &Job<'_>, per_row: usize, states: &[f32], sinks: Option<&[f32]>, out: &mut [f32]) {
+fn finish<E: Element>(
+    job: &Job<'_, E>,
+    per_row: usize,
+    states: &[f32],
+    sinks: Option<&[f32]>,
+    out: &mut [E],
+) {
     let (size, dim_v) = (state_len(job.shape.dim_v), job.shape.dim_v);
+    let mut row = vec![0.0; dim_v];
     let mut rest = states;
     for run in &job.step.runs {
         let stride = run.count * per_row;
@@ -254,7 +307,10 @@ fn finish(job: &Job<'_>, per_row: usize, states: &[f32], sinks: Option<&[f32]>, 
         let rows = &mut out[run.first_row * job.heads * dim_v..][..run.count * job.heads * dim_v];
         for (at, out) in rows.chunks_exact_mut(dim_v).enumerate() {
             let sink = sinks.map(|sinks| sinks[at % job.heads]);
-            kernel::finish(&own[at * size..], stride, sink, out);
+            kernel::finish(&own[at * size..], stride, sink, &mut row);
+            for (element, &float) in out.iter_mut().zip(&row) {
+                *element = E::narrow(float);
+            }
         }
     }
 }

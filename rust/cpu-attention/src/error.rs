@@ -59,6 +59,11 @@ pub enum Error {
         /// Blocks of the cache.
         num_blocks: usize,
     },
+    /// A prefix that does not lie in its parent, or that its sequences' block tables do not share.
+    Prefix {
+        /// Which prefix.
+        prefix: usize,
+    },
     /// A slot that the cache does not have.
     Slot {
         /// Which row.
@@ -122,6 +127,11 @@ impl fmt::Display for Error {
             } => write!(
                 f,
                 "block {block} of sequence {sequence} is not one of the {num_blocks} of the cache"
+            ),
+            Self::Prefix { prefix } => write!(
+                f,
+                "prefix {prefix} does not begin where its parent ends, or its sequences do not have its \
+                 blocks in common before their new tokens: give what StepPlan.fill wrote for these tables"
             ),
             Self::Slot {
                 row,

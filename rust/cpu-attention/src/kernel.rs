@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use crate::attention::Job;
+use crate::attention::{Job, Member};
+use crate::element::Element;
 #[cfg(target_arch = "x86_64")]
 use crate::lanes::Avx2;
 use crate::lanes::{LANES, Lanes, Plain, Shuffles, dot8, exp, larger, largest, sum_all};
@@ -10,7 +11,7 @@ use crate::step::Run;
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
 /// from one query to the next.
-const TILE: usize = 32;
+pub(crate) const TILE: usize = 32;
 
 /// Which build of the arithmetic runs. They give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,26 +52,32 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
     HEADER + dim_v
 }
 
-/// Attends with the rows of `run` over the keys of a part, from nothing.
+/// Attends with the rows of some runs over the keys of a part, from nothing.
 ///
-/// `state` is `[rows, query heads, state_len]`. The keys are the positions from `part` times
-/// `part_keys` on.
-pub(crate) fn attend(isa: Isa, job: &Job<'_>, run: &Run, part: Range<usize>, state: &mut [f32]) {
+/// The state of each is `[rows, query heads, state_len]`. Where there are several runs, they have the blocks
+/// of the part in common. What is computed for a row does not depend on who else is there.
+pub(crate) fn attend<E: Element>(
+    isa: Isa,
+    job: &Job<'_, E>,
+    members: &mut [Member<'_>],
+    part: Range<usize>,
+) {
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Avx2 && Isa::detect() == Isa::Avx2 {
         #[target_feature(enable = "avx2,fma")]
-        fn avx2(job: &Job<'_>, run: &Run, part: Range<usize>, state: &mut [f32]) {
-            attend_lanes::<Avx2>(job, run, part, state);
+        fn avx2<E: Element>(job: &Job<'_, E>, members: &mut [Member<'_>], part: Range<usize>) {
+            attend_lanes::<E, Avx2>(job, members, part);
         }
         // SAFETY: the machine has AVX2 and FMA, as was looked up.
         #[allow(unsafe_code)]
-        return unsafe { avx2(job, run, part, state) };
+        return unsafe { avx2(job, members, part) };
     }
     let _ = isa;
-    attend_lanes::<Plain>(job, run, part, state);
+    attend_lanes::<E, Plain>(job, members, part);
 }
 
-/// The keys and values of one head that a tile holds. Beside those that are seen, some are repeated.
+/// The keys and values of one head that a tile holds, as floats. Beside those that are seen, some are
+/// repeated.
 struct Tile<'a> {
     start: usize,
     keys: [&'a [f32]; TILE],
@@ -78,46 +85,96 @@ struct Tile<'a> {
 }
 
 #[inline(always)]
-fn attend_lanes<S: Shuffles>(job: &Job<'_>, run: &Run, part: Range<usize>, state: &mut [f32]) {
-    let (shape, group, size) = (job.shape, job.group, state_len(job.shape.dim_v));
-    for one in state.chunks_exact_mut(size) {
-        one.fill(0.0);
-        one[0] = f32::NEG_INFINITY;
+fn attend_lanes<E: Element, S: Shuffles>(
+    job: &Job<'_, E>,
+    members: &mut [Member<'_>],
+    part: Range<usize>,
+) {
+    let (shape, size) = (job.shape, state_len(job.shape.dim_v));
+    let per_row = job.heads * shape.dim_k;
+    let (mut wide_keys, mut wide_values) = (vec![], vec![]);
+    let mut wide_queries = vec![vec![]; members.len()];
+    let mut queries = Vec::with_capacity(members.len());
+    let (mut low, mut high) = (usize::MAX, 0);
+    for ((run, state), wide) in members.iter_mut().zip(&mut wide_queries) {
+        let run = &job.step.runs[*run];
+        let rows = &job.query[run.first_row * per_row..][..run.count * per_row];
+        queries.push(E::floats(rows, wide));
+        low = low.min(job.low(run.position));
+        high = high.max(run.position + run.count);
+        for one in state.chunks_exact_mut(size) {
+            one.fill(0.0);
+            one[0] = f32::NEG_INFINITY;
+        }
     }
-    let (low, high) = (job.low(run.position), run.position + run.count);
+    let model = &job.step.runs[members[0].0];
     for start in part.clone().step_by(TILE) {
         let seen = start.max(low)..(start + TILE).min(part.end).min(high);
         if seen.is_empty() {
             continue;
         }
-        let slots = slots(job, run, start, &seen);
+        let slots = slots(job, model, start, &seen);
+        let near = seen.start - start..seen.end - start;
         for kv_head in 0..shape.kv_heads {
             let rows = slots.map(|slot| slot * shape.kv_heads + kv_head);
+            let keys = rows.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
+            let values = rows.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
             let tile = Tile {
                 start,
-                keys: rows.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]),
-                values: rows.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]),
+                keys: E::tile(keys, &near, &mut wide_keys),
+                values: E::tile(values, &near, &mut wide_values),
             };
-            for row in 0..run.count {
-                let position = run.position + row;
-                let sees = seen.start.max(job.low(position))..seen.end.min(position + 1);
-                if sees.is_empty() {
-                    continue;
-                }
-                for head in kv_head * group..(kv_head + 1) * group {
-                    let at = (run.first_row + row) * job.heads + head;
-                    let query = &job.query[at * shape.dim_k..][..shape.dim_k];
-                    let state = &mut state[(row * job.heads + head) * size..][..size];
-                    attend_tile::<S>(job, &tile, sees.clone(), query, state);
-                }
+            for ((run, state), queries) in members.iter_mut().zip(&queries) {
+                attend_run::<E, S>(
+                    job,
+                    &tile,
+                    (&job.step.runs[*run], &seen),
+                    kv_head,
+                    (queries, state),
+                );
             }
+        }
+    }
+}
+
+/// The rows of a run over a tile, of one KV head.
+#[inline(always)]
+fn attend_run<E: Element, S: Shuffles>(
+    job: &Job<'_, E>,
+    tile: &Tile<'_>,
+    (run, seen): (&Run, &Range<usize>),
+    kv_head: usize,
+    (queries, state): (&[f32], &mut [f32]),
+) {
+    let (dim_k, size) = (job.shape.dim_k, state_len(job.shape.dim_v));
+    for row in 0..run.count {
+        let position = run.position + row;
+        let sees = seen.start.max(job.low(position))..seen.end.min(position + 1);
+        if sees.is_empty() {
+            continue;
+        }
+        for head in kv_head * job.group..(kv_head + 1) * job.group {
+            let at = row * job.heads + head;
+            let query = &queries[at * dim_k..][..dim_k];
+            attend_tile::<E, S>(
+                job,
+                tile,
+                sees.clone(),
+                query,
+                &mut state[at * size..][..size],
+            );
         }
     }
 }
 
 /// Where the keys of the tile at `start` stand in the cache; beside `seen`, its first or last one.
 #[inline(always)]
-fn slots(job: &Job<'_>, run: &Run, start: usize, seen: &Range<usize>) -> [usize; TILE] {
+fn slots<E: Element>(
+    job: &Job<'_, E>,
+    run: &Run,
+    start: usize,
+    seen: &Range<usize>,
+) -> [usize; TILE] {
     let (table, size) = (&job.step.blocks[run.blocks.clone()], job.shape.block_size);
     let mut slots = [0; TILE];
     for (at, slot) in slots.iter_mut().enumerate() {
@@ -129,15 +186,15 @@ fn slots(job: &Job<'_>, run: &Run, start: usize, seen: &Range<usize>) -> [usize;
 
 /// One query over one tile, of which it sees the positions `sees`.
 #[inline(always)]
-fn attend_tile<S: Shuffles>(
-    job: &Job<'_>,
+fn attend_tile<E: Element, S: Shuffles>(
+    job: &Job<'_, E>,
     tile: &Tile<'_>,
     sees: Range<usize>,
     query: &[f32],
     state: &mut [f32],
 ) {
     let sees = sees.start - tile.start..sees.end - tile.start;
-    let mut weights = scores::<S>(job, tile, &sees, query);
+    let mut weights = scores::<E, S>(job, tile, &sees, query);
     let (header, sum) = state.split_at_mut(HEADER);
     let before = header[0];
     let now = larger(before, largest(&weights));
@@ -177,8 +234,8 @@ fn attend_tile<S: Shuffles>(
 
 /// The scores of a query in a tile; negative infinity for what it does not see.
 #[inline(always)]
-fn scores<S: Shuffles>(
-    job: &Job<'_>,
+fn scores<E: Element, S: Shuffles>(
+    job: &Job<'_, E>,
     tile: &Tile<'_>,
     sees: &Range<usize>,
     query: &[f32],

@@ -1,4 +1,4 @@
-//! Attention over a paged KV cache on the CPU, in float32.
+//! Attention over a paged KV cache on the CPU, in float32 or bfloat16.
 //!
 //! For rows of sequences with few new tokens, foremost decodes: keys and values are read where they
 //! lie, through the block table, once for all the query heads that share them. The softmax is computed
@@ -11,6 +11,10 @@
 //!   bits of a row are the same in every batch and with any number of threads.
 //! * **One source, two builds.** The arithmetic is written for eight lanes and compiled for AVX2 with
 //!   FMA, chosen when it runs, and for whatever the target has: both give the same bits.
+//! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
+//!   once at the end. A tile is widened once, for all rows and heads that read it.
+//! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
+//!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
 //!   [`Error`] that names the value, and nothing has been written then.
 //!
@@ -34,6 +38,7 @@
 #![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
 
 mod attention;
+mod element;
 mod error;
 mod kernel;
 mod lanes;
@@ -41,7 +46,8 @@ mod step;
 mod write;
 
 pub use attention::{Attention, Options, Query};
+pub use element::Element;
 pub use error::Error;
 pub use kernel::Isa;
-pub use step::{CacheShape, Sequences, Step};
+pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use write::write;

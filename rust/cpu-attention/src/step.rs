@@ -85,9 +85,13 @@ pub struct Sequences<'a> {
     pub width: usize,
 }
 
+/// Keys of a part: what is worked on at a time. A part that runs share is read once for all of them.
+pub(crate) const PART: usize = 256;
+
 /// Consecutive rows of one sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
+    pub(crate) sequence: usize,
     /// The first row of the step, and how many.
     pub(crate) first_row: usize,
     pub(crate) count: usize,
@@ -95,6 +99,26 @@ pub(crate) struct Run {
     pub(crate) position: usize,
     /// Where the sequence's block ids stand in [`Step::blocks`].
     pub(crate) blocks: Range<usize>,
+    /// Its first parts, which are those of [`Step::groups`].
+    pub(crate) shared_parts: usize,
+}
+
+/// Which sequences of a step have which leading blocks in common, as the block manager says it.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedPrefixes<'a> {
+    /// `[B]`: the sequences, in an order in which those that share stand side by side.
+    pub order: &'a [i32],
+    /// `[P, 5]`: first place in `order` and the one after the last; first block and the one after the
+    /// last; parent, -1 for none. Parents come first, and the blocks of a prefix begin where its
+    /// parent's end.
+    pub prefixes: &'a [i32],
+}
+
+/// Runs that have the blocks of these parts in common: none of them needs a mask there.
+#[derive(Clone, Debug)]
+pub(crate) struct Group {
+    pub(crate) parts: Range<usize>,
+    pub(crate) runs: Vec<usize>,
 }
 
 /// A step that was checked: every block it refers to is one of the cache.
@@ -105,6 +129,7 @@ pub struct Step {
     pub(crate) block_size: usize,
     pub(crate) runs: Vec<Run>,
     pub(crate) blocks: Vec<u32>,
+    pub(crate) groups: Vec<Group>,
 }
 
 impl Step {
@@ -142,6 +167,7 @@ impl Step {
             block_size,
             runs: vec![],
             blocks: vec![],
+            groups: vec![],
         };
         for (sequence, (&len, bounds)) in lens.iter().zip(starts.windows(2)).enumerate() {
             if bounds[1] < bounds[0] {
@@ -185,14 +211,86 @@ impl Step {
             let blocks = begin..step.blocks.len();
             for done in (0..new).step_by(RUN_ROWS) {
                 step.runs.push(Run {
+                    sequence,
                     first_row: first_row + done,
                     count: RUN_ROWS.min(new - done),
                     position: length - new + done,
                     blocks: blocks.clone(),
+                    shared_parts: 0,
                 });
             }
         }
         Ok(step)
+    }
+
+    /// Reads each part that several sequences share once for all of them. What a row gives keeps its bits.
+    ///
+    /// # Errors
+    ///
+    /// Prefixes that contradict themselves or the sequences' block tables.
+    pub fn share(mut self, shared: &SharedPrefixes<'_>) -> Result<Self, Error> {
+        let places = shared.order.len();
+        let mut runs_of = vec![0..0; places];
+        for (at, run) in self.runs.iter().enumerate() {
+            let runs = runs_of.get_mut(run.sequence).ok_or(Error::Length {
+                name: "order",
+                expected: run.sequence + 1,
+                found: places,
+            })?;
+            *runs = if runs.start == runs.end {
+                at..at + 1
+            } else {
+                runs.start..at + 1
+            };
+        }
+        let (prefixes, rest) = shared.prefixes.as_chunks::<5>();
+        same_length(
+            "prefixes",
+            prefixes.len() * 5,
+            prefixes.len() * 5 + rest.len(),
+        )?;
+        let part_of = |block: usize| block.saturating_mul(self.block_size) / PART;
+        let mut bounds: Vec<[usize; 4]> = vec![];
+        for (prefix, &[first, end, from, to, parent]) in prefixes.iter().enumerate() {
+            let refused = Error::Prefix { prefix };
+            let [first, end, from, to] =
+                [first, end, from, to].map(|number| usize::try_from(number).unwrap_or(usize::MAX));
+            let outer = match usize::try_from(parent) {
+                Ok(parent) => *bounds.get(parent).ok_or(refused.clone())?,
+                Err(_) => [0, places, 0, 0],
+            };
+            if first < outer[0] || end > outer[1] || first >= end || from != outer[3] || from >= to
+            {
+                return Err(refused);
+            }
+            bounds.push([first, end, from, to]);
+            let mut runs = vec![];
+            for &sequence in &shared.order[first..end] {
+                let sequence = usize::try_from(sequence).unwrap_or(usize::MAX);
+                runs.extend(runs_of.get(sequence).ok_or(refused.clone())?.clone());
+            }
+            let parts = part_of(from)..part_of(to);
+            let table = |run: &Run| self.blocks[run.blocks.clone()].get(from..to);
+            let model = runs.first().map(|&run| table(&self.runs[run]));
+            for &run in &runs {
+                let run = &self.runs[run];
+                let is_before = to.saturating_mul(self.block_size) <= run.position;
+                if !is_before || table(run).is_none() || Some(table(run)) != model {
+                    return Err(refused);
+                }
+            }
+            for &run in &runs {
+                let run = &mut self.runs[run];
+                // Else it is in two prefixes side by side.
+                if std::mem::replace(&mut run.shared_parts, parts.end) != parts.start {
+                    return Err(refused);
+                }
+            }
+            if !parts.is_empty() {
+                self.groups.push(Group { parts, runs });
+            }
+        }
+        Ok(self)
     }
 
     /// Rows of the step, those of sequences that it leaves to others included.

@@ -1,5 +1,6 @@
 //! New keys and values into their slots.
 
+use crate::element::Element;
 use crate::error::Error;
 use crate::step::{CacheShape, same_length};
 
@@ -11,11 +12,11 @@ use crate::step::{CacheShape, same_length};
 /// # Errors
 ///
 /// Arrays of the wrong length, or a slot beyond the cache: nothing is written then.
-pub fn write(
+pub fn write<E: Element>(
     shape: &CacheShape,
     slots: &[i64],
-    rows: (&[f32], &[f32]),
-    cache: (&mut [f32], &mut [f32]),
+    rows: (&[E], &[E]),
+    cache: (&mut [E], &mut [E]),
 ) -> Result<(), Error> {
     shape.check(cache.0.len(), cache.1.len())?;
     let num_slots = shape.num_slots()?;
@@ -36,7 +37,7 @@ pub fn write(
     Ok(())
 }
 
-fn copy(slots: &[i64], rows: &[f32], cache: &mut [f32], size: usize) {
+fn copy<E: Element>(slots: &[i64], rows: &[E], cache: &mut [E], size: usize) {
     for (&slot, row) in slots.iter().zip(rows.chunks_exact(size)) {
         if let Ok(slot) = usize::try_from(slot) {
             cache[slot * size..][..size].copy_from_slice(row);

@@ -1,6 +1,8 @@
 //! The kernel against attention written out in f64, on random steps.
 
-use cpu_attention::{Attention, CacheShape, Isa, Options, Query, Sequences, Step, write};
+use cpu_attention::{
+    Attention, CacheShape, Element, Isa, Options, Query, Sequences, SharedPrefixes, Step, write,
+};
 use proptest::prelude::*;
 
 /// A step with everything in it: keys and values by sequence, scattered over a cache of NaN.
@@ -14,6 +16,9 @@ struct World {
     lens: Vec<i32>,
     tables: Vec<i32>,
     width: usize,
+    /// As `SharedPrefixes`; empty: the kernel is not told what is shared.
+    order: Vec<i32>,
+    prefixes: Vec<i32>,
     keys: Vec<f32>,
     values: Vec<f32>,
     query: Vec<f32>,
@@ -58,6 +63,13 @@ impl World {
     }
 
     fn attend(&self, attention: &Attention, most_rows: usize) -> Vec<f32> {
+        self.attend_in(attention, most_rows, f32::NAN)
+    }
+
+    /// Attends in the format of `nothing`, which the result holds where nobody attends.
+    fn attend_in<E: Element>(&self, attention: &Attention, most_rows: usize, nothing: E) -> Vec<E> {
+        let narrow =
+            |floats: &[f32]| -> Vec<E> { floats.iter().map(|&one| E::narrow(one)).collect() };
         let sequences = Sequences {
             starts: &self.starts,
             lens: &self.lens,
@@ -67,17 +79,25 @@ impl World {
         let shape = &self.shape;
         let step =
             Step::new(&sequences, shape.num_blocks, shape.block_size, most_rows).expect("it fits");
-        let mut out = vec![f32::NAN; step.num_rows() * self.heads * shape.dim_v];
+        let shared = SharedPrefixes {
+            order: &self.order,
+            prefixes: &self.prefixes,
+        };
+        let step = match self.order.is_empty() {
+            true => step,
+            false => step.share(&shared).expect("it fits"),
+        };
+        let mut out = vec![nothing; step.num_rows() * self.heads * shape.dim_v];
         let query = Query {
-            rows: &self.query,
+            rows: &narrow(&self.query),
             heads: self.heads,
         };
         attention
             .attend(
                 &step,
                 shape,
-                &self.keys,
-                &self.values,
+                &narrow(&self.keys),
+                &narrow(&self.values),
                 query,
                 &self.options(),
                 &mut out,
@@ -198,6 +218,8 @@ fn world(
         starts,
         tables,
         width,
+        order: vec![],
+        prefixes: vec![],
         keys: vec![f32::NAN; slots * shape.kv_heads * shape.dim_k],
         values: vec![f32::NAN; slots * shape.kv_heads * shape.dim_v],
         query: numbers.floats(rows * heads * shape.dim_k),
@@ -214,6 +236,37 @@ fn world(
         write(&shape, &slots, (&keys, &values), cache).expect("it fits");
     }
     world
+}
+
+impl World {
+    /// All sequences stand on the blocks of the one that has computed most, as far as the shortest has
+    /// computed; the longer half of them also as far as the shortest of these has. Returns what is shared.
+    fn put_on_one_prefix(&mut self) -> (Vec<i32>, Vec<i32>) {
+        let size = self.shape.block_size;
+        let computed = |&sequence: &usize| {
+            let (new, len) = self.sequences[sequence];
+            (len - new) / size
+        };
+        let mut order: Vec<usize> = (0..self.sequences.len()).collect();
+        order.sort_by_key(|sequence| usize::MAX - computed(sequence));
+        let (all, half) = (order.len(), order.len().div_ceil(2));
+        let (outer, inner) = (computed(&order[all - 1]), computed(&order[half - 1]));
+        for (place, &sequence) in order.iter().enumerate() {
+            let shared = if place < half { inner } else { outer };
+            let from = order[0] * self.width;
+            let shared: Vec<i32> = self.tables[from..][..shared].to_vec();
+            self.tables[sequence * self.width..][..shared.len()].copy_from_slice(&shared);
+        }
+        let mut prefixes = vec![];
+        if outer > 0 {
+            prefixes.extend([0, all, 0, outer, usize::MAX].map(|number| number as i32));
+        }
+        if inner > outer {
+            let parent = if outer > 0 { 0 } else { -1 };
+            prefixes.extend([0, half as i32, outer as i32, inner as i32, parent]);
+        }
+        (order.iter().map(|&one| one as i32).collect(), prefixes)
+    }
 }
 
 fn bits(row: &[f32]) -> Vec<u32> {
@@ -243,6 +296,24 @@ proptest! {
     }
 
     #[test]
+    fn bfloat16_is_float32_that_was_rounded(world in worlds(), most_rows in 0..12usize) {
+        let round = |floats: &[f32]| floats.iter().map(|&one| u16::narrow(one).widen()).collect();
+        let rounded = World {
+            query: round(&world.query),
+            keys: round(&world.keys),
+            values: round(&world.values),
+            ..world
+        };
+        let exact = rounded.attend(&Attention::new(1).expect("it fits"), most_rows);
+        let exact: Vec<u16> = exact.into_iter().map(u16::narrow).collect();
+        for (threads, isa) in [(3, Isa::detect()), (1, Isa::Portable)] {
+            let attention = Attention::with_isa(threads, isa).expect("it fits");
+            let found = rounded.attend_in(&attention, most_rows, u16::narrow(f32::NAN));
+            prop_assert_eq!(&exact, &found);
+        }
+    }
+
+    #[test]
     fn a_row_depends_on_itself_alone(world in worlds()) {
         let attention = Attention::new(1).expect("it fits");
         let together = world.attend(&attention, usize::MAX);
@@ -255,6 +326,8 @@ proptest! {
                     starts: vec![0, 1],
                     lens: vec![(len - new + at + 1) as i32],
                     tables: world.tables[sequence * world.width..][..world.width].to_vec(),
+                    order: vec![],
+                    prefixes: vec![],
                     query: world.query[row * per_query..][..per_query].to_vec(),
                     keys: world.keys.clone(),
                     values: world.values.clone(),
@@ -264,6 +337,21 @@ proptest! {
                 let out = alone.attend(&attention, 1);
                 prop_assert_eq!(bits(&out), bits(&together[row * per_row..][..per_row]));
             }
+        }
+    }
+
+    #[test]
+    fn reading_a_shared_prefix_once_changes_no_bit(mut world in worlds(), most_rows in 1..12usize) {
+        let (order, prefixes) = world.put_on_one_prefix();
+        let one = Attention::new(1).expect("it fits");
+        let exact = bits(&world.attend(&one, most_rows));
+        let rounded = world.attend_in(&one, most_rows, u16::narrow(f32::NAN));
+        (world.order, world.prefixes) = (order, prefixes);
+        for threads in [1, 3] {
+            let attention = Attention::new(threads).expect("it fits");
+            prop_assert_eq!(&exact, &bits(&world.attend(&attention, most_rows)));
+            let found = world.attend_in(&attention, most_rows, u16::narrow(f32::NAN));
+            prop_assert_eq!(&rounded, &found);
         }
     }
 

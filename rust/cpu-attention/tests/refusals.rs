@@ -1,6 +1,8 @@
 //! What does not fit is refused, with the value, and nothing is written.
 
-use cpu_attention::{Attention, CacheShape, Error, Options, Query, Sequences, Step, write};
+use cpu_attention::{
+    Attention, CacheShape, Error, Options, Query, Sequences, SharedPrefixes, Step, write,
+};
 
 const SHAPE: CacheShape = CacheShape {
     num_blocks: 3,
@@ -28,6 +30,77 @@ fn step(starts: &[i32], lens: &[i32], tables: &[i32], width: usize) -> Result<St
         2,
         1,
     )
+}
+
+/// Three sequences of five tokens on two blocks each that the first two have in common.
+#[test]
+fn prefixes() {
+    let tables = [0, 1, 2, 0, 1, 1, 0, 2, 2];
+    let share = |order: &[i32], prefixes: &[i32]| {
+        let step = step(&[0, 1, 2, 3], &[5, 5, 5], &tables, 3).expect("it fits");
+        step.share(&SharedPrefixes { order, prefixes })
+    };
+    let refused =
+        |order: &[i32], prefixes: &[i32]| share(order, prefixes).expect_err("it is refused");
+    assert!(share(&[0, 1, 2], &[0, 3, 0, 1, -1, 0, 2, 1, 2, 0]).is_ok());
+    assert!(share(&[2, 1, 0], &[]).is_ok());
+    assert!(
+        refused(&[0, 1], &[])
+            .to_string()
+            .contains("order has 2 elements")
+    );
+    assert!(
+        refused(&[0, 1, 2], &[0, 3, 0, 1])
+            .to_string()
+            .contains("prefixes has 4 elements")
+    );
+    for (order, prefixes, prefix) in [
+        ([0, 1, 2], &[0, 3, 0, 2, -1][..], 0), // the third has another second block
+        ([0, 1, 2], &[0, 2, 0, 3, -1], 0),     // a new token is in it
+        ([0, 1, 2], &[0, 2, 0, 9, -1], 0),
+        ([0, 1, 2], &[0, 2, 0, 0, -1], 0),
+        ([0, 1, 2], &[0, 2, 1, 2, -1], 0),
+        ([0, 1, 2], &[0, 4, 0, 1, -1], 0),
+        ([0, 1, 2], &[2, 1, 0, 1, -1], 0),
+        ([0, 1, 2], &[0, -1, 0, 1, -1], 0),
+        ([0, 1, 2], &[0, 2, 0, 1, 0], 0), // its own parent
+        ([0, 3, 2], &[0, 2, 0, 1, -1], 0),
+        ([0, -1, 2], &[0, 2, 0, 1, -1], 0),
+        ([0, 1, 2], &[0, 2, 0, 1, -1, 1, 3, 1, 2, 0], 1), // beyond its parent
+        ([0, 1, 2], &[0, 2, 0, 1, -1, 0, 2, 0, 2, 0], 1),
+    ] {
+        assert_eq!(
+            refused(&order, prefixes),
+            Error::Prefix { prefix },
+            "{prefixes:?}"
+        );
+    }
+}
+
+/// Two prefixes side by side may not have a sequence in common: what it finds would go to one place.
+#[test]
+fn prefixes_that_overlap() {
+    let tables: Vec<i32> = (0..3).flat_map(|_| 0..=256).collect();
+    let sequences = Sequences {
+        starts: &[0, 1, 2, 3],
+        lens: &[513; 3],
+        tables: &tables,
+        width: 257,
+    };
+    let step = || Step::new(&sequences, 257, 2, 1).expect("it fits");
+    let refused = |order: &[i32], prefixes: &[i32]| {
+        let shared = SharedPrefixes { order, prefixes };
+        step().share(&shared).expect_err("it is refused")
+    };
+    let overlapping = [0, 2, 0, 256, -1, 1, 3, 0, 256, -1];
+    assert_eq!(
+        refused(&[0, 1, 2], &overlapping),
+        Error::Prefix { prefix: 1 }
+    );
+    assert_eq!(
+        refused(&[0, 0, 2], &[0, 2, 0, 256, -1]),
+        Error::Prefix { prefix: 0 }
+    );
 }
 
 #[test]

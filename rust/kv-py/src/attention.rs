@@ -1,8 +1,12 @@
 //! Attention on the CPU: arrays of floats in and out, the GIL released while threads work.
+//!
+//! Neither NumPy nor the buffer protocol knows bfloat16: its bits come as uint16.
 
 use std::sync::Mutex;
 
-use cpu_attention::{Attention, CacheShape, Options, Query, Sequences, Step, write};
+use cpu_attention::{
+    Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step, write,
+};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -37,7 +41,11 @@ fn array<T: Element>(
 }
 
 /// The same, to be written to.
-fn writable(name: &str, object: &Bound<'_, PyAny>, dimensions: usize) -> PyResult<PyBuffer<f32>> {
+fn writable<T: Element>(
+    name: &str,
+    object: &Bound<'_, PyAny>,
+    dimensions: usize,
+) -> PyResult<PyBuffer<T>> {
     let buffer = array(name, object, dimensions)?;
     match buffer.readonly() {
         true => Err(BufferError::new_err(format!("array {name} is read-only"))),
@@ -46,11 +54,7 @@ fn writable(name: &str, object: &Bound<'_, PyAny>, dimensions: usize) -> PyResul
 }
 
 /// Refuses arrays that share memory with `target`, which is written while they are read.
-fn apart(target: (&str, &PyBuffer<f32>), others: &[(&str, &PyBuffer<f32>)]) -> PyResult<()> {
-    let bytes = |buffer: &PyBuffer<f32>| {
-        let start = buffer.buf_ptr() as usize;
-        start..start + buffer.len_bytes()
-    };
+fn apart<T, U>(target: (&str, &PyBuffer<T>), others: &[(&str, &PyBuffer<U>)]) -> PyResult<()> {
     let own = bytes(target.1);
     for (name, other) in others {
         let other = bytes(other);
@@ -64,41 +68,68 @@ fn apart(target: (&str, &PyBuffer<f32>), others: &[(&str, &PyBuffer<f32>)]) -> P
     Ok(())
 }
 
-/// Keys and values of one layer: writable float32 arrays `[blocks, block_size, kv_heads, head_dim]`, which
-/// may differ in `head_dim`.
+/// Where a buffer lies.
+fn bytes<T>(buffer: &PyBuffer<T>) -> std::ops::Range<usize> {
+    let start = buffer.buf_ptr() as usize;
+    start..start + buffer.len_bytes()
+}
+
+type Pair<T> = Mutex<(PyBuffer<T>, PyBuffer<T>)>;
+
+/// Keys and values, by what they hold.
+enum Tensors {
+    Float32(Pair<f32>),
+    BFloat16(Pair<u16>),
+}
+
+/// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may
+/// differ in `head_dim`; both float32, or both the bits of bfloat16 as uint16.
 ///
 /// Raises `BufferError` for an array of another type, shape or layout.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuCache {
     shape: CacheShape,
-    tensors: Mutex<(PyBuffer<f32>, PyBuffer<f32>)>,
+    tensors: Tensors,
+}
+
+/// Keys and values that fit each other.
+fn pair<T: Element>(
+    keys: &Bound<'_, PyAny>,
+    values: &Bound<'_, PyAny>,
+) -> PyResult<(CacheShape, Pair<T>)> {
+    let (keys, values) = (writable("keys", keys, 4)?, writable("values", values, 4)?);
+    if keys.shape()[..3] != values.shape()[..3] {
+        return Err(BufferError::new_err(format!(
+            "keys of shape {:?} and values of shape {:?} differ in more than the last dimension",
+            keys.shape(),
+            values.shape()
+        )));
+    }
+    apart(("keys", &keys), &[("values", &values)])?;
+    let (shape, dim_v) = (keys.shape(), values.shape()[3]);
+    let shape = CacheShape {
+        num_blocks: shape[0],
+        block_size: shape[1],
+        kv_heads: shape[2],
+        dim_k: shape[3],
+        dim_v,
+    };
+    Ok((shape, Mutex::new((keys, values))))
 }
 
 #[pymethods]
 impl CpuCache {
     #[new]
     fn new(keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let (keys, values) = (writable("keys", keys, 4)?, writable("values", values, 4)?);
-        if keys.shape()[..3] != values.shape()[..3] {
-            return Err(BufferError::new_err(format!(
-                "keys of shape {:?} and values of shape {:?} differ in more than the last dimension",
-                keys.shape(),
-                values.shape()
-            )));
+        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        if is_half {
+            let (shape, pair) = pair(keys, values)?;
+            let tensors = Tensors::BFloat16(pair);
+            return Ok(Self { shape, tensors });
         }
-        apart(("keys", &keys), &[("values", &values)])?;
-        let (shape, dim_v) = (keys.shape(), values.shape()[3]);
-        let (num_blocks, block_size, kv_heads, dim_k) = (shape[0], shape[1], shape[2], shape[3]);
-        Ok(Self {
-            shape: CacheShape {
-                num_blocks,
-                block_size,
-                kv_heads,
-                dim_k,
-                dim_v,
-            },
-            tensors: Mutex::new((keys, values)),
-        })
+        let (shape, pair) = pair(keys, values)?;
+        let tensors = Tensors::Float32(pair);
+        Ok(Self { shape, tensors })
     }
 }
 
@@ -107,6 +138,10 @@ impl CpuCache {
 /// With T tokens and B sequences: `query_start_loc` int32 `[B + 1]`, `seq_lens` int32 `[B]`,
 /// `block_tables` int32 `[B, W]`, `slots` int64 `[T]` (-1: the keys and values are there already), all as
 /// `StepPlan.fill` writes them for one layer group. `cache` is one of the layers: they all have its blocks.
+///
+/// `order` int32 `[B]` and `prefixes` int32 `[P, 5]`, both or neither, are what `StepPlan.fill` wrote for these
+/// tables as `SharedPrefixes`: blocks that several sequences share are then read once for all of them. What
+/// a sequence gives has the same bits either way.
 ///
 /// Raises `BufferError`, naming the value, for arrays that contradict each other or refer to a block or
 /// slot that the cache does not have.
@@ -119,7 +154,8 @@ pub(crate) struct CpuStep {
 #[pymethods]
 impl CpuStep {
     #[new]
-    #[pyo3(signature = (cache, *, query_start_loc, seq_lens, block_tables, slots, most_rows))]
+    #[pyo3(signature = (cache, *, query_start_loc, seq_lens, block_tables, slots, most_rows, order = None, prefixes = None))]
+    #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
         cache: &CpuCache,
@@ -128,6 +164,8 @@ impl CpuStep {
         block_tables: &Bound<'_, PyAny>,
         slots: &Bound<'_, PyAny>,
         most_rows: &Bound<'_, PyAny>,
+        order: Option<&Bound<'_, PyAny>>,
+        prefixes: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let starts = array::<i32>("query_start_loc", query_start_loc, 1)?.to_vec(py)?;
         let lens = array::<i32>("seq_lens", seq_lens, 1)?.to_vec(py)?;
@@ -144,8 +182,15 @@ impl CpuStep {
             block_size,
             ..
         } = cache.shape;
-        let step =
+        let mut step =
             Step::new(&sequences, num_blocks, block_size, most_rows).map_err(raise_attention)?;
+        if let (Some(order), Some(prefixes)) = (order, prefixes) {
+            let shared = SharedPrefixes {
+                order: &array::<i32>("order", order, 1)?.to_vec(py)?,
+                prefixes: &array::<i32>("prefixes", prefixes, 2)?.to_vec(py)?,
+            };
+            step = step.share(&shared).map_err(raise_attention)?;
+        }
         let slots = array::<i64>("slots", slots, 1)?.to_vec(py)?;
         if slots.len() != step.num_rows() {
             return Err(BufferError::new_err(format!(
@@ -158,7 +203,7 @@ impl CpuStep {
     }
 }
 
-/// Threads that attend: `num_threads`, the caller's among them. float32.
+/// Threads that attend: `num_threads`, the caller's among them. float32 and bfloat16.
 ///
 /// `is_fast` is whether this machine has the instructions that the kernel is written for; without them it
 /// gives the same numbers slowly.
@@ -185,11 +230,12 @@ impl CpuAttention {
 
     /// Writes keys and values of all tokens into their slots, then attends with the rows of the step.
     ///
-    /// `query` is float32 `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
-    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all C-contiguous; rows of
-    /// sequences with more than `most_rows` tokens are left in `out` as they were. `softcap`: scores become
-    /// `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more score per head, without
-    /// a value. No other thread may write to the arrays meanwhile; the GIL is released.
+    /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
+    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all C-contiguous and of the
+    /// cache's type; rows of sequences with more than `most_rows` tokens are left in `out` as they were.
+    /// `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
+    /// score per head, without a value. No other thread may write to the arrays meanwhile; the GIL is
+    /// released.
     ///
     /// Raises `BufferError` for arrays that do not fit and `ConfigError` for settings that cannot be; then
     /// `out` is as it was.
@@ -209,19 +255,51 @@ impl CpuAttention {
         softcap: Option<f32>,
         sinks: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let query = array::<f32>("query", query, 3)?;
-        let heads = query.shape()[1];
-        let (key, value) = (array("key", key, 3)?, array("value", value, 3)?);
-        let mut out = writable("out", out, 3)?;
         let window = sliding_window.map(|window| number("sliding_window", window));
         let sinks = sinks.map(|sinks| array("sinks", sinks, 1)).transpose()?;
-        let options = Options {
-            scaling,
-            window: window.transpose()?,
-            softcap,
-            sinks: sinks.as_ref().map(shared_slice),
+        let call = Call {
+            attention: &self.attention,
+            step,
+            shape: &cache.shape,
+            rows: [query, key, value],
+            out,
+            sinks: sinks.as_ref(),
+            options: Options {
+                scaling,
+                window: window.transpose()?,
+                softcap,
+                sinks: sinks.as_ref().map(shared_slice),
+            },
         };
-        let Ok(mut tensors) = cache.tensors.try_lock() else {
+        match &cache.tensors {
+            Tensors::Float32(tensors) => call.run(py, tensors),
+            Tensors::BFloat16(tensors) => call.run(py, tensors),
+        }
+    }
+}
+
+/// What `forward` was given: `rows` are query, key and value.
+struct Call<'a, 'py> {
+    attention: &'a Attention,
+    step: &'a CpuStep,
+    shape: &'a CacheShape,
+    rows: [&'a Bound<'py, PyAny>; 3],
+    out: &'a Bound<'py, PyAny>,
+    sinks: Option<&'a PyBuffer<f32>>,
+    options: Options<'a>,
+}
+
+impl Call<'_, '_> {
+    fn run<T>(self, py: Python<'_>, tensors: &Pair<T>) -> PyResult<()>
+    where
+        T: Element + cpu_attention::Element,
+    {
+        let [query, key, value] = self.rows;
+        let query = array::<T>("query", query, 3)?;
+        let heads = query.shape()[1];
+        let (key, value) = (array("key", key, 3)?, array("value", value, 3)?);
+        let mut out = writable("out", self.out, 3)?;
+        let Ok(mut tensors) = tensors.try_lock() else {
             return Err(BufferError::new_err(
                 "another thread attends over this cache",
             ));
@@ -230,7 +308,7 @@ impl CpuAttention {
         let read = [("query", &query), ("key", &key), ("value", &value)];
         for target in [("keys", &*keys), ("values", values), ("out", &out)] {
             apart(target, &read)?;
-            if let Some(sinks) = &sinks {
+            if let Some(sinks) = self.sinks {
                 apart(target, &[("sinks", sinks)])?;
             }
         }
@@ -242,11 +320,11 @@ impl CpuAttention {
         };
         let rows = (shared_slice(&key), shared_slice(&value));
         let out = unique_slice(&mut out);
-        let shape = &cache.shape;
+        let (step, shape) = (self.step, self.shape);
+        let (attention, options) = (self.attention, &self.options);
         py.detach(|| {
             write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
-            self.attention
-                .attend(&step.step, shape, keys, values, query, &options, out)
+            attention.attend(&step.step, shape, keys, values, query, options, out)
         })
         .map_err(raise_attention)
     }

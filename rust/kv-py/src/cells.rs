@@ -25,12 +25,12 @@ pub(crate) fn cells<'a, T: Element>(
 ///
 /// The caller of the Python function promises that nobody writes to the array meanwhile.
 #[allow(unsafe_code)]
-pub(crate) fn shared_slice(buffer: &PyBuffer<f32>) -> &[f32] {
+pub(crate) fn shared_slice<T: Element>(buffer: &PyBuffer<T>) -> &[T] {
     assert!(buffer.is_c_contiguous(), "looked at when it came in");
     match buffer.item_count() {
         0 => &[], // an empty array may have no memory
-        // SAFETY: `PyBuffer<f32>` has checked format, size and alignment; the memory stays in place
-        // while the buffer is held; all bits are floats; nobody writes (see above).
+        // SAFETY: `PyBuffer<T>` has checked format, size and alignment; the memory stays in place
+        // while the buffer is held; all bits are a `T`; nobody writes (see above).
         count => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) },
     }
 }
@@ -39,7 +39,7 @@ pub(crate) fn shared_slice(buffer: &PyBuffer<f32>) -> &[f32] {
 ///
 /// The caller of the Python function promises that nobody else reads or writes the array meanwhile.
 #[allow(unsafe_code)]
-pub(crate) fn unique_slice(buffer: &mut PyBuffer<f32>) -> &mut [f32] {
+pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
     assert!(
         buffer.is_c_contiguous() && !buffer.readonly(),
         "looked at when it came in"

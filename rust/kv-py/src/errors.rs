@@ -120,6 +120,7 @@ pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
         | E::SeqLen { .. }
         | E::TableWidth { .. }
         | E::Block { .. }
+        | E::Prefix { .. }
         | E::Slot { .. }
         | E::OtherCache { .. } => BufferError::new_err(text),
     }

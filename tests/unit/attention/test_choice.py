@@ -33,6 +33,11 @@ FLASHINFER = frozenset({"flashinfer", "tvm_ffi", "requests"})
 
 MACHINES = {
     "no GPU": {"device": torch.device("cpu"), "torch_version": (2, 15)},
+    "float16": {
+        "device": torch.device("cpu"),
+        "torch_version": (2, 15),
+        "dtype": torch.float16,
+    },
     "torch 2.8": {"torch_version": (2, 8)},
     "torch 2.11": {"torch_version": (2, 11)},
     "torch 2.15": {"torch_version": (2, 15)},
@@ -45,9 +50,10 @@ MACHINES = {
 """What differs from a GPU of compute capability 9.0 with bfloat16."""
 
 TABLE = [  # model, machine, backend, block size, words of the reason
-    ("llama", "no GPU", "gather", 16, "flashinfer: it runs on cuda, the device is cpu"),
-    ("gemma3_text", "no GPU", "gather", 16, "flex: on cpu only when asked for"),
-    ("gpt_oss", "no GPU", "gather", 16, "serves every model"),
+    ("llama", "no GPU", "cpu", 16, "in place, in Rust"),
+    ("llama", "float16", "gather", 16, "flashinfer: it runs on cuda, the device is cpu"),
+    ("gemma3_text", "float16", "gather", 16, "flex: on cpu only when asked for"),
+    ("gpt_oss", "float16", "gather", 16, "serves every model"),
     ("llama", "torch 2.8", "gather", 16, "flex: it needs torch 2.9, this is 2.8"),
     ("llama", "torch 2.11", "flex", 64, "takes block tables from torch 2.12 on, this is 2.11"),
     ("gemma3_text", "torch 2.11", "flex", 64, "flashinfer-python is not installed"),
@@ -84,12 +90,13 @@ def test_auto_chooses_and_says_why():
 
 
 def test_auto_passes_over_what_cannot_serve_and_says_why(monkeypatch):
-    half = replace(CPU_NEEDS, dtype=torch.bfloat16)
+    assert choose_backend("auto", replace(CPU_NEEDS, dtype=torch.bfloat16)).backend == "cpu"
+    half = replace(CPU_NEEDS, dtype=torch.float16)
     chosen = choose_backend("auto", half)
     assert chosen.backend == "gather"
     assert "every model" in chosen.reason
-    assert "cpu: it computes in float32, the model is in bfloat16" in chosen.reason
-    with pytest.raises(ConfigurationError, match="'cpu' cannot serve: it computes in float32"):
+    assert "cpu: it takes float32 and bfloat16, the model is in float16" in chosen.reason
+    with pytest.raises(ConfigurationError, match="'cpu' cannot serve: it takes float32"):
         choose_backend("cpu", half)
     slow = SimpleNamespace(is_fast=lambda: False)
     monkeypatch.setattr(cpu, "CpuAttention", slow)
@@ -219,10 +226,10 @@ def test_every_name_is_one_that_can_be_asked_for():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """flashinfer as if it ran on the CPU."""
-    candidate = choice._CANDIDATES["flashinfer"]
-    serves = replace(candidate, obstacle=lambda needs: None)
-    monkeypatch.setitem(choice._CANDIDATES, "flashinfer", serves)
+    """flashinfer as if it ran on the CPU, and nothing of ours there."""
+    for name, obstacle in (("flashinfer", None), ("cpu", "it is left out")):
+        candidate = replace(choice._CANDIDATES[name], obstacle=lambda _, why=obstacle: why)
+        monkeypatch.setitem(choice._CANDIDATES, name, candidate)
     monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
 
 

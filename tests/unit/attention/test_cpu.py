@@ -27,14 +27,18 @@ class Shape:
     def heads(self) -> int:
         return self.kv_heads * self.group
 
-    def pools(self, num_blocks: int) -> list[KVPool]:
-        """Two with the same contents everywhere."""
-        spec = KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, torch.float32)
-        pools = [KVPool([spec], num_blocks, self.block, torch.device("cpu")) for _ in range(2)]
+    def pools(self, num_blocks: int, *dtypes: torch.dtype) -> list[KVPool]:
+        """One for each dtype, by default two, with the same contents everywhere."""
+        specs = [
+            KVCacheSpec(self.kv_heads, self.dim_k, self.dim_v, dtype)
+            for dtype in dtypes or (torch.float32, torch.float32)
+        ]
+        pools = [KVPool([spec], num_blocks, self.block, torch.device("cpu")) for spec in specs]
         pools[0].keys[0].normal_()
         pools[0].values[0].normal_()
-        pools[1].keys[0].copy_(pools[0].keys[0])
-        pools[1].values[0].copy_(pools[0].values[0])
+        for other in pools[1:]:
+            other.keys[0].copy_(pools[0].keys[0])
+            other.values[0].copy_(pools[0].values[0])
         return pools
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,6 +96,41 @@ def test_it_gives_what_gather_gives(most_rows, shape, lengths, window, softcap, 
     expected = GatherBackend(theirs).plan(inputs).forward(0, *rows, options)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     for written, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+        assert torch.equal(written[0][:-1], other[0][:-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    lengths=steps,
+    window=st.none() | st.integers(1, 80),
+    softcap=st.none() | st.floats(0.5, 5.0),
+    sinks=st.booleans(),
+)
+def test_bfloat16_is_float32_that_was_rounded(shape, lengths, window, softcap, sinks):
+    torch.manual_seed(0)
+    tables, num_blocks = tables_of(lengths, shape.block)
+    inputs = inputs_of(lengths, tables, block=shape.block)
+    options = AttentionOptions(
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
+        sinks=torch.randn(shape.heads).bfloat16() if sinks else None,
+    )
+    rows = [row.bfloat16() for row in shape.rows(sum(new for new, _ in lengths))]
+    ours, gathered, exact = shape.pools(num_blocks, torch.bfloat16, torch.bfloat16, torch.float32)
+    found = CpuBackend(ours).plan(inputs).forward(0, *rows, options)
+    assert found.dtype == torch.bfloat16
+    expected = GatherBackend(gathered).plan(inputs).forward(0, *rows, options)
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+    plan = CpuBackend(exact).plan(inputs)
+    rounded = plan.forward(0, *(row.float() for row in rows), options).bfloat16()
+    row = 0
+    for new, _ in lengths:
+        if new <= cpu.MOST_ROWS:  # longer ones are SDPA's
+            assert torch.equal(found[row : row + new], rounded[row : row + new])
+        row += new
+    for written, other in ((ours.keys, gathered.keys), (ours.values, gathered.values)):
         assert torch.equal(written[0][:-1], other[0][:-1])
 
 

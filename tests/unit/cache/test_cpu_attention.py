@@ -52,6 +52,27 @@ def test_it_writes_then_attends():
     np.testing.assert_allclose(out, np.full((1, HEADS, DIM_V), 9 * weight), rtol=1e-6)
 
 
+def halves(*shape: int) -> np.ndarray:
+    """Ones in bfloat16."""
+    return np.full(shape, 0x3F80, np.uint16)
+
+
+def test_bfloat16_comes_as_its_bits():
+    keys, values = (np.zeros((BLOCKS, BLOCK, KV_HEADS, dim), np.uint16) for dim in (DIM_K, DIM_V))
+    rows = {"query": halves(1, HEADS, DIM_K), "key": halves(1, KV_HEADS, DIM_K)}
+    out = np.zeros((1, HEADS, DIM_V), np.uint16)
+    where = CpuCache(keys, values)
+    forward(where, value=halves(1, KV_HEADS, DIM_V), out=out, **rows)
+    assert (values[0, 0] == 0x3F80).all()
+    weight = np.exp(3) / (np.exp(3) + 2)  # one key of ones, two of zeros
+    found = (out.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(found, np.full((1, HEADS, DIM_V), weight), rtol=2**-8)
+    with pytest.raises(BufferError, match="array query has format"):
+        forward(where)
+    with pytest.raises(BufferError, match="array values has format"):
+        CpuCache(keys, values.astype(np.float32))
+
+
 def test_rows_of_longer_sequences_are_left_alone():
     where = cache()
     two = step(

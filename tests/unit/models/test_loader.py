@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyengine.core.errors import ModelLoadError
-from pyengine.models import load_model
+from pyengine.models import ModelSource, load_model, placement
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 
@@ -18,12 +18,12 @@ def no_other_models(monkeypatch, tmp_path):
 def test_a_folder_is_loaded_with_what_the_engine_needs(tmp_path):
     saved = save_tiny_model(tmp_path / "tiny")
     save_tiny_tokenizer(tmp_path / "tiny")
-    loaded = load_model(tmp_path / "tiny", device="cpu")
+    loaded = load_model(tmp_path / "tiny", device="cpu", dtype="float32")
     assert loaded.name == "tiny"
     assert loaded.path == tmp_path / "tiny"
     assert (loaded.max_model_len, loaded.vocab_size) == (64, 32)
     assert loaded.eos_token_ids == {2, 3}
-    assert loaded.dtype == torch.float32
+    assert (loaded.dtype, loaded.dtype_reason) == (torch.float32, "asked for")
     assert loaded.tokenizer.decode([4]) == "hello"
     assert not loaded.model.training
     ids = torch.tensor([[4, 5, 6]])
@@ -35,6 +35,17 @@ def test_a_folder_in_several_files_is_loaded(tmp_path):
     save_tiny_model(tmp_path, shard_size="4KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert load_model(str(tmp_path), device="cpu").tokenizer is None
+
+
+@pytest.mark.parametrize("instructions", ["AMX", None])
+def test_by_itself_it_takes_what_was_saved_where_the_cpu_can(tmp_path, monkeypatch, instructions):
+    monkeypatch.setattr(placement, "bfloat16_instructions", lambda: instructions)
+    save_tiny_model(tmp_path).bfloat16().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, device="cpu")
+    assert loaded.dtype == (torch.bfloat16 if instructions else torch.float32)
+    assert "saved" in loaded.dtype_reason
+    counts_as = ModelSource(tmp_path, "tiny", saved_dtype=torch.float32)
+    assert load_model(counts_as, device="cpu").dtype == torch.float32
 
 
 def test_the_dtype_is_followed(tmp_path):

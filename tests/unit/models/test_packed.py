@@ -18,22 +18,34 @@ needs_onednn = pytest.mark.skipif(
 CPU = torch.device("cpu")
 
 
+EXACT = pytest.param(torch.float32, 1e-5, id="float32")
+ROUNDED = pytest.param(
+    torch.bfloat16,
+    1e-2,
+    id="bfloat16",
+    marks=pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="no bfloat16 here"),
+)
+
+
 @needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 24), (1, 40, 24), (2, 3, 24), (300, 24)])
-def test_it_multiplies_as_the_layer_it_replaces(shape, bias):
+@pytest.mark.parametrize(("dtype", "error"), [EXACT, ROUNDED])
+def test_it_multiplies_as_the_layer_it_replaces(shape, bias, dtype, error):
     torch.manual_seed(0)
-    plain, rows = nn.Linear(24, 17, bias=bias), torch.randn(shape)
+    plain, rows = nn.Linear(24, 17, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             found = PackedLinear(plain)(rows)
-            torch.testing.assert_close(found, plain(rows), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found, plain(rows), atol=error, rtol=error)
             assert found.shape == (*shape[:-1], 17)
+            assert found.dtype == dtype
 
 
 @needs_onednn
-def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back():
-    model: Any = random_model("llama")
+@pytest.mark.parametrize(("dtype", "error"), [EXACT, ROUNDED])
+def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back(dtype, error):
+    model: Any = random_model("llama").to(dtype)
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
         expected = model(tokens).logits
@@ -42,9 +54,9 @@ def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back():
         assert pack_linears(model) == 3 * 7 + 1
         gc.collect()
         assert kept() is None
-        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model(tokens).logits, expected, atol=10 * error, rtol=10 * error)
     assert torch.equal(model.get_input_embeddings().weight, embedding)
-    assert model.lm_head.weight.dtype == torch.float32
+    assert model.lm_head.weight.dtype == dtype
     assert model.lm_head.weight.shape == embedding.shape
     assert pack_linears(model) == 0
 
@@ -73,20 +85,24 @@ def test_layers_are_forgotten_with_their_model():
     assert len(packed._layers) == before
 
 
-def test_what_is_no_plain_linear_in_float32_stays():
+def test_what_is_no_plain_linear_stays():
     class Own(nn.Linear):
         pass
 
-    model = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16)])
+    model = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2), nn.Linear(2, 2, dtype=torch.float16)])
     before = list(model)
     assert pack_linears(model) == 0
     assert list(model) == before
 
 
-def test_packing_is_for_float32_on_a_cpu_with_avx512(monkeypatch):
+def test_packing_is_for_cpus_with_the_instructions(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
-    assert not can_pack(CPU, torch.bfloat16)
+    for instructions in ("AMX", None):
+        monkeypatch.setattr(packed, "bfloat16_instructions", lambda found=instructions: found)
+        wanted = instructions is not None and torch.backends.mkldnn.is_available()
+        assert can_pack(CPU, torch.bfloat16) == wanted
+    assert not can_pack(CPU, torch.float16)
     assert not can_pack(torch.device("cuda"), torch.float32)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert not can_pack(CPU, torch.float32)

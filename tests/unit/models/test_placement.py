@@ -1,5 +1,6 @@
 """Devices and number formats by name; over how many processes a model can be divided."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,15 +9,10 @@ import torch
 from transformers import AutoConfig
 
 from pyengine.core.errors import ConfigurationError
-from pyengine.models import resolve_device, resolve_dtype, resolve_first_device
-from pyengine.models.placement import check_tensor_parallel, kv_shards
+from pyengine.models import choose_dtype, placement, resolve_device, resolve_first_device
+from pyengine.models.placement import bfloat16_instructions, check_tensor_parallel, kv_shards
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def saved_in(dtype):
-    text = SimpleNamespace(dtype=dtype)
-    return SimpleNamespace(get_text_config=lambda: text)
 
 
 def test_auto_takes_cuda_where_there_is_one(monkeypatch):
@@ -43,25 +39,63 @@ def test_other_devices_are_refused(device):
         resolve_device(device)
 
 
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
 @pytest.mark.parametrize(
-    ("dtype", "saved", "device", "expected"),
+    ("dtype", "saved", "device", "instructions", "expected", "reason"),
     [
-        ("auto", torch.bfloat16, CPU, torch.float32),
-        ("auto", torch.float16, CUDA, torch.float16),
-        ("auto", torch.float32, CUDA, torch.bfloat16),
-        ("auto", None, CUDA, torch.bfloat16),
-        ("bfloat16", torch.float32, CPU, torch.bfloat16),
-        (torch.float16, torch.float32, CPU, torch.float16),
+        ("auto", BRAIN, CPU, "AMX", BRAIN, "as the model was saved, and this CPU has AMX"),
+        ("auto", BRAIN, CPU, None, FLOAT, "no instructions .AMX or AVX-512 BF16."),
+        ("auto", HALF, CPU, "AMX", FLOAT, "saved in float16"),
+        ("auto", FLOAT, CPU, "AMX", FLOAT, "saved in float32"),
+        ("auto", None, CPU, "AMX", FLOAT, "saved without a dtype"),
+        ("auto", HALF, CUDA, None, HALF, "as the model was saved"),
+        ("auto", FLOAT, CUDA, None, BRAIN, "saved in float32"),
+        ("auto", None, CUDA, None, BRAIN, "without a dtype"),
+        ("bfloat16", FLOAT, CPU, "AMX", BRAIN, "^asked for$"),
+        ("bfloat16", FLOAT, CUDA, None, BRAIN, "^asked for$"),
+        (torch.float16, FLOAT, CPU, None, HALF, "^asked for$"),
     ],
 )
-def test_dtypes(dtype, saved, device, expected):
-    assert resolve_dtype(dtype, saved_in(saved), device) == expected
+def test_dtypes(monkeypatch, dtype, saved, device, instructions, expected, reason):
+    monkeypatch.setattr(placement, "bfloat16_instructions", lambda: instructions)
+    choice = choose_dtype(dtype, saved, device)
+    assert choice.dtype == expected
+    assert re.search(reason, choice.reason), choice.reason
+
+
+def test_bfloat16_on_a_cpu_without_it_is_slower_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(placement, "bfloat16_instructions", lambda: None)
+    choice = choose_dtype("bfloat16", FLOAT, CPU)
+    assert choice.dtype == BRAIN
+    assert "float32 would be faster" in choice.reason
+    assert [one.message for one in caplog.records] == [
+        "dtype='bfloat16': this CPU has no instructions for bfloat16 (AMX or AVX-512 BF16): "
+        "float32 would be faster"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "answers", "expected"),
+    [
+        ("AVX512", {"_is_amx_tile_supported": True}, "AMX"),
+        ("AVX512", {"_is_avx512_bf16_supported": True}, "AVX-512 BF16"),
+        ("AVX512", {}, None),
+        ("AVX2", {"_is_amx_tile_supported": True}, None),  # torch was told to leave AVX-512 alone
+    ],
+)
+def test_torch_is_asked_for_the_instructions(monkeypatch, capability, answers, expected):
+    cpu = SimpleNamespace(**{name: lambda: True for name in answers})
+    monkeypatch.setattr(placement.torch, "cpu", cpu)  # whose names are private, and may be gone
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert bfloat16_instructions() == expected
 
 
 @pytest.mark.parametrize("dtype", ["float8", "f32", torch.int8, "None"])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ConfigurationError, match="dtype="):
-        resolve_dtype(dtype, saved_in(None), CPU)
+        choose_dtype(dtype, None, CPU)
 
 
 @pytest.mark.parametrize(

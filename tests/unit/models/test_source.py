@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 
 from pyengine.core.errors import ConfigurationError, ModelLoadError
 from pyengine.models import source
@@ -56,6 +57,11 @@ def test_a_wheel_without_its_weights_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="force-reinstall"):
         resolve_source(None)
+
+
+def test_the_embedded_model_counts_as_bfloat16(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "embedded_model", lambda: tmp_path)
+    assert resolve_source(None).saved_dtype == torch.bfloat16
 
 
 def test_a_source_is_resolved_already(tmp_path):

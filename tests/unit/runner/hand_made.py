@@ -54,7 +54,7 @@ class HandMadePlan:
     def copies(self) -> list[tuple[int, int]]:
         return []
 
-    def fill(self, buffers: object) -> None:
+    def fill(self, buffers: object, shared: object = None) -> None:
         a, row, sample = self.arrays, 0, 0
         a.query_start_loc[0] = 0
         for i, e in enumerate(self.entries):
