@@ -12,6 +12,8 @@ from pyengine.core.errors import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
 
+_LIBRARIES = ("fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
+
 
 @command(max_num_waiting=1024)
 def serve(
@@ -27,9 +29,10 @@ def serve(
     try:
         from pyengine.server import lifetime
     except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "h11", "pydantic", "pydantic_core", "uvicorn"):
+        missing = str(error.name).partition(".")[0]
+        if missing not in _LIBRARIES:
             raise
-        raise ConfigurationError(needs_serve_extra("pyengine serve", error.name)) from error
+        raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from error
     # The address first: where it is taken nothing is loaded.
     with lifetime.listening(server) as socket, open_async_engine(settings) as engine:
         where = lifetime.address_of(server, socket)

@@ -1,0 +1,42 @@
+"""`pyengine serve` where it cannot serve: a sentence, before a model is loaded."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from pyengine.cli.app import app
+from pyengine.core.distribution import needs_serve_extra
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])
+def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['pyengine', 'serve']; "
+        "from pyengine.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {needs_serve_extra('pyengine serve', missing)}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--port 65536", "port=65536"),
+        ("--host no.such.host.invalid", "cannot listen on host='no.such.host.invalid'"),
+        ("--uds /no/such/folder/socket", "cannot listen on uds='/no/such/folder/socket'"),
+        ("--salt-by-key", "needs keys"),
+        ("--ssl-keyfile x", "belong together"),
+        ("--max-num-waiting 0", "max_num_waiting=0"),
+    ],
+)
+def test_settings_that_cannot_be(options: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(_: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("pyengine.cli.serve.open_async_engine", never)
+    result = CliRunner().invoke(app, ["serve", *options.split()])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ") and words in result.stderr
