@@ -11,10 +11,10 @@ class Request:
 
     `namespace` separates its blocks from those of other namespaces. Requests are served by
     `priority`, smaller first, and by arrival where that is equal. With `read_cache` off every
-    prompt token is computed, also what the cache holds. `num_samples` completions will run once
-    the prompt is computed: it is admitted when there are seats for all of them. It ends when it
-    has `max_tokens` tokens, the prompt's included, if not before. A step computes at most
-    `max_chunk` tokens of its prompt.
+    prompt token is computed, also what the cache holds, but for `readable_tokens`. `num_samples`
+    completions will run once the prompt is computed: it is admitted when there are seats for all of
+    them. It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step
+    computes at most `max_chunk` tokens of its prompt.
     """
 
     request_id: str
@@ -31,3 +31,10 @@ class Request:
     """How often it lost its blocks and was computed again."""
     scheduled_time: float | None = field(default=None, init=False)
     """When a step first computed tokens of it, in seconds of `time.monotonic`."""
+
+    def readable_tokens(self) -> int:
+        """How many tokens it may take from the cache although `read_cache` is off.
+
+        Asked when it is admitted; it may have changed the next time.
+        """
+        return 0

@@ -33,6 +33,10 @@ class PromptPart:
         """The rows of these positions among the step's tokens."""
         return np.arange(self.first_row, self.first_row + self.length, dtype=np.int64)
 
+    def num_logprobs(self, vocab_size: int) -> int:
+        """How many of the most probable tokens are looked for: one at least, which is kept."""
+        return self.state.params.num_prompt_logprobs(vocab_size) or 1
+
     @property
     def following(self) -> npt.NDArray[np.int64]:
         """The tokens after these positions."""
@@ -166,7 +170,7 @@ class Batch:
     def prompt_logprobs(self, logits: torch.Tensor) -> PendingPromptLogprobs:
         """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
         parts = [
-            PromptRows(part.following, part.state.params.num_prompt_logprobs(logits.shape[1]) or 0)
+            PromptRows(part.following, part.num_logprobs(logits.shape[1]))
             for part in self.prompt_parts
         ]
         return PendingPromptLogprobs(logits, parts)

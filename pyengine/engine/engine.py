@@ -26,6 +26,7 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import BatchMaker, Rows
 from pyengine.engine.executor import Executor, StepResults, SubmittedStep
 from pyengine.engine.intake import Intake, ModelFacts
+from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery
 from pyengine.engine.request import OutputSink, RequestState, Sample
@@ -87,7 +88,8 @@ class Engine:
         self._manager = manager
         self._scheduler = scheduler
         self._executor = executor
-        self.intake = Intake(facts, tokenizer=tokenizer, seed=seed)
+        kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
+        self.intake = Intake(facts, kept, tokenizer=tokenizer, seed=seed)
         self._requests: dict[str, RequestState] = {}
         """Unfinished ones, by id."""
         self._deadlines: list[tuple[float, int, RequestState]] = []

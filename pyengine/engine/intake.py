@@ -11,6 +11,7 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.fields import is_real
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.grammars import Grammars
+from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import EndConditions, RequestState, Sample
 from pyengine.sampling import SamplingState, tokens_of_words
@@ -37,9 +38,17 @@ class ModelFacts:
 class Intake:
     """Checks requests against the model and makes them. Any thread may use it."""
 
-    def __init__(self, facts: ModelFacts, *, tokenizer: Any = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        prompt_logprobs: PromptLogprobCache,
+        *,
+        tokenizer: Any = None,
+        seed: int = 0,
+    ) -> None:
         """Requests without a seed draw theirs from `seed`, in the order in which they are made."""
         self._facts = facts
+        self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
         self.grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_token_ids)
@@ -114,6 +123,9 @@ class Intake:
             priority=priority,
         )
         state.tokenizer = self._tokenizer
+        top = params.num_prompt_logprobs(self._facts.vocab_size)
+        if top is not None:
+            state.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         sampling = SamplingState(
             params,
             prompt.token_ids,

@@ -17,6 +17,7 @@ from pyengine.core.outputs import (
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.detokenizer import IncrementalDetokenizer
+from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.sampling import SamplingState, TokenLogprobs
 from pyengine.scheduler import Job
@@ -233,6 +234,7 @@ class RequestState(Request):
         "prompt",
         "prompt_logprobs",
         "samples",
+        "scores",
         "sink",
         "tokenizer",
     )
@@ -252,7 +254,7 @@ class RequestState(Request):
             prompt_token_ids=prompt.token_ids,
             namespace=prompt.namespace,
             priority=priority,
-            read_cache=params.prompt_logprobs is None,  # they need the logits of every position
+            read_cache=params.prompt_logprobs is None,  # they follow from the logits
             num_samples=params.n,
             max_tokens=max_tokens,
             max_chunk=max_chunk,
@@ -269,6 +271,8 @@ class RequestState(Request):
         """Failed steps that it may have been the reason of, since it was last in one that did not
         fail."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self.scores: PromptLogprobs | None = None
+        """Where they come from; None where they are not wanted."""
         self.arrival_time = monotonic()
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
@@ -301,14 +305,16 @@ class RequestState(Request):
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
 
-    def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
-        """Take what is said of the prompt's tokens from position `first` on.
+    def readable_tokens(self) -> int:
+        """See `Request.readable_tokens`."""
+        return 0 if self.scores is None else self.scores.readable_tokens()
 
-        A position that was computed before, up to a preemption, is passed over.
-        """
-        known = len(self.prompt_logprobs) - first
+    def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
+        """Take what is said of the prompt's tokens from position `first` on."""
+        assert self.scores is not None
         decoder = self.decoder
-        self.prompt_logprobs += [entry.as_dict(decoder) for entry in logprobs[max(0, known) :]]
+        new = self.scores.extend(first, logprobs)
+        self.prompt_logprobs += [entry.as_dict(decoder) for entry in new]
 
     def output(self) -> RequestOutput:
         """All of it so far; the samples as they are now."""

@@ -15,7 +15,9 @@ What it promises (the tests carry the numbers):
 8. Same input, same seed, same tokens, whatever the schedule.
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
-and 5 are its doing; the order of calls below makes 3, 4, 6 and 7.
+and 5 are its doing; the order of calls below makes 3, 4, 6 and 7. A request that may read the cache
+only so far (`Request.readable_tokens`) stands on a lease before that call, and its prefix is hashed
+anew each time that it is considered.
 """
 
 from bisect import insort
@@ -249,17 +251,34 @@ class Scheduler:
             if job.num_uncomputed > 1 or id(job) in begun
         )
         while job is not None and job.num_seats <= seats:
+            attached = self._attach(job)
             answer = step.plan.prefill(job.sequence, self._most_of(job), reserve=reserve)
             if not isinstance(answer, Prefilled):
+                _give_back(job)
                 return
             insort(self._running, job, key=_by_order)
             self._waiting.discard(job)
             job.is_running = True
             seats -= job.num_seats
-            entry = step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
+            num_cached = attached + answer.num_cached_tokens
+            entry = step.add_prefill(job, answer.num_tokens, num_cached)
             if not entry.samples:
                 reserve += self._blocks_to_come(job)
             job = next(candidates, None)
+
+    def _attach(self, job: Job) -> int:
+        """Let a job stand on cached blocks that it may read only in part; returns their tokens."""
+        request = job.request
+        if request.read_cache:  # the plan matches and charges in one call
+            return 0
+        _give_back(job)  # an interrupt may have left some
+        most = request.readable_tokens()
+        if not most:
+            return 0
+        tokens = request.prompt_token_ids[:most]
+        with self._manager.match_prefix(tokens, namespace=request.namespace) as lease:
+            job.sequence.attach(lease)
+            return lease.num_tokens
 
     def _candidates(self, without: Collection[Job]) -> Iterator[Job]:
         """Who may be admitted, in order; each has been admitted when the next one is asked for."""
@@ -305,6 +324,7 @@ class Scheduler:
 
     def _put_back(self, job: Job) -> None:
         job.is_running = self._is_steady = False
+        _give_back(job)
         self._waiting.add(job)
         self._running.remove(job)
 
@@ -374,3 +394,9 @@ class Scheduler:
             job.is_running = False
         if not self.has_work:
             self._newest = None  # an open step that Ctrl-C has let fall ends with its plan
+
+
+def _give_back(job: Job) -> None:
+    """Take the blocks from a job that waits: those that it stood on when a step was planned."""
+    if job.sequence.num_computed_tokens:
+        job.sequence.reset()

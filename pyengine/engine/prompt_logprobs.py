@@ -1,0 +1,124 @@
+"""Log-probabilities of prompts' tokens, kept so that who wants them may read the cache."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.engine.prompts import Prompt
+from pyengine.sampling import TokenLogprobs
+
+_ENTRY = np.dtype(
+    [
+        ("logprob", np.float32),
+        ("rank", np.int32),
+        ("top_id", np.int32),
+        ("top_logprob", np.float32),
+    ]
+)
+"""What is kept of a token: its own log-probability and rank, and the most probable token."""
+_Entries: TypeAlias = npt.NDArray[np.void]
+
+
+class PromptLogprobCache:
+    """What is known of the tokens of blocks, by content: of as many blocks as the pool has.
+
+    A block's name is a hash of its tokens, of all before them, and of the namespace. So an entry
+    holds for that content wherever its keys and values are, and also when they are gone; it goes
+    when it was used longest ago.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._num_blocks = num_blocks
+        self._blocks: OrderedDict[bytes, _Entries] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def leading(self, names: Sequence[bytes]) -> list[_Entries]:
+        """The entries of the first blocks, up to one that is not here."""
+        found = []
+        for name in names:
+            entries = self._blocks.get(name)
+            if entries is None:
+                break
+            found.append(entries)
+        for name in reversed(names[: len(found)]):  # the end of a prompt goes first
+            self._blocks.move_to_end(name)
+        return found
+
+    def put(self, name: bytes, entries: _Entries) -> None:
+        """Keep a copy of a block's entries `[block_size]`, if there are none."""
+        if name not in self._blocks:
+            self._blocks[name] = entries.copy()
+        self._blocks.move_to_end(name)
+        if len(self._blocks) > self._num_blocks:
+            self._blocks.popitem(last=False)
+
+
+class PromptLogprobs:
+    """Of one prompt: what was computed or is in the cache, in the order of its tokens.
+
+    The log-probability of a token follows from the one before it. So of the blocks whose entries
+    are known the last is computed all the same: it begins where the others end.
+    """
+
+    __slots__ = ("_cache", "_entries", "_known", "_names", "_num_known", "_prompt", "_top")
+
+    def __init__(self, cache: PromptLogprobCache, prompt: Prompt, top: int) -> None:
+        """`top` is how many of the most probable tokens are wanted; the cache has one."""
+        self._cache = cache
+        self._prompt = prompt
+        self._top = top
+        self._names = _names(prompt, cache.block_size)
+        self._entries: _Entries = np.zeros(len(prompt.token_ids), dtype=_ENTRY)
+        self._num_known = 1  # the first token follows nothing
+        self._known: list[_Entries] = []
+
+    def readable_tokens(self) -> int:
+        """How many tokens need not be computed, if their keys and values are there."""
+        self._known = self._cache.leading(self._names) if self._top <= 1 else []
+        return max(0, len(self._known) - 1) * self._cache.block_size
+
+    def extend(self, first: int, computed: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Take what was computed of the tokens from position `first` on; return all that is new.
+
+        What lies before it and is not known yet was read from the cache. A position that was
+        computed before, up to a preemption, is passed over.
+        """
+        last = min(first, len(self._prompt.token_ids))  # what follows was generated
+        new = [self._cached(at) for at in range(self._num_known, last)]
+        new += computed[max(0, self._num_known - first) :]
+        self._keep(new)
+        return new if self._top else [replace(one, top_ids=(), top_logprobs=()) for one in new]
+
+    def _cached(self, at: int) -> TokenLogprobs:
+        block, place = divmod(at, self._cache.block_size)
+        logprob, rank, top_id, top_logprob = self._known[block][place].item()
+        token = int(self._prompt.token_ids[at])
+        return TokenLogprobs(token, logprob, rank, (top_id,), (top_logprob,))
+
+    def _keep(self, new: list[TokenLogprobs]) -> None:
+        size, begin, end = self._cache.block_size, self._num_known, self._num_known + len(new)
+        self._entries[begin:end] = [
+            (one.logprob, one.rank, one.top_ids[0], one.top_logprobs[0]) for one in new
+        ]
+        self._num_known = end
+        for block in range(begin // size, end // size):
+            self._cache.put(self._names[block], self._entries[block * size : (block + 1) * size])
+
+
+def _names(prompt: Prompt, block_size: int) -> list[bytes]:
+    """A name for each full block of a prompt."""
+    tokens = np.asarray(prompt.token_ids, dtype=np.int64)
+    name = blake2b(prompt.namespace).digest()
+    names = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        name = blake2b(name + tokens[start : start + block_size].tobytes()).digest()
+        names.append(name)
+    return names
