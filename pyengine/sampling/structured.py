@@ -111,9 +111,17 @@ def _allowed(bits: npt.NDArray[np.int32], logits: torch.Tensor) -> torch.Tensor:
         flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         return torch.from_numpy(flags.view(np.bool_))
     words = torch.from_numpy(bits).pin_memory().to(logits.device, non_blocking=True)
-    shifts = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
-    bools = (words.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(words), -1)
-    return F.pad(bools, (0, vocab_size - bools.shape[1])).bool()  # cut where that is negative
+    return _unpacked(words, vocab_size)
+
+
+def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
+    """The first bits of each row of `words`, int32 [R, W], as NumPy unpacks them: bool [R, count].
+
+    False past the end.
+    """
+    shifts = torch.arange(_WORD, dtype=torch.int32, device=words.device)
+    flags = (words.unsqueeze(2) >> shifts).bitwise_and_(1).view(len(words), -1)
+    return F.pad(flags, (0, count - flags.shape[1])).bool()  # cuts where that is negative
 
 
 class _Filling:

@@ -141,3 +141,13 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     masks = filler.start(batch.matchers, 97)
     assert Sampler().launch(logits[:1], batch, None, masks).result().token_ids.tolist() == [3]
     go_on.set()
+
+
+@pytest.mark.parametrize("width", [1, 31, 64, 97, 128, 200])
+def test_a_device_unpacks_masks_as_the_host_does(width: int) -> None:
+    rng = np.random.default_rng(width)
+    bits = rng.integers(-(2**31), 2**31, (3, 4), dtype=np.int64).astype(np.int32)
+    on_host = structured._allowed(bits, torch.empty(3, width))
+    assert on_host.shape == (3, width)
+    assert torch.equal(structured._unpacked(torch.from_numpy(bits), width), on_host)
+    assert not on_host[:, 128:].any()
