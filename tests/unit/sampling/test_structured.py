@@ -147,7 +147,9 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
 def test_a_device_unpacks_masks_as_the_host_does(width: int) -> None:
     rng = np.random.default_rng(width)
     bits = rng.integers(-(2**31), 2**31, (3, 4), dtype=np.int64).astype(np.int32)
-    on_host = structured._allowed(bits, torch.empty(3, width))
-    assert on_host.shape == (3, width)
-    assert torch.equal(structured._unpacked(torch.from_numpy(bits), width), on_host)
+    logits = torch.zeros(3, width)
+    on_host = structured._masked(logits.numpy(), np.arange(3), bits, is_own=False) == 0
+    on_device = structured._unpacked(torch.from_numpy(bits), width)
+    assert (on_device.numpy() == on_host).all()
     assert not on_host[:, 128:].any()
+    assert not logits.any()
