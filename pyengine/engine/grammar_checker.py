@@ -12,8 +12,11 @@ import json
 import resource
 import sys
 import threading
+import time
 from typing import Any
 
+LONGEST_MASK = 0.1
+"""Seconds of the processor."""
 STACK = 1 << 20
 MEMORY = 4 << 30
 """Bytes."""
@@ -50,8 +53,11 @@ def checked(vocabulary: Any, limits: dict[str, Any], kind: str, text: str) -> di
     except Exception as error:  # its converter raises plain exceptions
         return {"error": str(error) or type(error).__name__}
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(**limits))
+    begin = time.thread_time()
     if not matcher.is_error():
         matcher.compute_bitmask()
+    if time.thread_time() - begin > LONGEST_MASK:
+        return {"error": "to find out which tokens may come first takes too long; make it simpler"}
     return {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 
 

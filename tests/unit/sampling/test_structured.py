@@ -1,6 +1,7 @@
 """Masks over logits: rows of every kind, vocabularies of every size."""
 
 from threading import Event
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -118,12 +119,14 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured, "_LONGEST_MASK", 0.02)
+    monkeypatch.setattr(structured, "_LOOKS_EVERY", 0.005)
     go_on = Event()
 
     class Stuck(FakeMatcher):
         def fill(self, masks: Any, row: int) -> None:
-            if not self.error:
-                assert go_on.wait(10)
+            begin = monotonic()
+            while not (self.error and go_on.is_set()) and monotonic() - begin < 10:
+                pass
             super().fill(masks, row)
 
     stuck: Any = Stuck({1})
@@ -141,3 +144,15 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     masks = filler.start(batch.matchers, 97)
     assert Sampler().launch(logits[:1], batch, None, masks).result().token_ids.tolist() == [3]
     go_on.set()
+
+
+@pytest.mark.parametrize("width", [1, 31, 64, 97, 128, 200])
+def test_a_device_unpacks_masks_as_the_host_does(width: int) -> None:
+    rng = np.random.default_rng(width)
+    bits = rng.integers(-(2**31), 2**31, (3, 4), dtype=np.int64).astype(np.int32)
+    logits = torch.zeros(3, width)
+    on_host = structured._masked(logits.numpy(), np.arange(3), bits, is_own=False) == 0
+    on_device = structured._unpacked(torch.from_numpy(bits), width)
+    assert (on_device.numpy() == on_host).all()
+    assert not on_host[:, 128:].any()
+    assert not logits.any()
