@@ -152,6 +152,10 @@ class Stats:
     @property
     def present_blocks(self) -> int: ...
     @property
+    def partial_hits(self) -> int: ...
+    @property
+    def partial_tokens(self) -> int: ...
+    @property
     def allocated_blocks(self) -> int: ...
     @property
     def registered_blocks(self) -> int: ...
@@ -378,6 +382,7 @@ class BlockManager:
         groups: ListLike[int | None] | None = None,
         prefix_caching: bool = True,
         in_flight_sharing: bool = True,
+        partial_reuse: bool = True,
         events: bool = False,
         eviction: str = "lru",
         hash_seed: int | None = None,

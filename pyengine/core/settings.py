@@ -110,6 +110,11 @@ class EngineSettings:
         "compute equal prefixes of one step once; without it they are merged after the step",
         flag="--in-flight-sharing/--no-in-flight-sharing",
     )
+    partial_reuse: bool = setting(
+        True,
+        "where a known prefix ends inside a block, copy what is equal and compute the rest",
+        flag="--partial-reuse/--no-partial-reuse",
+    )
     eviction: str = setting(
         "lru",
         "which idle block goes first: by lru, or by 2q, where what comes back outlives what "

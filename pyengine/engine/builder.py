@@ -100,6 +100,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     manager = plan.manager(
         prefix_caching=settings.enable_prefix_caching,
         in_flight_sharing=settings.in_flight_sharing,
+        partial_reuse=settings.partial_reuse,
         eviction=settings.eviction,
     )
     facts = model_facts(loaded, pool, manager, most, asked)
@@ -316,5 +317,6 @@ def _about_cache(plan: CachePlan, facts: ModelFacts, settings: EngineSettings) -
         "max_model_len_reason": facts.limited_by,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "in_flight_sharing": settings.in_flight_sharing,
+        "partial_reuse": settings.partial_reuse,
         "eviction": settings.eviction,
     }

@@ -21,6 +21,9 @@ pub struct Config {
     pub prefix_caching: bool,
     /// On: a sequence shares blocks that one planned before it in the same step computes.
     pub in_flight_sharing: bool,
+    /// On: where a match ends inside a block, the content that agrees longest lends its first tokens by a
+    /// copy (see [`copies`](crate::BlockManager::copies)).
+    pub partial_reuse: bool,
     /// On: changes of the set of contents are kept for [`take_events`](crate::BlockManager::take_events).
     pub events: bool,
     /// Which idle blocks go first.
@@ -40,6 +43,7 @@ impl Config {
             groups: vec![None],
             prefix_caching: true,
             in_flight_sharing: true,
+            partial_reuse: true,
             events: false,
             eviction: Eviction::Lru,
             hash_seed: None,

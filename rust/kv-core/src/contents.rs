@@ -17,6 +17,8 @@
 
 #[path = "contents/check.rs"]
 mod check;
+#[path = "contents/nearest.rs"]
+mod nearest;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -63,15 +65,25 @@ struct Run {
     blocks: Vec<BlockId>,
     /// Of the leading rows as far as somebody asked; none where another content has the name.
     names: Vec<Option<u128>>,
-    /// Behind how many rows other runs hang, in order, and how many.
-    children: Vec<(u32, u32)>,
+    /// What hangs behind its rows, in their order.
+    children: Vec<Behind>,
     /// The child that was made or followed last: the first guess. May be stale.
     latest: RunId,
+    /// Of the runs that hang behind the same spot the one made before it, and the one made after it.
+    older: RunId,
+    newer: RunId,
     /// Sequences under a root.
     sequences: u32,
     /// The name of a root.
     namespace: Option<Arc<[u8]>>,
     lives: bool,
+}
+
+/// How much hangs behind so many rows of a run, and the run of it that was made last.
+struct Behind {
+    rows: u32,
+    count: u32,
+    newest: RunId,
 }
 
 const VACANT: Run = Run {
@@ -81,6 +93,8 @@ const VACANT: Run = Run {
     names: Vec::new(),
     children: Vec::new(),
     latest: RunId::NONE,
+    older: RunId::NONE,
+    newer: RunId::NONE,
     sequences: 0,
     namespace: None,
     lives: false,
@@ -89,13 +103,18 @@ const VACANT: Run = Run {
 impl Run {
     /// The rows behind which the last child hangs.
     fn last_child(&self) -> u32 {
-        self.children.last().map_or(0, |child| child.0)
+        self.children.last().map_or(0, |behind| behind.rows)
     }
 
     fn has_child(&self, rows: u32) -> bool {
+        self.behind(rows).is_ok()
+    }
+
+    /// Where it is kept what hangs behind so many rows, or would be.
+    #[inline]
+    fn behind(&self, rows: u32) -> Result<usize, usize> {
         self.children
-            .binary_search_by_key(&rows, |child| child.0)
-            .is_ok()
+            .binary_search_by_key(&rows, |behind| behind.rows)
     }
 }
 
@@ -325,7 +344,7 @@ impl Contents {
             ..VACANT
         });
         self.index_run(hash, child);
-        self.hang(spot);
+        self.link(spot, child);
         self.run_mut(spot.run).latest = child;
         Spot { run: child, rows }
     }
@@ -342,11 +361,21 @@ impl Contents {
 
     /// Something more hangs behind `spot`: a child, or somebody for whom it must live on.
     pub(crate) fn hang(&mut self, spot: Spot) {
-        let children = &mut self.run_mut(spot.run).children;
-        match children.binary_search_by_key(&spot.rows, |child| child.0) {
-            Ok(at) => children[at].1 += 1,
-            Err(at) => children.insert(at, (spot.rows, 1)),
-        }
+        self.hang_behind(spot).count += 1;
+    }
+
+    fn hang_behind(&mut self, spot: Spot) -> &mut Behind {
+        let run = self.run_mut(spot.run);
+        let at = run.behind(spot.rows).unwrap_or_else(|at| {
+            let nothing = Behind {
+                rows: spot.rows,
+                count: 0,
+                newest: RunId::NONE,
+            };
+            run.children.insert(at, nothing);
+            at
+        });
+        &mut run.children[at]
     }
 
     /// Something less hangs behind `spot`, which may end with it.
@@ -356,11 +385,11 @@ impl Contents {
     }
 
     fn loosen(&mut self, spot: Spot) {
-        let children = &mut self.run_mut(spot.run).children;
-        if let Ok(at) = children.binary_search_by_key(&spot.rows, |child| child.0) {
-            children[at].1 -= 1;
-            if children[at].1 == 0 {
-                children.remove(at);
+        let run = self.run_mut(spot.run);
+        if let Ok(at) = run.behind(spot.rows) {
+            run.children[at].count -= 1;
+            if run.children[at].count == 0 {
+                run.children.remove(at);
             }
         }
     }
@@ -401,6 +430,7 @@ impl Contents {
             if let Ok(entry) = self.index.find_entry(hash, |&found| found == at) {
                 entry.remove();
             }
+            self.unlink(at);
             self.runs[at.at()] = VACANT;
             self.vacant.push(at);
             self.loosen(parent);

@@ -262,7 +262,7 @@ impl BlockManager {
 
     fn grant(&mut self, (table, end, rows): (BlockTable, Spot, usize)) -> Lease {
         let pool = &mut self.state.pool;
-        table.blocks().for_each(|block| pool.take_for_lease(block));
+        table.blocks().for_each(|block| pool.take_out(block));
         let num_tokens = rows * self.config.block_size;
         let serial = self.next_lease();
         Lease::over(&self.shared, serial, table, end, num_tokens)
@@ -424,6 +424,10 @@ impl BlockManager {
     /// nor computed, including what sequences planned before it in this step compute. A sequence whose
     /// every token is cached computes its last one, takes no block and writes nothing.
     ///
+    /// Where the match ends inside a block, the content that agrees longest lends its first tokens, an
+    /// eighth of a block at least: they are among [`BlockManager::copies`], and computing starts behind them.
+    /// It does so only where there is room for both blocks.
+    ///
     /// `reserve: None` asks for the blocks of this step's tokens only;
     /// `Some(n)` makes the answer [`Prefill::NoRoom`] unless all known tokens could get a block now
     /// with `n` blocks to spare (blocks are taken for this step's tokens all the same).
@@ -460,7 +464,8 @@ impl BlockManager {
         self.steps.view(key)
     }
 
-    /// Blocks that must be copied before the step runs, as (source, destination), in order.
+    /// Blocks that must be copied before the step runs, as (source, destination), in order: for forks,
+    /// and for prefills that begin inside a block.
     pub fn copies(&self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
         self.steps.copies(key)
     }

@@ -302,8 +302,8 @@ impl Pool {
         self.active -= ended;
     }
 
-    /// Before a lease holds a block: it waits no more.
-    pub(crate) fn take_for_lease(&mut self, block: BlockId) {
+    /// Before a lease or a plan holds a block: it waits no more.
+    pub(crate) fn take_out(&mut self, block: BlockId) {
         self.blocks[block.at()].used_again = true;
         if self.queue.contains(block) {
             self.queue.unlink(self.blocks[block.at()].list, block);
@@ -334,6 +334,29 @@ impl Pool {
                 wait(place, block, policy, queue);
             }
         }
+    }
+
+    /// Of the contents that follow `spot` the one that agrees longest with `tokens`, for `least` of them at
+    /// least, and is there in a block of every layer group. How long that is.
+    pub(crate) fn nearest(
+        &self,
+        spot: Spot,
+        tokens: &[u32],
+        least: usize,
+    ) -> Option<(Spot, usize)> {
+        self.contents.nearest(spot, tokens, least, |content| {
+            let mut groups = 0..self.contents.groups();
+            groups.all(|group| {
+                let block = self.contents.block(content, group);
+                block.is_some_and(|block| self.is_ready(block))
+            })
+        })
+    }
+
+    /// A plan copies from a block, which may wait in the queue.
+    pub(crate) fn lend(&mut self, block: BlockId) {
+        self.take_out(block);
+        self.fence(block);
     }
 
     /// A plan reads a block, whatever becomes of its holders.

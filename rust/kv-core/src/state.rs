@@ -23,6 +23,8 @@ pub(crate) struct State {
     pub(crate) caching: bool,
     /// Whether they are shared before they are there.
     pub(crate) sharing: bool,
+    /// Whether a block is copied for the tokens that it has in common with another one.
+    pub(crate) lending: bool,
     /// The match under way; kept to save the allocation.
     pub(crate) matched: Match,
 }
@@ -35,6 +37,7 @@ impl State {
             seqs,
             caching: config.prefix_caching,
             sharing: config.prefix_caching && config.in_flight_sharing,
+            lending: config.prefix_caching && config.partial_reuse,
             matched: Match::NOTHING,
         }
     }

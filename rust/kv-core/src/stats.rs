@@ -70,6 +70,10 @@ stats! {
     /// Blocks that held their content while its tokens were computed again, because something before
     /// them was missing: not stored twice.
     present_blocks,
+    /// Prefills that began inside a block, behind tokens copied from another one.
+    partial_hits,
+    /// Tokens that these copied instead of computing them; `cached_tokens` has them too.
+    partial_tokens,
     /// Blocks handed out.
     allocated_blocks,
     /// Contents that were new to the tree or came back to it.
@@ -82,7 +86,7 @@ stats! {
     merged_blocks,
     /// Contents moved from an idle block to the block that computed them again.
     taken_over_blocks,
-    /// Partial blocks copied because a fork's holders part.
+    /// Blocks copied: because a fork's holders part, or for a prefill that began inside a block.
     copied_blocks,
     /// Draft tokens computed in committed steps.
     draft_tokens,

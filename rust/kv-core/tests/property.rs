@@ -78,18 +78,24 @@ fn run_in(
         1 => Just(vec![None]),
         1 => prop::collection::vec(window, 1..4),
     ];
-    let switches = (prop::bool::weighted(0.9), prop::bool::weighted(0.5));
+    let switches = (
+        prop::bool::weighted(0.9),
+        prop::bool::weighted(0.5),
+        prop::bool::weighted(0.8),
+    );
     let num_blocks = prop_oneof![200 => 1..24_usize, 4 => 24..200_usize, 1 => 200..4_097_usize];
     let block_size = prop_oneof![8 => 1..5_usize, 1 => Just(16_usize)];
     let pool = (num_blocks, block_size, groups, switches);
     let strategy = (pool, prop::collection::vec(op(), OPS_PER_CASE));
     let applied = Cell::new(0_usize);
     let totals = RefCell::new(BTreeMap::new());
-    let world = |(num_blocks, block_size, groups, (prefix_caching, in_flight_sharing))| {
+    let world = |(num_blocks, block_size, groups, switches)| {
+        let (prefix_caching, in_flight_sharing, partial_reuse) = switches;
         new_world(Config {
             groups,
             prefix_caching,
             in_flight_sharing,
+            partial_reuse,
             hash_bits,
             eviction,
             ..Config::new(num_blocks, block_size)

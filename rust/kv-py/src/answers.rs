@@ -97,6 +97,8 @@ stats!(
     hit_blocks,
     in_flight_blocks,
     present_blocks,
+    partial_hits,
+    partial_tokens,
     allocated_blocks,
     registered_blocks,
     evicted_blocks,

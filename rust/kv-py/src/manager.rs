@@ -27,7 +27,8 @@ use crate::trace::os_error;
 /// sliding window of its layers in tokens (a query sees its own position and the `window - 1` before
 /// it), or None where they see everything; each group has a table of its own over the same pool. `prefix_caching=False` registers, matches
 /// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
-/// the same step computes. With `events` changes of the set of contents are kept for `take_events`.
+/// the same step computes. With `partial_reuse` a prefill whose match ends inside a block copies the tokens
+/// that it has in common with another one: `StepPlan.copies` has them, which every step must carry out. With `events` changes of the set of contents are kept for `take_events`.
 /// `eviction` is the order in which idle blocks go: "lru", or "2q", which keeps contents that were used
 /// again from being flushed by those that are used once. `hash_seed` makes content hashes equal in every process (random by default);
 /// `hash_bits` below 128 forces hash collisions, for tests.
@@ -44,13 +45,14 @@ pub(crate) struct BlockManager {
 impl BlockManager {
     #[new]
     #[allow(clippy::too_many_arguments)] // one per keyword
-    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
+    #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
         groups: Option<&Bound<'_, PyAny>>,
         prefix_caching: bool,
         in_flight_sharing: bool,
+        partial_reuse: bool,
         events: bool,
         eviction: &str,
         hash_seed: Option<&Bound<'_, PyAny>>,
@@ -69,6 +71,7 @@ impl BlockManager {
             groups,
             prefix_caching,
             in_flight_sharing,
+            partial_reuse,
             events,
             eviction: eviction.parse().map_err(raise)?,
             hash_seed,

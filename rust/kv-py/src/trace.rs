@@ -46,6 +46,7 @@ impl ReplayReport {
             ref groups,
             prefix_caching,
             in_flight_sharing,
+            partial_reuse,
             events,
             eviction,
             hash_seed,
@@ -57,6 +58,7 @@ impl ReplayReport {
         dict.set_item("groups", PyTuple::new(py, groups)?)?;
         dict.set_item("prefix_caching", prefix_caching)?;
         dict.set_item("in_flight_sharing", in_flight_sharing)?;
+        dict.set_item("partial_reuse", partial_reuse)?;
         dict.set_item("events", events)?;
         dict.set_item("eviction", eviction.name())?;
         dict.set_item("hash_seed", hash_seed)?;

@@ -72,7 +72,7 @@ def damaged(whole: bytes, rng: random.Random) -> Iterator[bytes]:
     yield whole[:at] + b"\xff" * rng.randrange(1, 12) + whole[other:]
     yield noise
     yield MAGIC + noise
-    yield MAGIC + b"\x02" + noise
+    yield MAGIC + b"\x03" + noise
     yield whole + noise
 
 

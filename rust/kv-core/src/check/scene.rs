@@ -42,6 +42,8 @@ pub(crate) const FULL: u32 = 13;
 pub(crate) const AGAIN: u32 = 14;
 /// Dropped, and alive in the older plan.
 pub(crate) const LEFT: u32 = 15;
+/// Begins inside a row in the newer plan, behind what it copies of `PARENT`'s.
+pub(crate) const BORROWER: u32 = 16;
 
 /// A way to spoil a scene, and what the validator must say of it.
 pub(crate) type Case = (&'static str, fn(&mut Scene));
@@ -169,6 +171,7 @@ pub(crate) fn scene() -> Scene {
     assert_eq!(scene.add(0..12, b""), FULL);
     assert_eq!(scene.add(0..10, b""), AGAIN);
     assert_eq!(scene.add(600..604, b""), LEFT);
+    assert_eq!(scene.add(100..105, b""), BORROWER);
     rest_of_the_pool(&mut scene);
     older_plan(&mut scene);
     newer_plan(&mut scene);
@@ -208,6 +211,7 @@ fn newer_plan(scene: &mut Scene) {
     scene.prefill(LONG, 6);
     scene.prefill(FULL, 100);
     scene.prefill(AGAIN, 100);
+    scene.prefill(BORROWER, 100);
     // Taken back: free blocks that say this step is to compute them.
     let taken_back = scene.add(750..756, b"");
     scene.prefill(taken_back, 100);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::{Contents, Run, Spot};
+use super::{Behind, Contents, Run, Spot};
 use crate::check::ensure;
 use crate::ids::{BlockId, RunId};
 
@@ -89,7 +89,7 @@ impl Contents {
         let says = self.living().flat_map(|(run, of)| {
             of.children
                 .iter()
-                .map(move |&(rows, count)| (Spot { run, rows }, count))
+                .map(move |&Behind { rows, count, .. }| (Spot { run, rows }, count))
         });
         let says: BTreeMap<Spot, u32> = says.collect();
         for (spot, count) in counted {
@@ -105,10 +105,45 @@ impl Contents {
                 counted.len()
             )
         })?;
-        let sorted = |run: &Run| run.children.is_sorted_by(|a, b| a.0 < b.0);
+        let sorted = |run: &Run| run.children.is_sorted_by(|a, b| a.rows < b.rows);
         ensure(self.living().all(|(_, run)| sorted(run)), || {
             "children out of order".into()
+        })?;
+        let behind = self.living().flat_map(|(run, of)| {
+            let spot = move |behind: &Behind| {
+                (
+                    Spot {
+                        run,
+                        rows: behind.rows,
+                    },
+                    behind.newest,
+                )
+            };
+            of.children.iter().map(spot)
+        });
+        let mut linked = 0;
+        for (spot, newest) in behind {
+            linked += self.check_links(spot, newest)?;
+        }
+        let hanging: u32 = counted.values().sum();
+        ensure(linked == hanging, || {
+            format!("{linked} runs linked, counted {hanging}")
         })
+    }
+
+    /// The runs behind a spot, from the newest one on: each is linked both ways. How many they are.
+    fn check_links(&self, spot: Spot, newest: RunId) -> Result<u32, String> {
+        let (mut at, mut newer, mut linked) = (newest, RunId::NONE, 0);
+        while at != RunId::NONE {
+            let run = self.runs.get(at.at()).filter(|run| run.lives);
+            let fits = run.filter(|run| run.parent == spot && run.newer == newer);
+            let Some(run) = fits else {
+                return Err(format!("{at:?} is linked after {newer:?} behind {spot:?}"));
+            };
+            (at, newer) = (run.older, at);
+            linked += 1;
+        }
+        Ok(linked)
     }
 
     /// The index has every run, and nothing else: no two begin with the same content.
@@ -290,7 +325,7 @@ mod tests {
         (
             "2 runs hang behind Spot { run: RunId(1), rows: 2 }, counted 1",
             |s| {
-                s.contents.runs[LONG].children[0].1 = 2;
+                s.contents.runs[LONG].children[0].count = 2;
             },
         ),
         (
@@ -300,7 +335,19 @@ mod tests {
             },
         ),
         ("children behind 3 spots, counted 2", |s| {
-            s.contents.runs[LONG].children.push((3, 1));
+            s.contents.hang(Spot {
+                run: RunId::new(LONG),
+                rows: 3,
+            });
+        }),
+        ("RunId(1) is linked after RunId(none) behind", |s| {
+            s.contents.runs[LONG].newer = RunId::new(CHILD);
+        }),
+        ("RunId(1) is linked after RunId(2) behind", |s| {
+            s.contents.runs[CHILD].older = RunId::new(LONG);
+        }),
+        ("1 runs linked, counted 2", |s| {
+            s.contents.runs[LONG].children[0].newest = RunId::NONE;
         }),
         ("2 runs, 1 in the index", |s| {
             let (parent, tokens) = (s.contents.runs[CHILD].parent, [4, 4]);

@@ -2,8 +2,16 @@
 
 use super::plan::{Extra, Prefill};
 use super::{State, Steps};
+use crate::contents::Spot;
 use crate::error::Error;
 use crate::ids::{PlanKey, SeqKey};
+
+/// A content that lends its first tokens to a sequence whose match ends inside it.
+#[derive(Clone, Copy)]
+struct Lent {
+    content: Spot,
+    tokens: usize,
+}
 
 /// How many of `rest` tokens from `start` on to compute when `most` may be.
 fn chunk(start: usize, rest: usize, most: usize, block_size: usize) -> usize {
@@ -123,52 +131,77 @@ impl Steps {
         if seq.left() == 0 {
             return Err(Error::NothingToCompute { sequence });
         }
-        let block_size = state.groups.block_size();
-        state.find_match(key.slot);
-        let matched = state.matched.rows;
-        let seq = state.seqs.at(key.slot);
-        let start = match matched {
-            0 => seq.planned_end,
-            _ => (seq.planned_end + matched * block_size).min(seq.tokens.len() - 1),
-        };
-        let rest = seq.tokens.len() - start;
-        let len = chunk(start, rest, max_tokens.min(budget), block_size);
-        if len == 0 {
+        let most = max_tokens.min(budget);
+        if most == 0 {
             return Ok(Prefill::NoBudget);
         }
-        let copies = match matched {
-            0 => state.must_copy(key.slot, start).count(),
+        let mut lent = match state.find_match(key.slot) {
+            true => state.find_lender(key.slot),
+            false => None,
+        };
+        let asked = (most, max_tokens, reserve);
+        loop {
+            match self.prefill_behind(state, key.slot, asked, lent) {
+                // Nobody waits for the sake of a block that could be copied.
+                Prefill::NoRoom { .. } if lent.is_some() => lent = None,
+                answer => return Ok(answer),
+            }
+        }
+    }
+
+    /// Plans what is to be computed behind the match under way and what is `lent`, up to `most` tokens
+    /// of it in this step.
+    fn prefill_behind(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        (most, max_tokens, reserve): (usize, usize, Option<usize>),
+        lent: Option<Lent>,
+    ) -> Prefill {
+        let start = state.begins(slot, lent);
+        let seq = state.seqs.at(slot);
+        let rest = seq.tokens.len() - start;
+        let len = chunk(start, rest, most, state.groups.block_size());
+        let copies = match (state.matched.rows, lent) {
+            (0, None) => state.must_copy(slot, start).count(),
             _ => 0,
         };
         let new = match reserve {
-            None => state.new_blocks(key.slot, start + len),
+            None => state.new_blocks(slot, start + len),
             Some(spare) => {
-                let whole = state.blocks_to_come(key.slot, start + len, max_tokens);
+                let whole = state.blocks_to_come(slot, start + len, max_tokens);
                 whole.saturating_add(spare)
             }
         };
         let new = new.saturating_add(copies);
         let available = state.pool.available();
         // Where there is room even if all that was found has to be revived, nobody counts.
-        if new.saturating_add(state.matched.blocks.len()) > available {
-            let needed = new.saturating_add(state.revived(key.slot));
+        let found = state.matched.blocks.len() + lent.map_or(0, |_| state.groups.len());
+        if new.saturating_add(found) > available {
+            let needed = new.saturating_add(state.revived(slot, lent));
             if needed > available {
-                return Ok(Prefill::NoRoom { needed, available });
+                return Prefill::NoRoom { needed, available };
             }
         }
-        let seq = state.seqs.at_mut(key.slot);
+        let plan = self.newest().key.serial;
+        let seq = state.seqs.at_mut(slot);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
         seq.num_plans += 1;
-        seq.last_plan = plan.serial;
+        seq.last_plan = plan;
         let mut extra = Extra::new(seq.registered);
         extra.prefill = true;
-        self.enter(state, key.slot, (len, 0), Some(extra));
-        Ok(Prefill::Planned {
+        extra.adopted = cached_tokens;
+        if let Some(Lent { content, tokens }) = lent {
+            extra.lent.extend(state.pool.contents.blocks(content));
+            extra.lent_tokens = tokens;
+        }
+        self.enter(state, slot, (len, 0), Some(extra));
+        Prefill::Planned {
             cached_tokens,
             tokens: len,
             samples,
-        })
+        }
     }
 }
 
@@ -260,23 +293,56 @@ impl State {
         (0..self.groups.len()).map(come).sum()
     }
 
-    /// Goes on from where the sequence stands, if that is a block boundary; leaves the hits in
-    /// `self.matched`. Rows that it has reserved past the boundary come after them.
-    fn find_match(&mut self, slot: u32) {
+    /// Where computing begins behind the match under way and what is lent: the last token is computed in
+    /// any case.
+    fn begins(&self, slot: u32, lent: Option<Lent>) -> usize {
+        let seq = self.seqs.at(slot);
+        let cached = self.matched.rows * self.groups.block_size();
+        let cached = cached + lent.map_or(0, |lent| lent.tokens);
+        match cached {
+            0 => seq.planned_end,
+            _ => (seq.planned_end + cached).min(seq.tokens.len() - 1),
+        }
+    }
+
+    /// What the match under way ends in: a content that has its next tokens, an eighth of a block at
+    /// least, and is there. Not one that an open step computes: copies come before the step.
+    fn find_lender(&self, slot: u32) -> Option<Lent> {
+        if !self.lending {
+            return None;
+        }
+        let (seq, size) = (self.seqs.at(slot), self.groups.block_size());
+        let row = (seq.registered.rows + self.matched.rows) * size;
+        // The last token is computed.
+        let end = (seq.tokens.len() - 1).min(row + size);
+        let least = size.div_ceil(8);
+        let tokens = seq.tokens.get(row..end)?;
+        if tokens.len() < least {
+            return None;
+        }
+        let found = self.pool.nearest(self.matched.tip, tokens, least);
+        found.map(|(content, tokens)| Lent { content, tokens })
+    }
+
+    /// Goes on from where the sequence stands, if that is a block boundary: whether it is, and the cache may
+    /// be read. Leaves the hits in `self.matched`. Rows that it has reserved past the boundary come after them.
+    fn find_match(&mut self, slot: u32) -> bool {
         let seq = self.seqs.at(slot);
         let (tip, rows) = (seq.registered.tip, seq.registered.rows);
         let on_boundary = seq.planned_end == rows * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
             self.matched.clear(tip);
-            return;
+            return false;
         }
         let from = (tip, rows);
         self.matched
             .walk(&mut self.pool, &self.groups, &seq.tokens, from, false);
+        true
     }
 
-    /// Blocks of the match under way that are in the queue now, as far as a token after it sees them.
-    fn revived(&self, slot: u32) -> usize {
+    /// Blocks of the match under way and of what is lent that are in the queue now, as far as a token after
+    /// the match sees them.
+    fn revived(&self, slot: u32, lent: Option<Lent>) -> usize {
         let from = self.seqs.at(slot).registered.rows;
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
@@ -284,7 +350,9 @@ impl State {
             let (row, group) = (from + place / groups, place % groups);
             row >= self.groups.first_row(group, from + self.matched.rows)
         });
-        seen.filter(|&(_, &block)| self.pool.is_queued(block))
-            .count()
+        let lent = lent.into_iter();
+        let lent = lent.flat_map(|lent| self.pool.contents.blocks(lent.content));
+        let found = seen.map(|(_, &block)| block).chain(lent);
+        found.filter(|&block| self.pool.is_queued(block)).count()
     }
 }

@@ -62,7 +62,7 @@ impl Steps {
                 check_announced(state, plan, extra, &table, &mut computing)?;
             }
             check_totals(plan)?;
-            check_copies(state, plan, &sequences)?;
+            self.check_copies(state, plan)?;
         }
         for (block, step) in state.pool.unready() {
             ensure(computing.contains(&block), || {
@@ -74,6 +74,36 @@ impl Steps {
             track.check_end(seq)?;
         }
         Ok(())
+    }
+
+    /// Each copy is an entry's, to a block of its table, from one that the plan holds.
+    fn check_copies(&self, state: &State, plan: &Plan) -> Result<(), String> {
+        let (serial, groups) = (plan.key.serial, state.groups.len());
+        let mut counted = 0;
+        for entry in &plan.entries {
+            let (seq, row) = (state.seqs.at(entry.slot), state.groups.row_of(entry.start));
+            let table = self.table_of(state, plan, entry);
+            for &(place, source) in entry.extra.iter().flat_map(|extra| &extra.copied) {
+                let id = seq.id;
+                ensure(place / groups == row, || {
+                    format!("sequence {id} copies entry {place} to write in row {row}")
+                })?;
+                let copy = table.get(place % groups, row);
+                ensure(
+                    copy.is_some_and(|copy| plan.copies.contains(&(source, copy))),
+                    || format!("sequence {id}: plan {serial} does not copy {source:?} to {copy:?}"),
+                )?;
+                ensure(plan.fenced.contains(&source), || {
+                    format!("plan {serial} copies {source:?} and does not hold it")
+                })?;
+                counted += 1;
+            }
+            counted += check_lent(state, plan, entry, &table)?;
+        }
+        let copies = plan.copies.len();
+        ensure(copies == counted, || {
+            format!("plan {serial} copies {copies} blocks, counted {counted}")
+        })
     }
 
     /// At most two plans, this manager's, in the order of their numbers.
@@ -108,36 +138,41 @@ fn check_totals(plan: &Plan) -> Result<(), String> {
     })
 }
 
-/// Each copy is an entry's, to a block of its table, from one that the plan holds.
-fn check_copies(
+/// What lends it the tokens before it begins is copied whole, is there, and begins as the sequence goes
+/// on. How many copies that are.
+fn check_lent(
     state: &State,
     plan: &Plan,
-    sequences: &HashMap<u32, &Sequence>,
-) -> Result<(), String> {
-    let (serial, groups) = (plan.key.serial, state.groups.len());
-    let mut counted = 0;
-    for entry in &plan.entries {
-        let (seq, row) = (sequences[&entry.slot], state.groups.row_of(entry.start));
-        for &(place, source) in entry.extra.iter().flat_map(|extra| &extra.copied) {
-            let id = seq.id;
-            ensure(place / groups == row, || {
-                format!("sequence {id} copies entry {place} to write in row {row}")
-            })?;
-            let copy = seq.table.get(place % groups, row);
-            ensure(
-                copy.is_some_and(|copy| plan.copies.contains(&(source, copy))),
-                || format!("sequence {id}: plan {serial} does not copy {source:?} to {copy:?}"),
-            )?;
-            ensure(plan.fenced.contains(&source), || {
-                format!("plan {serial} copies {source:?} and does not hold it")
-            })?;
-            counted += 1;
-        }
+    entry: &Entry,
+    table: &BlockTable,
+) -> Result<usize, String> {
+    let seq = state.seqs.at(entry.slot);
+    let (id, serial) = (seq.id, plan.key.serial);
+    let Some(extra) = entry.extra.as_ref().filter(|extra| !extra.lent.is_empty()) else {
+        let tokens = entry.extra.as_ref().map_or(0, |extra| extra.lent_tokens);
+        ensure(tokens == 0, || {
+            format!("sequence {id} has {tokens} tokens that no block lends")
+        })?;
+        return Ok(0);
+    };
+    let (row, tokens) = (extra.stood.rows + extra.matched, extra.lent_tokens);
+    let begins = row * state.groups.block_size();
+    let pool = &state.pool;
+    for (group, &source) in extra.lent.iter().enumerate() {
+        let copy = table.get(group, row);
+        let copied = copy.is_some_and(|copy| plan.copies.contains(&(source, copy)));
+        ensure(copied && plan.fenced.contains(&source), || {
+            format!("sequence {id}: plan {serial} does not copy or hold {source:?}, which lends")
+        })?;
+        let lends = pool.content_of(source).is_some_and(|(content, of, _)| {
+            let known = &pool.contents.tokens(content)[..tokens];
+            of == group && seq.tokens[begins..].starts_with(known)
+        });
+        ensure(lends && pool.is_ready(source), || {
+            format!("sequence {id} is lent {tokens} tokens that {source:?} has not")
+        })?;
     }
-    let copies = plan.copies.len();
-    ensure(copies == counted, || {
-        format!("plan {serial} copies {copies} blocks, counted {counted}")
-    })
+    Ok(extra.lent.len())
 }
 
 /// It has blocks for all that it computes, and could be taken back.
@@ -154,7 +189,7 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence) -> Result<(), Stri
     };
     let stood = extra.stood.rows + extra.matched;
     let (write, block_size) = (entry.write_from, state.groups.block_size());
-    ensure(write == stood * block_size, || {
+    ensure(write == stood * block_size + extra.lent_tokens, || {
         format!("sequence {id} writes from {write}, has blocks of {stood} rows")
     })?;
     let announces_from = if extra.prefill { stood } else { 0 };
@@ -203,7 +238,7 @@ fn check_adopted(
 ) -> Result<(), String> {
     let (id, start) = (seq.id, entry.start);
     let end = entry.write_from.min(seq.tokens.len() - 1);
-    let fits = match extra.matched {
+    let fits = match extra.matched + extra.lent_tokens {
         0 => extra.adopted == 0,
         _ => start == end,
     };
@@ -222,7 +257,7 @@ fn check_adopted(
         format!("sequence {id} announces what it must not")
     })?;
     let may_adopt = extra.prefill && seq.read_cache;
-    ensure(may_adopt || extra.matched == 0, || {
+    ensure(may_adopt || extra.matched + extra.lent.len() == 0, || {
         format!("sequence {id} adopts what it must not")
     })?;
     ensure(!extra.prefill || extra.drafts.is_empty(), || {
@@ -419,9 +454,22 @@ mod tests {
             let (source, _) = plan(s, NEWER).copies[0];
             plan(s, NEWER).fenced.retain(|block| *block != source);
         }),
-        ("plan 12 copies 3 blocks, counted 2", |s| {
+        ("plan 12 copies 5 blocks, counted 4", |s| {
             let copy = plan(s, NEWER).copies[0];
             plan(s, NEWER).copies.push(copy);
+        }),
+        ("sequence 17: plan 12 does not copy or hold", |s| {
+            extra(s, NEWER, BORROWER).lent[1] = BlockId::from(0);
+        }),
+        ("sequence 17: plan 12 does not copy or hold", |s| {
+            let source = extra(s, NEWER, BORROWER).lent[0];
+            plan(s, NEWER).fenced.retain(|block| *block != source);
+        }),
+        ("sequence 17 is lent 1 tokens that BlockId(", |s| {
+            s.seq(BORROWER).tokens[3] += 1;
+        }),
+        ("sequence 17 has 1 tokens that no block lends", |s| {
+            extra(s, NEWER, BORROWER).lent.clear();
         }),
         ("is to be computed in step 12 by nobody", |s| {
             extra(s, NEWER, LONG).announced -= 1;

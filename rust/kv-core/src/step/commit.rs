@@ -296,6 +296,8 @@ impl State {
         if extra.prefill {
             stats.prompt_tokens += extra.adopted as u64 + u64::from(entry.len);
             stats.cached_tokens += extra.adopted as u64;
+            stats.partial_hits += u64::from(extra.lent_tokens > 0);
+            stats.partial_tokens += extra.lent_tokens as u64;
             stats.hit_blocks += extra.matched_blocks as u64;
             stats.slid_blocks += extra.unseen.len() as u64;
         }

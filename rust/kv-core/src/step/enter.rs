@@ -24,6 +24,8 @@ impl Steps {
         let (rows_before, stood) = (seq.table.rows(), seq.registered);
         if let Some(extra) = extra.as_mut().filter(|extra| extra.prefill) {
             self.adopt(state, slot, extra);
+            self.borrow(state, slot, extra);
+            state.seqs.at_mut(slot).planned_end += extra.adopted;
         }
         let start = state.seqs.at(slot).planned_end;
         let row = state.groups.row_of(start);
@@ -81,11 +83,12 @@ impl Steps {
         extra: Option<Box<Extra>>,
     ) {
         let seq = state.seqs.at_mut(slot);
-        let (mut drafts, mut there) = (0, seq.registered.rows);
+        let block_size = state.groups.block_size();
+        let (mut drafts, mut write_from) = (0, seq.registered.rows * block_size);
         if let Some(extra) = &extra {
             drafts = extra.drafts.len();
             if extra.prefill {
-                there = extra.announce_from;
+                write_from = extra.announce_from * block_size + extra.lent_tokens;
             }
         }
         let (start, end) = (seq.planned_end, seq.planned_end + len);
@@ -105,7 +108,7 @@ impl Steps {
             slot,
             len: len as u32,
             start,
-            write_from: there * state.groups.block_size(),
+            write_from,
             rows_before: rows_before as u32,
             pending_row,
             samples,
@@ -129,6 +132,23 @@ impl Steps {
         state.pool.release(source);
         self.newest().copies.push((source, copy));
         source
+    }
+
+    /// Partial reuse: the row behind the match gets copies of the blocks that lend it its first tokens.
+    /// These are held before anything is allocated: nobody else may.
+    fn borrow(&mut self, state: &mut State, slot: u32, extra: &mut Extra) {
+        if extra.lent.is_empty() {
+            return;
+        }
+        for &source in &extra.lent {
+            state.pool.lend(source);
+            self.newest().fenced.push(source);
+        }
+        let row = state.seqs.at(slot).registered.rows;
+        state.allocate(slot, row + 1);
+        let copies = state.seqs.at(slot).table.row(row);
+        let copies = extra.lent.iter().copied().zip(copies);
+        self.newest().copies.extend(copies);
     }
 
     /// The newest plan holds a block until it is closed.
@@ -170,9 +190,6 @@ impl Steps {
             tip: matched.tip,
             rows,
         };
-        let end = (rows * state.groups.block_size()).min(seq.tokens.len() - 1);
-        extra.adopted = end - seq.planned_end;
-        seq.planned_end = end;
         state.matched = matched;
     }
 }

@@ -91,6 +91,10 @@ pub(super) struct Extra {
     pub(super) adopted: usize,
     pub(super) matched: usize,
     pub(super) matched_blocks: usize,
+    /// The blocks, by group, that lend the first tokens of the row behind the match, and how many of the
+    /// tokens adopted these are.
+    pub(super) lent: Vec<BlockId>,
+    pub(super) lent_tokens: usize,
     /// What no token after these rows sees, by group, the last one first: the plan keeps it.
     pub(super) unseen: Vec<(usize, BlockId)>,
     /// Of the adopted blocks and of `present`, those that an open step computes.
@@ -113,6 +117,8 @@ impl Extra {
             adopted: 0,
             matched: 0,
             matched_blocks: 0,
+            lent: Vec::new(),
+            lent_tokens: 0,
             unseen: Vec::new(),
             in_flight: 0,
             announced: 0,

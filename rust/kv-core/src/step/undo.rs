@@ -57,6 +57,12 @@ impl Steps {
                     let block = state.at(slot, place);
                     state.pool.forget(block);
                 }
+                if !extra.lent.is_empty() {
+                    let row = extra.stood.rows + extra.matched;
+                    let table = &state.seqs.at(slot).table;
+                    let is_its = |copy| table.row(row).any(|block| block == copy);
+                    self.newest().copies.retain(|&(_, copy)| !is_its(copy));
+                }
                 state.shorten(slot, rows + extra.matched);
                 if extra.matched > 0 {
                     let (seq, pool) = (state.seqs.at_mut(slot), &mut state.pool);

@@ -12,7 +12,7 @@ use crate::config::Config;
 const MAGIC: &[u8; 8] = b"kvtrace\n";
 
 /// The version of the format: of what `Call`, `Answer`, `Header` and everything in them are written as.
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 
 /// Bytes of the longest varint.
 const LONGEST_NUMBER: usize = 10;

@@ -13,6 +13,7 @@ mod figures;
 mod filling;
 mod handles;
 mod limits;
+mod partial;
 mod recordings;
 mod rematch;
 mod sharing;

@@ -62,6 +62,8 @@ struct Entry {
     adopted: Vec<u32>,
     present: Vec<u32>,
     announced: Vec<u32>,
+    /// The blocks that lend it tokens of the row behind the match, and their copies.
+    lent: Vec<(u32, u32)>,
     /// Rows matched and announced, and those matched alone.
     rows: usize,
     matched: usize,
@@ -85,6 +87,7 @@ pub(crate) struct Model {
     pub(crate) groups: Vec<Option<usize>>,
     pub(crate) caching: bool,
     pub(crate) sharing: bool,
+    pub(crate) lending: bool,
     /// Head first.
     queue: Vec<u32>,
     /// By layer group.
@@ -104,6 +107,7 @@ impl Model {
             groups: config.groups.clone(),
             caching: config.prefix_caching,
             sharing: config.in_flight_sharing,
+            lending: config.partial_reuse,
             queue: (0..num_blocks as u32).collect(),
             num_blocks,
             contents: HashMap::new(),
@@ -202,6 +206,34 @@ impl Model {
         };
         let hit = |rows: usize| (from..rows).map(|at| row(rows, at)).collect();
         (from..=most).rev().find_map(hit).unwrap_or_default()
+    }
+
+    /// The blocks of the content that agrees longest with `tokens` behind their first `row` rows, for an
+    /// eighth of a block at least, and how long that is.
+    fn lender(&self, namespace: u8, tokens: &[u32], row: usize) -> (Vec<u32>, usize) {
+        let (from, size) = (row * self.block_size, self.block_size);
+        let mut best = (Vec::new(), 0);
+        let mut first = 0;
+        for (((of, known), group), &block) in &self.contents {
+            let is_next = *of == namespace && *group == 0 && known.len() == from + size;
+            if !is_next || tokens.get(..from) != Some(&known[..from]) {
+                continue;
+            }
+            // The last token is computed in any case.
+            let wanted = tokens.get(from..tokens.len() - 1).unwrap_or(&[]);
+            let pairs = known[from..].iter().zip(wanted);
+            let agrees = pairs.take_while(|(known, token)| known == token).count();
+            let blocks = (0..self.groups.len()).map(|group| self.known(*of, known, group));
+            let Some(blocks) = blocks.collect::<Option<Vec<u32>>>() else {
+                continue;
+            };
+            let is_ready = blocks.iter().all(|&block| self.is_ready(block));
+            let better = agrees > best.1 || (agrees == best.1 && block < first);
+            if is_ready && agrees * 8 >= size && agrees > 0 && better {
+                (best, first) = ((blocks, agrees), block);
+            }
+        }
+        best
     }
 
     fn is_ready(&self, block: u32) -> bool {
@@ -388,7 +420,14 @@ impl Model {
         });
     }
 
-    fn push(&mut self, seq: u64, matched: &[Row], start: usize, len: usize, extra: Extra) {
+    fn push(
+        &mut self,
+        seq: u64,
+        (matched, lent): (&[Row], &[u32]),
+        start: usize,
+        len: usize,
+        extra: Extra,
+    ) {
         let announces = matches!(extra, Extra::Announces);
         let (lookahead, drafts) = match extra {
             Extra::Lookahead(slots) => (slots, Vec::new()),
@@ -398,7 +437,7 @@ impl Model {
         let s = &self.seqs[&seq];
         let before = (s.table.len(), s.ahead, s.registered);
         blocks(matched).for_each(|block| self.unqueue(block));
-        let copied = match matched.is_empty() {
+        let copied = match matched.is_empty() && lent.is_empty() {
             true => self.must_copy(seq, start),
             false => Vec::new(),
         };
@@ -415,6 +454,7 @@ impl Model {
             true => Vec::new(),
             false => self.take_unseen(seq),
         };
+        let lent = self.borrow(seq, lent);
         let s = self.seqs.get_mut(&seq).expect("live");
         let samples = start + len == s.tokens.len() + s.pending + drafts.len();
         (s.ahead, s.speculating) = (start + len, !drafts.is_empty());
@@ -445,10 +485,31 @@ impl Model {
             adopted: blocks(matched).collect(),
             present,
             announced,
+            lent,
             rows,
             matched: matched.len(),
             unseen,
         });
+    }
+
+    /// The row behind the match gets copies of these blocks, which the plan holds.
+    fn borrow(&mut self, seq: u64, lent: &[u32]) -> Vec<(u32, u32)> {
+        for &source in lent {
+            self.unqueue(source);
+            self.newest().fenced.push(source);
+        }
+        let row = self.seqs[&seq].registered;
+        if !lent.is_empty() && self.seqs[&seq].table.len() == row {
+            let new = lent.iter().map(|_| Some(self.allocate())).collect();
+            self.seqs.get_mut(&seq).expect("live").table.push(new);
+        }
+        let copies = lent
+            .iter()
+            .zip(self.seqs[&seq].table.get(row).into_iter().flatten());
+        let copies = copies.map(|(&source, copy)| (source, copy.expect("not slid past")));
+        let copies: Vec<(u32, u32)> = copies.collect();
+        self.newest().copies.extend(&copies);
+        copies
     }
 
     /// Takes what no token after its registered rows sees out of a table, the last one first.
@@ -537,7 +598,7 @@ impl Model {
         let fits = self.budget() > 0 && needed <= self.queue.len();
         if fits {
             let start = self.seqs[&seq].ahead;
-            self.push(seq, &[], start, 1, Extra::Lookahead(lookahead));
+            self.push(seq, (&[], &[]), start, 1, Extra::Lookahead(lookahead));
         }
         fits
     }
@@ -552,7 +613,7 @@ impl Model {
             return Prefill::NoRoom { needed, available };
         }
         let start = self.seqs[&seq].ahead;
-        self.push(seq, &[], start, tokens, Extra::Drafts(drafts));
+        self.push(seq, (&[], &[]), start, tokens, Extra::Drafts(drafts));
         Prefill::Planned {
             cached_tokens: 0,
             tokens,
@@ -612,11 +673,32 @@ impl Model {
         } else {
             Vec::new()
         };
-        let rows = s.table.len() + matched.len();
-        let start = if matched.is_empty() {
-            s.ahead
+        let lent = if may_match && self.lending {
+            self.lender(s.namespace, &s.tokens, s.registered + matched.len())
         } else {
-            ((s.registered + matched.len()) * size).min(s.tokens.len() - 1)
+            (Vec::new(), 0)
+        };
+        let answer = self.prefill_behind(seq, max_tokens, reserve, (&matched, lent.clone()));
+        match answer {
+            Prefill::NoRoom { .. } if lent.1 > 0 => {
+                self.prefill_behind(seq, max_tokens, reserve, (&matched, (Vec::new(), 0)))
+            }
+            answer => answer,
+        }
+    }
+
+    fn prefill_behind(
+        &mut self,
+        seq: u64,
+        max_tokens: usize,
+        reserve: Option<usize>,
+        (matched, (lent, lent_tokens)): (&[Row], (Vec<u32>, usize)),
+    ) -> Prefill {
+        let (size, s) = (self.block_size, self.seqs[&seq].clone());
+        let rows = s.table.len() + matched.len();
+        let start = match matched.len() * size + lent_tokens {
+            0 => s.ahead,
+            cached => (s.registered * size + cached).min(s.tokens.len() - 1),
         };
         let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
@@ -629,10 +711,11 @@ impl Model {
         if tokens == 0 {
             return Prefill::NoBudget;
         }
-        let revived = blocks(&matched)
+        let revived = blocks(matched)
+            .chain(lent.iter().copied())
             .filter(|block| self.queue.contains(block))
             .count();
-        let copies = match matched.is_empty() {
+        let copies = match matched.is_empty() && lent.is_empty() {
             true => self.must_copy(seq, start).len(),
             false => 0,
         };
@@ -650,7 +733,7 @@ impl Model {
                         true => 0,
                         false => self.first_row(group, s.registered + matched.len()),
                     };
-                    let held = s.table.iter().chain(&matched).skip(unseen);
+                    let held = s.table.iter().chain(matched).skip(unseen);
                     let held = held.filter(|row| row[group].is_some()).count();
                     let peak = reach.min(s.tokens.len().div_ceil(size));
                     peak.saturating_sub(held).max(now)
@@ -664,7 +747,7 @@ impl Model {
                 available: self.queue.len(),
             };
         }
-        self.push(seq, &matched, start, tokens, Extra::Announces);
+        self.push(seq, (matched, &lent), start, tokens, Extra::Announces);
         Prefill::Planned {
             cached_tokens: start - s.ahead,
             tokens,
@@ -675,7 +758,9 @@ impl Model {
     fn undo(&mut self, entry: Entry) {
         self.contents
             .retain(|_, holder| !entry.announced.contains(holder));
-        let copies: Vec<u32> = entry.copied.iter().map(|copied| copied.3).collect();
+        let copied = entry.copied.iter().map(|copied| copied.3);
+        let lent = entry.lent.iter().map(|lent| lent.1);
+        let copies: Vec<u32> = copied.chain(lent).collect();
         self.newest().copies.retain(|(_, to)| !copies.contains(to));
         let (table_len, ahead, registered) = entry.before;
         let mut s = self.seqs[&entry.seq].clone();
