@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,9 @@ _LAST_WORDS = 5
 def listening(settings: ServerSettings) -> Iterator[socket.socket]:
     """The bound socket of a server, for as long as the block lasts; nobody is let in yet.
 
-    Raises `ConfigurationError` where that address cannot be had.
+    Raises `ConfigurationError` where that address cannot be had or the certificate not be read.
     """
+    _check_certificate(settings)
     if settings.uds is None:
         with _socket(settings) as server:
             yield server
@@ -44,6 +46,22 @@ def listening(settings: ServerSettings) -> Iterator[socket.socket]:
             yield server
         finally:
             Path(settings.uds).unlink(missing_ok=True)
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Before a model is loaded; uvicorn reads it again."""
+    certificate, key = settings.ssl_certfile, settings.ssl_keyfile
+    if certificate is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password="")  # none is asked for on a terminal
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(
+            f"ssl_certfile={str(certificate)!r} and ssl_keyfile={str(key)!r} cannot be read: "
+            f"{reason}; give PEM files, the key without a password"
+        ) from error
 
 
 def _socket(settings: ServerSettings) -> socket.socket:
@@ -97,7 +115,7 @@ def make_server(
 ) -> "SignalledServer":
     """A server for `run(sockets=[...])`; `announce` is called when clients are let in.
 
-    The engine stays its maker's to close. Raises `OSError` for certificates that can't be read.
+    The engine stays its maker's to close.
     """
     app = create_app(engine, settings)
     config = uvicorn.Config(

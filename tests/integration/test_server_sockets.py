@@ -5,8 +5,10 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -358,3 +360,39 @@ def test_a_prefix_that_a_proxy_takes_away(engine: AsyncEngine) -> None:
         host = server.address.removesuffix("/llm")
         assert httpx2.get(f"{host}/health").status_code == 200
         assert httpx2.get(f"{host}/v1/models").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    asked = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=server"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", *asked.split(), *more], check=True, capture_output=True)
+    return cert, key
+
+
+def test_https(engine: AsyncEngine, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    with RunningServer(engine, ssl_certfile=cert, ssl_keyfile=key) as server:
+        assert server.address.startswith("https://")
+        trusting = ssl.create_default_context(cafile=str(cert))
+        answer = httpx2.post(f"{server.address}/v1/completions", json=GOOD, verify=trusting).json()
+        assert answer["usage"]["completion_tokens"] == 2
+        with socket.create_connection(server.where) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            assert not rest_of(plain).startswith(b"HTTP/1.1 200")
+
+
+def test_a_certificate_that_cannot_be_read(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    cert, key = certificate
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    absent = tmp_path / "none.pem"
+    for one, other in ((absent, key), (cert, absent), (empty, key), (cert, cert)):
+        settings = ServerSettings(ssl_certfile=one, ssl_keyfile=other)
+        with pytest.raises(ConfigurationError, match=r"cannot be read: .*give PEM files"):
+            listening(settings).__enter__()
