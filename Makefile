@@ -18,7 +18,6 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
-CLIENT_PACKAGES := "openai>=3.54,<4" "langchain-openai>=1.7,<2" "schemathesis>=4.32,<5" "playwright>=1.65,<2"
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
