@@ -29,6 +29,8 @@ from pyengine.server.responses import (
 
 router = APIRouter(route_class=JsonRoute)
 
+_ALWAYS_SET = {"index", "text", "finish_reason", "stop_reason"}
+
 
 @router.post(
     "/v1/completions",
@@ -115,7 +117,8 @@ class _Writer:
             if options is not None and options.continuous_usage_stats:
                 usage["usage"] = tally.usage()
             for choice in self._choices(item):
-                if choice.text or choice.finish_reason or len(choice.model_fields_set) > 4:
+                says_more = choice.model_fields_set > _ALWAYS_SET
+                if choice.text or choice.finish_reason or says_more:  # else it is half a character
                     yield _response(call, [choice], usage)
         if options is not None and options.include_usage:
             yield _response(call, [], {"usage": tally.usage()})

@@ -8,7 +8,7 @@ import socket
 import ssl
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -163,7 +163,8 @@ class SignalledServer(uvicorn.Server):
         """A signal has come, at any line of the main thread."""
         if self._loop is None:
             raise KeyboardInterrupt
-        self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
+        with suppress(RuntimeError):  # it is over already
+            self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
 
     def _end(self, name: str) -> None:
         self._num_signals += 1

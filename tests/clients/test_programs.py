@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from pyengine.engine import AsyncEngine
@@ -39,6 +40,12 @@ def test_the_openai_client(server: RunningServer) -> None:
     printed = run("python", "tests/clients/programs/openai_client.py", server.address)
     assert "100 of 100 valid" in printed
     server.is_well()
+
+
+def test_langchain(server: RunningServer) -> None:
+    model = httpx2.get(f"{server.address}/v1/models").json()["data"][0]["id"]
+    program = "tests/clients/programs/langchain_client.py"
+    assert "is served" in run("python", program, server.address, model)
 
 
 def test_schemathesis_finds_no_fault(tmp_path: Path) -> None:

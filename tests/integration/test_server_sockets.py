@@ -270,6 +270,18 @@ def test_after_the_drain_time_what_runs_is_aborted(folder: Path) -> None:
         assert asyncio.run(streams(server.address, end)) == [(200, "abort")] * 16
 
 
+def test_a_second_signal_aborts(folder: Path) -> None:
+    with open_small_engine(folder) as engine, RunningServer(engine) as server:
+
+        async def end(_: Any) -> None:
+            server.signal()
+            await asyncio.sleep(0.02)
+            server.signal()
+
+        ends = asyncio.run(streams(server.address, end))
+        assert set(ends) <= {(200, "abort"), (200, "length")} and (200, "abort") in ends
+
+
 class Process:
     """`pyengine serve` in a process of its own."""
 
@@ -296,7 +308,6 @@ class Process:
 
 @pytest.mark.slow
 def test_a_process_ends_with_status_0(folder: Path) -> None:
-    """A signal lets what runs end; a second one aborts it."""
     with Process(folder, "--device", "cpu", "--num-blocks", "2048") as one:
 
         async def end(client: httpx2.AsyncClient) -> None:
@@ -304,20 +315,6 @@ def test_a_process_ends_with_status_0(folder: Path) -> None:
             await come_late(client, one.address)
 
         assert asyncio.run(streams(one.address, end)) == [(200, "length")] * 16
-        assert one.process.wait(30) == 0
-
-
-@pytest.mark.slow
-def test_a_second_signal_aborts(folder: Path) -> None:
-    with Process(folder, "--device", "cpu", "--num-blocks", "2048") as one:
-
-        async def end(_: Any) -> None:
-            one.process.send_signal(signal.SIGINT)
-            await asyncio.sleep(0.05)
-            one.process.send_signal(signal.SIGTERM)
-
-        ends = asyncio.run(streams(one.address, end))
-        assert set(ends) <= {(200, "abort"), (200, "length")} and (200, "abort") in ends
         assert one.process.wait(30) == 0
 
 

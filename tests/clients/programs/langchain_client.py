@@ -1,0 +1,40 @@
+"""What programs do with `langchain-openai`, against the server at the address given.
+
+Run by the Python of .venv-clients. Fails by an assertion.
+"""
+
+import sys
+
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class City(BaseModel):
+    """A city and whether it is a capital."""
+
+    is_capital: bool
+
+
+@tool
+def is_raining(in_paris: bool) -> bool:
+    """Whether it rains."""
+    return in_paris
+
+
+def main(address: str) -> None:
+    """Invoke, stream, batch, a form, a tool that is demanded."""
+    chat = ChatOpenAI(base_url=f"{address}/v1", api_key="none", model=sys.argv[2], temperature=0)
+    question = "What is the capital of France?"
+    answer = chat.invoke(question)
+    assert "Paris" in answer.content and answer.usage_metadata["input_tokens"] > 5
+    assert "".join(part.content for part in chat.stream(question)) == answer.content
+    assert len(chat.batch([question, "What is the capital of Japan?"])) == 2
+    assert isinstance(chat.with_structured_output(City).invoke("Is Paris a capital?"), City)
+    called = chat.bind_tools([is_raining], tool_choice="required").invoke("Is it raining in Paris?")
+    assert [one["name"] for one in called.tool_calls] == ["is_raining"]
+    print("langchain is served")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
