@@ -123,7 +123,7 @@ class PoolWatch:
             if self._is_over():
                 self._end()
                 break
-            with suppress(PyEngineError):  # the engine is gone: the page says for how long
+            with suppress(PyEngineError):  # the engine has ended: nothing new
                 view = await self._engine.view(MOST_REQUESTS)
                 self.num_looks += 1
                 stats = view.stats
