@@ -58,7 +58,7 @@ def main() -> None:
     """One picture in each theme, after a minute."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    with AsyncEngine(num_blocks=560, max_num_seqs=40, seed=0) as engine:
+    with AsyncEngine(num_blocks=230, max_num_seqs=40, seed=0) as engine:
         watch, app = PoolWatch(engine, model_name="SmolLM2-135M-Instruct"), FastAPI()
         app.include_router(page_router(watch))
         with Served(app) as served, browser() as chromium:

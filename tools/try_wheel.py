@@ -40,11 +40,12 @@ def check_contents(wheel: Path) -> None:
     rooms = {name.split("/")[0] for name in names}
     info = next(room for room in rooms if room.endswith(".dist-info"))
     strangers = sorted(rooms - {"pyengine", info})
-    suffixes = {".py", ".pyi", ".so", ".typed"}
+    suffixes = {".html", ".py", ".pyi", ".so", ".typed"}
     strangers += [n for n in names if n.startswith("pyengine/") and Path(n).suffix not in suffixes]
     if strangers:
         raise SystemExit(f"{wheel.name} holds what does not belong there: {strangers}")
     wanted = ["pyengine/__init__.py", "pyengine/py.typed", "pyengine/_kv.pyi"]
+    wanted += ["pyengine/server/page/kv.html"]
     missing = [name for name in wanted if name not in names]
     missing += ["a licence file"] * (not any("LICENSE" in n for n in names if n.startswith(info)))
     missing += ["the extension"] * (not any(n.startswith("pyengine/_kv.abi3") for n in names))

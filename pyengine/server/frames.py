@@ -7,6 +7,7 @@ Columns of blocks are base64 of deflated little-endian integers. Names of namesp
 import base64
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from time import monotonic, time
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.cache import Survey
-from pyengine.engine import EngineView, RequestView
+from pyengine.engine import EngineView, RequestState, RequestView
 
 Ints = npt.NDArray[np.int64]
 
@@ -24,8 +25,8 @@ MOST_NODES = 160
 """Pieces of the tree that the page is shown: those with most sequences, then with most blocks."""
 MOST_NAMESPACES = 8
 """Namespaces with a colour of their own: those with most blocks."""
-_SHOWN_PROMPT = 200
-"""Characters of a prompt that are shown where they may be."""
+_SHOWN_TOKENS, _SHOWN_CHARACTERS = 64, 200
+"""Of a prompt, at most, where it may be shown."""
 
 
 def _column(data: bytes) -> Ints:
@@ -104,11 +105,18 @@ def _depths(parents: Ints, behind: Ints) -> tuple[Ints, Ints]:
 
 
 class FrameMaker:
-    """Makes the messages of one engine. Not for several threads at once."""
+    """Makes the messages of one engine. Not for several threads at once.
 
-    def __init__(self, about: dict[str, object], *, show_prompts: bool = False) -> None:
+    Given `decode`, from token ids to text, it shows the beginning of each prompt.
+    """
+
+    def __init__(
+        self, about: dict[str, object], decode: Callable[[list[int]], str] | None = None
+    ) -> None:
         self._about = about
-        self._show_prompts = show_prompts
+        self._decode = decode
+        self._prompts: dict[RequestState, str] = {}
+        """Of requests that were shown last."""
 
     def frame(self, view: EngineView) -> str:
         """A look as one line of JSON."""
@@ -118,6 +126,8 @@ class FrameMaker:
         nodes, hidden, number_of = _nodes(tree, seq_refs, space_of_root)
         pieces = tree.block_pieces
         root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
+        if self._decode is not None:
+            self._prompts = {one.state: self._prompt(one.state) for one in view.requests}
         ledger = stats.ledger
         message = {
             "time": time(),
@@ -160,17 +170,20 @@ class FrameMaker:
             round(monotonic() - view.arrival_time, 3),
             _digest(state.namespace),
         ]
-        if self._show_prompts:
-            row.append(_beginning(state))
+        if self._decode is not None:
+            row.append(self._prompts[state])
         return row
 
-
-def _beginning(view: Any) -> str:
-    """The first of a prompt, as text if there is any."""
-    if view.prompt is not None:
-        return str(view.prompt[:_SHOWN_PROMPT])
-    ids = [int(token) for token in view.prompt_token_ids[: _SHOWN_PROMPT // 8]]
-    return str(ids)
+    def _prompt(self, state: RequestState) -> str:
+        """The beginning of a prompt; made once for each request."""
+        known = self._prompts.get(state)
+        if known is not None:
+            return known
+        if state.prompt is not None:
+            return state.prompt[:_SHOWN_CHARACTERS]
+        assert self._decode is not None
+        ids = [int(token) for token in state.prompt_token_ids[:_SHOWN_TOKENS]]
+        return self._decode(ids)[:_SHOWN_CHARACTERS]
 
 
 def _digest(namespace: bytes) -> str:

@@ -9,6 +9,7 @@ steps; what is made of it is made elsewhere.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from copy import deepcopy
 from importlib.resources import files
 from time import thread_time
 from typing import Any, Protocol
@@ -39,6 +40,8 @@ _POLICY = (
 class Looked(Protocol):
     """What the page asks of an engine: `AsyncEngine` has it."""
 
+    tokenizer: Any
+
     async def view(self, most_requests: int = ...) -> EngineView:
         """See `AsyncEngine.view`."""
         ...
@@ -61,7 +64,8 @@ class PoolWatch:
     ) -> None:
         self._engine = engine
         self._is_over = is_over
-        self._frames = FrameMaker(_about(engine, model_name), show_prompts=show_prompts)
+        decode = _decoder(engine.tokenizer) if show_prompts else None
+        self._frames = FrameMaker(_about(engine, model_name), decode)
         self._watchers: set[_Watcher] = set()
         self._task: asyncio.Task[None] | None = None
         self._newest: str | None = None
@@ -119,7 +123,7 @@ class PoolWatch:
             if self._is_over():
                 self._end()
                 break
-            with suppress(PyEngineError):  # the engine is gone: the page says for how long
+            with suppress(PyEngineError):  # the engine has ended: nothing new
                 view = await self._engine.view(MOST_REQUESTS)
                 self.num_looks += 1
                 stats = view.stats
@@ -160,6 +164,11 @@ class _Watcher:
         self.wake.clear()
         frame, self._frame = self._frame, None
         return frame
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """From token ids to text, by a tokenizer of its own: one is not for several threads."""
+    return str if tokenizer is None else deepcopy(tokenizer).decode
 
 
 def _about(engine: Looked, model_name: str) -> dict[str, Any]:

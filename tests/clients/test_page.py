@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from pyengine.core import SamplingParams
+from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine, EngineView
+from pyengine.server import create_app
+from tests.support.browser import CHROMIUM, Served, browser, errors_of
 from tests.support.callers import FakeModel
+from tests.support.serving import open_small_engine, save_small_model
 
 pytest.importorskip("playwright")
-from tests.support.browser import CHROMIUM, Served, browser, errors_of
 
 pytestmark = [
     pytest.mark.clients,
@@ -205,3 +208,34 @@ def test_keys_and_tables_say_what_the_pictures_show(
         assert watched.watch.num_looks == looks
         assert errors == []
         page.close()
+
+
+def test_it_asks_for_the_key_and_believes_no_id(
+    chromium: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = save_small_model(tmp_path_factory.mktemp("served"))
+    nasty = "<img src=x onerror=alert(1)>"
+    with open_small_engine(folder) as engine:
+        app = create_app(engine, ServerSettings(api_key=("secret",), log_format="none"))
+        with Served(app) as served:
+            page = chromium.new_page()
+            errors, sent = errors_of(page), []
+            page.on("request", lambda one: sent.append((one.url, one.headers)))
+            page.goto(f"{served.url}/kv")
+            page.locator("#key").fill("wrong")
+            page.keyboard.press("Enter")
+            page.wait_for_function("document.getElementById('ask-bad').textContent !== ''")
+            page.locator("#key").fill("secret")
+            page.keyboard.press("Enter")
+            page.wait_for_function("() => frame !== null")
+            params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=900)
+            work = served.submit(exhausted(engine.generate("once", params, nasty)))
+            page.wait_for_selector("#requests tr[aria-rowindex='2']")
+            assert page.locator("#requests tr[aria-rowindex='2'] td").first.inner_text() == nasty
+            assert page.locator("#requests img").count() == 0
+            work.cancel()
+            assert not [url for url, _ in sent if "secret" in url]
+            assert sent[-1][1]["authorization"] == "Bearer secret"
+            assert [one for one in errors if "401" not in one] == []
+            served.submit(app.state.observation.close()).result()
+            page.close()

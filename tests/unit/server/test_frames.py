@@ -164,7 +164,7 @@ def test_prompts_are_shown_only_where_they_may_be() -> None:
     frame = Shown(view)
     assert "between" not in frame.text and "95,94" not in frame.text.replace(" ", "")
     assert len(frame.message["requests"][0]) == 10
-    rows = Shown(view, show_prompts=True).message["requests"]
+    rows = Shown(view, decode=str).message["requests"]
     assert [row[10] for row in rows] == ["between you and me", "[95, 94, 93]"]
 
 

@@ -1,0 +1,110 @@
+"""What the whole server shows of its engine: /metrics, /kv, the log; and to whom."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from pyengine.core import ConfigurationError
+from pyengine.core.server_settings import ServerSettings
+from pyengine.engine import AsyncEngine
+from pyengine.server import create_app
+from tests.support.serving import Client, error_of, make_client
+
+KEY = {"authorization": "Bearer one"}
+
+
+def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> None:
+    before = client.get("/metrics").text
+    client.complete("one two three", max_tokens=5, ignore_eos=True, n=2)
+    after = client.get("/metrics").text
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    labels = f'{{engine="0",model_name="{name}"}}'
+
+    def value(text: str, metric: str) -> float:
+        [line] = [one for one in text.splitlines() if one.startswith(f"{metric}{labels}")]
+        return float(line.split()[-1])
+
+    metric = "vllm:generation_tokens_total"
+    assert value(after, metric) - value(before, metric) == 10
+    assert value(after, "vllm:num_requests_running") == 0
+    assert value(after, "pyengine:kv_committed_steps_total") == float(
+        engine.stats().counters["committed_steps"]
+    )
+    [config] = [one for one in after.splitlines() if one.startswith("vllm:cache_config_info")]
+    assert 'block_size="16"' in config and 'num_gpu_blocks="512"' in config
+
+
+def test_the_page_is_open_and_its_data_are_not(engine: AsyncEngine) -> None:
+    guarded = make_client(engine, api_key=("one",))
+    assert guarded.get("/kv").status_code == 200
+    assert "one two" not in guarded.get("/kv").text
+    for path in ("/kv/stream", "/metrics", "/kv/", "/kv/other"):
+        error_of(guarded.get(path), 401)
+    assert guarded.get("/metrics", headers=KEY).status_code == 200
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -> None:
+    app = create_app(engine, ServerSettings(show_prompts=shows))
+
+    async def main() -> str:
+        stream = app.state.observation.watch.stream()
+        body = {"prompt": "between you and me", "max_tokens": 900, "ignore_eos": True}
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            async for event in stream:
+                if '"running":1' in event:
+                    break
+            call.cancel()
+            await stream.aclose()
+        await app.state.observation.close()
+        return event
+
+    assert ("BETWEEN" in asyncio.run(main()).upper()) is shows
+
+
+def test_pages_are_let_go_when_the_server_drains(engine: AsyncEngine) -> None:
+    app = create_app(engine, ServerSettings())
+
+    async def main() -> None:
+        stream = app.state.observation.watch.stream()
+        for _ in range(2):
+            await anext(stream)
+        app.state.context.is_draining = True
+        async with asyncio.timeout(2):
+            async for _ in stream:
+                pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("format", ["json", "text", "none"])
+def test_requests_are_logged_while_the_server_is_up(
+    engine: AsyncEngine, format: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = create_app(engine, ServerSettings(log_format=format))
+
+    async def main() -> None:
+        body = {"prompt": "never to be logged", "max_tokens": 3, "ignore_eos": True}
+        transport = httpx2.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx2.AsyncClient(transport=transport, base_url="http://server") as client,
+        ):
+            await client.post("/v1/completions", json=body)
+
+    asyncio.run(main())
+    lines = [line for line in capsys.readouterr().err.splitlines() if "prompt_tokens" in line]
+    assert len(lines) == (format != "none")
+    assert not [line for line in lines if "never" in line]
+    if format == "json":
+        assert json.loads(lines[0])["output_tokens"] == 3
+
+
+def test_a_format_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="log_format='xml': it must be 'text' or"):
+        ServerSettings(log_format="xml")  # type: ignore[arg-type]
