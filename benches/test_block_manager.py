@@ -270,6 +270,25 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: sequence.attach(lease)
 
 
+@case("Sequence.adopt", "tokens", "1,024, all cached")
+def _(world: World) -> Iterator[Timed]:
+    _ = world.holder
+    yield world.manager.sequence(world.prompt).adopt
+
+
+@case("Sequence.extend", "new blocks", "1 block")
+def _(world: World) -> Iterator[Timed]:
+    sequence = world.manager.sequence([1])
+    yield lambda: sequence.extend(1)
+
+
+@case("Sequence.publish", "tokens + full blocks", "the 16 tokens of a block")
+def _(world: World) -> Iterator[Timed]:
+    sequence, tokens = world.manager.sequence(world.tokens(1)), world.tokens(BLOCK - 1).tolist()
+    sequence.extend(BLOCK)
+    yield lambda: sequence.publish(BLOCK, tokens)
+
+
 @case("Sequence.lease", "blocks", "64 blocks")
 def _(world: World) -> Iterator[Timed]:
     yield world.holder.lease

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pyengine.cache import (
     BlockManager,
+    Extended,
     KvError,
     Lease,
     Ledger,
@@ -41,6 +42,7 @@ __all__ = [
     "AsyncEngine",
     "BlockManager",
     "CompletionOutput",
+    "Extended",
     "KvError",
     "Lease",
     "Ledger",

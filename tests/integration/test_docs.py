@@ -106,7 +106,7 @@ def test_recorded_operations_are_those_of_the_format() -> None:
         (variant, name, re.findall(r"\w+", re.sub(r"\(.*\)", "", arguments)))
         for variant, name, arguments, _ in table(DOCUMENT, "variant", "call")
     ]
-    assert len(said) == 22
+    assert len(said) == 25
     assert said == real
 
 

@@ -49,7 +49,7 @@ fn play(u: &mut Unstructured) -> Result<()> {
 /// One operation of few bytes, within the ranges of the property test.
 fn op(u: &mut Unstructured) -> Result<Op> {
     let at = |u: &mut Unstructured| u.arbitrary::<u8>().map(usize::from);
-    Ok(match u.int_in_range(0..=24_u8)? {
+    Ok(match u.int_in_range(0..=27_u8)? {
         0 | 1 => Op::New {
             namespace: u.int_in_range(0..=1)?,
             pattern: u.int_in_range(0..=3)?,
@@ -95,6 +95,9 @@ fn op(u: &mut Unstructured) -> Result<Op> {
             0 => Op::EvictIdle,
             oldest => Op::DropPlan(oldest == 1),
         },
-        _ => Op::Launch,
+        24 => Op::Launch,
+        25 => Op::Adopt(at(u)?),
+        26 => Op::Extend(at(u)?, u.int_in_range(0..=11)?),
+        _ => Op::Publish(at(u)?, u.arbitrary()?),
     })
 }

@@ -141,6 +141,40 @@ pub enum Error {
         /// The closed plan.
         plan: u64,
     },
+    /// `publish` of tokens for which the sequence has no slots.
+    #[error(
+        "sequence {sequence} has slots for {slots} tokens, {end} cannot be computed; extend it first"
+    )]
+    NotExtended {
+        /// The sequence's id.
+        sequence: u64,
+        /// Tokens that would be computed.
+        end: usize,
+        /// Tokens for which its blocks have slots.
+        slots: usize,
+    },
+    /// `publish` of tokens in a block that others hold, too.
+    #[error(
+        "sequence {sequence} would write on block {block}, which others hold too; extend it first"
+    )]
+    SharedBlock {
+        /// The sequence's id.
+        sequence: u64,
+        /// The block.
+        block: u32,
+    },
+    /// `publish` of more tokens than are known.
+    #[error(
+        "{known} tokens of sequence {sequence} are known, {end} cannot be computed; hand them over"
+    )]
+    NotKnown {
+        /// The sequence's id.
+        sequence: u64,
+        /// Tokens that would be computed.
+        end: usize,
+        /// Tokens known, those of the call included.
+        known: usize,
+    },
     /// `trim` to fewer tokens than are computed.
     #[error(
         "{computed} tokens of this sequence are computed, it cannot be trimmed to {num_tokens}"

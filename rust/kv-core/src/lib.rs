@@ -70,8 +70,8 @@ pub use lease::Lease;
 pub use manager::{BlockManager, SequenceView};
 pub use stats::{BlockState, Ledger, Stats};
 pub use step::{
-    IntArray, PlanView, Prefill, PrefixArrays, Redirect, SharedPrefix, SharedPrefixes, StepArrays,
-    TableRows,
+    Extend, IntArray, PlanView, Prefill, PrefixArrays, Redirect, SharedPrefix, SharedPrefixes,
+    StepArrays, TableRows,
 };
 pub use survey::{Branch, Survey};
 pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};

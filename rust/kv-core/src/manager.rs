@@ -15,7 +15,9 @@ use crate::sequence::Sequences;
 use crate::shared::{Dropped, Shared};
 use crate::state::State;
 use crate::stats::{BlockState, Ledger, Stats};
-use crate::step::{PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows};
+use crate::step::{
+    Extend, PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows,
+};
 use crate::survey::Survey;
 use crate::sync::Arc;
 use crate::table::BlockTable;
@@ -332,6 +334,61 @@ impl BlockManager {
         self.note(|_| Call::free(key.id), ());
         self.state.end_sequence(key.slot);
         Ok(())
+    }
+}
+
+/// Without a plan.
+impl BlockManager {
+    /// Goes on with what is cached, from the block boundary on which a sequence stands; how many tokens
+    /// that are. They are computed then, and held as its own: [`BlockManager::reset`] gives them back.
+    ///
+    /// At most all known tokens but one: the last is computed for its logits, and its KV is not written where
+    /// its block was adopted, too. Nothing is adopted between blocks, with slots reserved (see
+    /// [`BlockManager::trim`]), or of what an open plan computes.
+    ///
+    /// # Errors
+    /// [`Error::InPlan`]
+    pub fn adopt(&mut self, key: SeqKey) -> Result<usize, Error> {
+        self.read_mail();
+        let adopted = self.state.adopt(key)?;
+        self.note(|_| Call::adopt(key.id), adopted);
+        Ok(adopted)
+    }
+
+    /// Slots for `num_tokens` tokens after those that are computed, for a step of the caller's own.
+    ///
+    /// All or nothing. Slots that are there already count, so a call is due where a block ends, and after
+    /// a fork. What is computed in them is told by [`BlockManager::publish`].
+    ///
+    /// # Errors
+    /// [`Error::InPlan`]
+    pub fn extend(&mut self, key: SeqKey, num_tokens: usize) -> Result<Extend, Error> {
+        self.read_mail();
+        let answer = self.state.extend(key, num_tokens)?;
+        self.note(|_| Call::extend(key.id, num_tokens), &answer);
+        Ok(answer)
+    }
+
+    /// The next `num_tokens` tokens of a sequence are computed; `tokens` follow those that were known.
+    ///
+    /// Registers every block that became full, or merges it into the block that held the content first,
+    /// and reports the latter, as a commit does. From now on others adopt what was published: whatever
+    /// reads it must come after what computes it on the device.
+    ///
+    /// # Errors
+    /// [`Error::InPlan`], [`Error::NotExtended`], [`Error::SharedBlock`], [`Error::NotKnown`]
+    pub fn publish(
+        &mut self,
+        key: SeqKey,
+        num_tokens: usize,
+        tokens: &[u32],
+    ) -> Result<Vec<Redirect>, Error> {
+        self.read_mail();
+        let redirects = self
+            .steps
+            .publish(&mut self.state, key, num_tokens, tokens)?;
+        self.note(|_| Call::publish(key.id, num_tokens, tokens), &redirects);
+        Ok(redirects)
     }
 }
 

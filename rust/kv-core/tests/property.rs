@@ -51,6 +51,9 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<bool>().prop_map(Op::DropPlan),
         3 => Just(Op::Launch),
         1 => Just(Op::EvictIdle),
+        6 => any::<usize>().prop_map(Op::Adopt),
+        14 => (any::<usize>(), 0..12_usize).prop_map(|(seq, more)| Op::Extend(seq, more)),
+        20 => any::<(usize, u8)>().prop_map(|(seq, how)| Op::Publish(seq, how)),
     ]
 }
 

@@ -64,6 +64,11 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     m.rollback(plan.key())?;
     drop(m.begin_step(9)?);
     drop(fork);
+    let loose = m.sequence(prompt, b"", true)?;
+    assert_eq!(m.adopt(loose.key())?, 8);
+    m.extend(loose.key(), 3)?;
+    m.publish(loose.key(), 3, &[90_000])?;
+    drop(loose);
     m.evict_idle();
     assert_eq!(m.ledger().num_blocks(), 9);
     drop((first, equal));

@@ -1,6 +1,6 @@
 //! What the manager answers: frozen values.
 
-use kv_core::{Prefill, Redirect as CoreRedirect, Stats as CoreStats};
+use kv_core::{BlockId, Extend, Prefill, Redirect as CoreRedirect, Stats as CoreStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -183,6 +183,25 @@ impl Prefilled {
     }
 }
 
+/// The slots are there.
+#[pyclass(frozen, get_all, module = "pyengine._kv")]
+pub(crate) struct Extended {
+    /// Ids of the blocks more at the end of each table: a list per layer group.
+    blocks: Vec<Vec<u32>>,
+    /// Blocks to copy before anything is written, as (source, destination): a fork's partial block.
+    copies: Vec<(u32, u32)>,
+}
+
+#[pymethods]
+impl Extended {
+    fn __repr__(&self) -> String {
+        format!(
+            "Extended(blocks={:?}, copies={:?})",
+            self.blocks, self.copies
+        )
+    }
+}
+
 /// Too few blocks; nothing was changed.
 #[pyclass(frozen, get_all, module = "pyengine._kv")]
 pub(crate) struct NoRoom {
@@ -232,5 +251,24 @@ pub(crate) fn prefill_answer(py: Python<'_>, answer: Prefill) -> PyResult<Py<PyA
             Py::new(py, NoRoom { needed, available })?.into_any()
         }
         Prefill::NoBudget => Py::new(py, NoBudget)?.into_any(),
+    })
+}
+
+/// An answer to `extend` as the Python object of its kind.
+pub(crate) fn extend_answer(py: Python<'_>, answer: Extend, groups: usize) -> PyResult<Py<PyAny>> {
+    Ok(match answer {
+        Extend::Extended { blocks, copies } => {
+            let table = |group| blocks.iter().skip(group).step_by(groups);
+            let ids = |group| table(group).map(|block| block.get()).collect();
+            let pair = |(from, to): (BlockId, BlockId)| (from.get(), to.get());
+            let extended = Extended {
+                blocks: (0..groups).map(ids).collect(),
+                copies: copies.into_iter().map(pair).collect(),
+            };
+            Py::new(py, extended)?.into_any()
+        }
+        Extend::NoRoom { needed, available } => {
+            Py::new(py, NoRoom { needed, available })?.into_any()
+        }
     })
 }

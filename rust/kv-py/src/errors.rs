@@ -89,6 +89,9 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::PlanOrder { .. }
         | Error::PlanClosed { .. }
         | Error::TrimBelowComputed { .. }
+        | Error::NotExtended { .. }
+        | Error::SharedBlock { .. }
+        | Error::NotKnown { .. }
         | Error::Accepted { .. }
         | Error::DraftCount { .. }
         | Error::SampleCount { .. } => PlanError::new_err(text),

@@ -44,6 +44,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Stats>()?;
     module.add_class::<answers::Redirect>()?;
     module.add_class::<answers::Prefilled>()?;
+    module.add_class::<answers::Extended>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
     module.add_class::<survey::Survey>()?;

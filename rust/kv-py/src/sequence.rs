@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kv_core::{BlockId, Error, SeqHandle, SeqKey, SequenceView};
 use pyo3::prelude::*;
 
+use crate::answers::{Redirect, extend_answer};
 use crate::lease::Lease;
 use crate::locked::Locked;
 use crate::numbers::number;
@@ -139,6 +140,50 @@ impl Sequence {
     fn trim(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<usize> {
         let num_tokens = number("num_tokens", num_tokens)?;
         self.core.with(py, |core| core.trim(self.key(), num_tokens))
+    }
+
+    /// Goes on with what is cached, from the block boundary on which it stands: its tokens are computed then
+    /// and its blocks held. Returns how many tokens that are.
+    ///
+    /// At most all known tokens but one, whose KV is not written where its block was adopted, too. Nothing
+    /// is adopted between blocks, with slots reserved, or of what an open plan computes. Raises `PlanError` if
+    /// an open plan holds it.
+    fn adopt(&self, py: Python<'_>) -> PyResult<usize> {
+        self.core.with(py, |core| core.adopt(self.key()))
+    }
+
+    /// Slots for `num_tokens` tokens after those that are computed, for a step without a plan.
+    ///
+    /// All or nothing. Slots that are there already count, so a call is due where a block ends, and after
+    /// a fork. Raises `PlanError` if an open plan holds it.
+    fn extend(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let (answer, groups) = self.core.with(py, |core| {
+            let groups = core.config().groups.len();
+            Ok((core.extend(self.key(), num_tokens)?, groups))
+        })?;
+        extend_answer(py, answer, groups)
+    }
+
+    /// The next `num_tokens` tokens are computed; `tokens` follow those that were known.
+    ///
+    /// Registers every block that became full or merges it into the one that held its content first;
+    /// returns the merges. From now on others adopt what was published: whatever reads it must come after what
+    /// computes it on the device. Raises `PlanError` and changes nothing if an open plan holds it, or for more
+    /// tokens than it has slots for or knows.
+    #[pyo3(signature = (num_tokens, tokens = None))]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        num_tokens: &Bound<'_, PyAny>,
+        tokens: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<Redirect>> {
+        let num_tokens = number("num_tokens", num_tokens)?;
+        let tokens = tokens.map(token_ids).transpose()?.unwrap_or_default();
+        let redirects = self
+            .core
+            .with(py, |core| core.publish(self.key(), num_tokens, &tokens))?;
+        Ok(redirects.into_iter().map(Redirect::from).collect())
     }
 
     /// Gives its blocks back and keeps its tokens: preemption by recomputation.

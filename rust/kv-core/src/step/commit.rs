@@ -133,8 +133,8 @@ impl Steps {
     }
 
     /// Registers what became full, or merges it into the blocks that held it first.
-    #[inline]
-    fn register_full(
+    #[inline(always)] // every entry of every step comes here
+    pub(super) fn register_full(
         &mut self,
         state: &mut State,
         slot: u32,

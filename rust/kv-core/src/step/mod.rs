@@ -8,12 +8,13 @@
 //! `admit` counts whether there is room and budget, `enter` moves the blocks and remembers what
 //! was before, `undo` takes it back, `commit` makes it last (with the late merge), `inputs` writes
 //! the runner's arrays, `sharing`, with `trie` and `cascade`, says which rows share which
-//! leading blocks.
+//! leading blocks. `direct` is for those who do all of this without a plan.
 
 mod admit;
 mod cascade;
 mod check;
 mod commit;
+mod direct;
 mod draft;
 mod enter;
 mod inputs;
@@ -30,6 +31,7 @@ use crate::state::State;
 use crate::table::BlockTable;
 
 pub use cascade::SharedPrefix;
+pub use direct::Extend;
 pub use inputs::{IntArray, StepArrays, TableRows};
 use plan::{Entry, Plan};
 pub use plan::{PlanView, Prefill, Redirect};

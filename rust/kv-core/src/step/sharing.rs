@@ -56,11 +56,19 @@ pub struct SharedPrefixes {
     own: Vec<u32>,
     prefixes: Vec<SharedPrefix>,
     version: u64,
-    /// The tables it was made of, unless the next fill may find more in the same ones.
-    seen: Option<(u64, u64)>,
+    /// What it was made of, unless the next fill may find more in the same tables.
+    seen: Option<Seen>,
     trie: Trie,
     /// How many leading blocks each row of the order has in common with the one before.
     common: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    /// The tables, and their version.
+    watch: (u64, u64),
+    /// The step: in one before it rows may begin earlier.
+    step: u64,
 }
 
 /// Arrays for [`SharedPrefixes::write`]. B: sequences of the step.
@@ -197,14 +205,14 @@ impl Steps {
         self.open_plan(plan)?;
         written.watch.get_or_insert_with(Watch::new);
         self.fill(state, plan, arrays, written)?;
-        let seen = written
-            .watch
-            .as_ref()
-            .map(|watch| (watch.id, watch.version));
-        if shared.seen == seen {
+        let watch = written.watch.as_ref().map(|it| (it.id, it.version));
+        let step = plan.serial;
+        let is_known = |seen: Seen| Some(seen.watch) == watch && seen.step <= step;
+        if shared.seen.is_some_and(is_known) {
             return Ok(());
         }
         let settled = self.compare_rows(state, self.open_plan(plan)?, shared);
+        let seen = watch.map(|watch| Seen { watch, step });
         shared.seen = seen.filter(|_| settled);
         shared.grow();
         Ok(())

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::words::Words;
 use crate::stats::Ledger;
-use crate::step::{Prefill, Redirect};
+use crate::step::{Extend, Prefill, Redirect};
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $word:ident $name:ident { $($(#[$how:meta])* $field:ident: $type:ty),* })*) => {
@@ -99,6 +99,12 @@ calls! {
     stop_recording Stop {}
     /// [`BlockManager::draft`](crate::BlockManager::draft)
     draft Draft { plan: u64, #[serde(with = "distances")] sequences: Vec<u64>, drafts: Vec<u32>, counts: Vec<usize> }
+    /// [`BlockManager::adopt`](crate::BlockManager::adopt)
+    adopt Adopt { sequence: u64 }
+    /// [`BlockManager::extend`](crate::BlockManager::extend)
+    extend Extend { sequence: u64, num_tokens: usize }
+    /// [`BlockManager::publish`](crate::BlockManager::publish)
+    publish Publish { sequence: u64, num_tokens: usize, tokens: Vec<u32> }
 }
 
 /// What an operation answered.
@@ -116,6 +122,8 @@ pub enum Answer {
     Redirects(Vec<Redirect>),
     /// Where every block is.
     Ledger(Ledger),
+    /// Of `extend`.
+    Extend(Extend),
 }
 
 macro_rules! answers {
@@ -137,6 +145,7 @@ answers! {
     Prefill: answer => Self::Prefill(answer),
     &Vec<Redirect>: redirects => Self::Redirects(redirects.clone()),
     Ledger: ledger => Self::Ledger(ledger),
+    &Extend: answer => Self::Extend(answer.clone()),
 }
 
 /// Ids mostly ascend: each is written as its distance from the one before.
@@ -182,7 +191,15 @@ impl fmt::Display for Answer {
                     "planned, {cached_tokens} tokens cached, {tokens} to compute, {samples}"
                 )
             }
-            Self::Prefill(Prefill::NoRoom { needed, available }) => {
+            Self::Extend(Extend::Extended { blocks, copies }) => {
+                let copies = copies
+                    .iter()
+                    .map(|(from, to)| vec![*from, *to])
+                    .collect::<Vec<_>>();
+                write!(f, "blocks {}, copies {}", blocks.words(), copies.words())
+            }
+            Self::Prefill(Prefill::NoRoom { needed, available })
+            | Self::Extend(Extend::NoRoom { needed, available }) => {
                 write!(f, "no room, {needed} blocks needed, {available} available")
             }
             Self::Prefill(Prefill::NoBudget) => write!(f, "no budget"),
@@ -228,5 +245,7 @@ mod tests {
         let written = [0, 4, 0, 127, 128, 1, 255, 255, 255, 255, 15, 2, 110, 115, 1];
         assert_eq!(there_and_back(sequence), written);
         assert_eq!(there_and_back(Call::stop_recording()), [20]);
+        let publish = Call::publish(1_u64, 2_usize, vec![3]);
+        assert_eq!(there_and_back(publish), [24, 1, 2, 1, 3]);
     }
 }

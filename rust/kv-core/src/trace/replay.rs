@@ -190,6 +190,22 @@ impl Player {
                 let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?
             }
+            Call::Adopt { sequence } => self.manager.adopt(self.sequence(*sequence)?)?.into(),
+            Call::Extend {
+                sequence,
+                num_tokens,
+            } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.extend(key, *num_tokens)?).into()
+            }
+            Call::Publish {
+                sequence,
+                num_tokens,
+                tokens,
+            } => {
+                let key = self.sequence(*sequence)?;
+                (&self.manager.publish(key, *num_tokens, tokens)?).into()
+            }
             Call::EvictIdle {} => self.manager.evict_idle().into(),
             Call::Stop {} => self.manager.ledger().into(),
             _ => return self.apply_to_leases(call),

@@ -1,5 +1,6 @@
 //! Arguments and answers in words, for whoever reads where a replay parted.
 
+use crate::ids::BlockId;
 use crate::step::Redirect;
 
 /// Elements of a list that are shown.
@@ -19,6 +20,12 @@ macro_rules! as_displayed {
     };
 }
 as_displayed!(u32, u64, usize, bool);
+
+impl Words for BlockId {
+    fn words(&self) -> String {
+        self.get().to_string()
+    }
+}
 
 impl Words for Box<[u8]> {
     fn words(&self) -> String {

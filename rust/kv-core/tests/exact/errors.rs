@@ -58,6 +58,44 @@ fn errors() -> Vec<(Error, &'static [&'static str])> {
             &["sequence 81", "82 left"],
         ),
         (NothingToCompute { sequence: 83 }, &["sequence 83"]),
+        (
+            NotExtended {
+                sequence: 60,
+                end: 61,
+                slots: 62,
+            },
+            &["sequence 60", "62 tokens", "61 cannot", "extend it"],
+        ),
+        (
+            NotKnown {
+                sequence: 63,
+                end: 64,
+                known: 65,
+            },
+            &["65 tokens of sequence 63", "64 cannot"],
+        ),
+        (
+            SharedBlock {
+                sequence: 66,
+                block: 67,
+            },
+            &["sequence 66", "block 67", "extend it"],
+        ),
+        (
+            UnknownGroup {
+                group: 68,
+                groups: 69,
+            },
+            &["69 layer groups", "group=68"],
+        ),
+        (
+            TooFew {
+                name: "min_rows",
+                least: 58,
+                given: 59,
+            },
+            &["min_rows", "at least 58", "got 59"],
+        ),
         (PlanOpen { plan: 84 }, &["commit step 84"]),
         (
             PlanOrder {

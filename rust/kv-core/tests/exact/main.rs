@@ -5,6 +5,7 @@
 mod arrays;
 mod budgets;
 mod cancelling;
+mod direct;
 mod drafts;
 mod errors;
 mod events;

@@ -7,7 +7,7 @@ use std::error::Error as _;
 use std::io::{self, Read};
 
 use kv_core::{
-    Answer, BlockId, Call, Config, Divergence, Error, Ledger, Limits, Prefill, Redirect,
+    Answer, BlockId, Call, Config, Divergence, Error, Extend, Ledger, Limits, Prefill, Redirect,
     TraceError, replay, replay_within,
 };
 use recording::Recording;
@@ -51,6 +51,15 @@ fn operations_in_words() {
             "commit(plan=7, tokens=[5], counts=[])",
         ),
         (Call::EvictIdle {}, "evict_idle()"),
+        (Call::Adopt { sequence: 1 }, "adopt(sequence=1)"),
+        (
+            Call::Publish {
+                sequence: 1,
+                num_tokens: 2,
+                tokens: vec![3],
+            },
+            "publish(sequence=1, num_tokens=2, tokens=[3])",
+        ),
     ];
     for (call, words) in calls {
         assert_eq!(call.to_string(), words);
@@ -103,6 +112,20 @@ fn answers_in_words() {
         (
             Answer::Redirects(vec![redirect]),
             "redirects [sequence 1 group 2 entry 3 from block 4 to 5]",
+        ),
+        (
+            Answer::Extend(Extend::Extended {
+                blocks: vec![BlockId::from(1)],
+                copies: vec![(BlockId::from(2), BlockId::from(3))],
+            }),
+            "blocks [1], copies [[2, 3]]",
+        ),
+        (
+            Answer::Extend(Extend::NoRoom {
+                needed: 8,
+                available: 9,
+            }),
+            "no room, 8 blocks needed, 9 available",
         ),
         (
             Answer::Ledger(ledger),

@@ -232,6 +232,23 @@ fn the_older_step_is_told_of_as_it_is() {
     assert_eq!((prefixes.len(), own), (2, vec![2, 2, 1]));
 }
 
+/// Two steps are open; the newer one is filled first, with the same rows in the same arrays.
+#[test]
+fn a_row_begins_earlier_in_the_step_before() {
+    let mut m = manager(64);
+    let seqs = [0, 1].map(|_| sequence(&mut m, prompt(8)));
+    let older = begin(&mut m, PLENTY);
+    seqs.iter()
+        .for_each(|seq| prefill(&mut m, older.key(), seq));
+    let newer = begin(&mut m, PLENTY);
+    let keys = seqs.each_ref().map(SeqHandle::key);
+    assert_eq!(m.decode(newer.key(), &keys, 0), Ok(vec![]));
+    let mut runner = Runner::new(0, 1, 2);
+    assert_eq!(runner.fill(&m, newer.key()).1, [(0, 2, 0, 2, None)]);
+    assert_eq!(runner.fill(&m, older.key()).1, []);
+    assert_eq!(runner.fill(&m, newer.key()).1, [(0, 2, 0, 2, None)]);
+}
+
 #[test]
 fn a_group_with_a_window_shares_nothing() {
     let mut m = with(Config {

@@ -9,7 +9,7 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{Config, Ledger, Prefill, Redirect};
+use kv_core::{BlockId, Config, Extend, Ledger, Prefill, Redirect};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
@@ -357,6 +357,19 @@ impl Model {
         let entries = entries.iter().copied().flatten().enumerate();
         entries
             .filter(|&(_, block)| self.seq_refs(block) > 1 || self.has_content(block))
+            .map(|(group, block)| (row, group, block))
+            .collect()
+    }
+
+    /// The same without a plan: an open step may be yet to copy a block.
+    pub(crate) fn held_by_others(&self, seq: u64, position: usize) -> Vec<(usize, usize, u32)> {
+        let (s, row) = (&self.seqs[&seq], position / self.block_size);
+        let Some(entries) = s.table.get(row).filter(|_| row >= s.registered) else {
+            return Vec::new();
+        };
+        let entries = entries.iter().copied().flatten().enumerate();
+        entries
+            .filter(|&(_, block)| self.refs(block) > 1 || self.has_content(block))
             .map(|(group, block)| (row, group, block))
             .collect()
     }
@@ -733,7 +746,8 @@ impl Model {
                         true => 0,
                         false => self.first_row(group, s.registered + matched.len()),
                     };
-                    let held = s.table.iter().chain(matched).skip(unseen);
+                    let (settled, reserved) = s.table.split_at(s.registered);
+                    let held = settled.iter().chain(matched).chain(reserved).skip(unseen);
                     let held = held.filter(|row| row[group].is_some()).count();
                     let peak = reach.min(s.tokens.len().div_ceil(size));
                     peak.saturating_sub(held).max(now)
@@ -863,7 +877,7 @@ impl Model {
             self.seqs.insert(*seq, s);
             let registered = self.seqs[seq].registered;
             for row in registered..full {
-                if !self.merge(*seq, row, &mut redirects) {
+                if !self.merge(*seq, row, 1, &mut redirects) {
                     break;
                 }
             }
@@ -874,15 +888,16 @@ impl Model {
         redirects
     }
 
-    /// Late merge of a row that became full. False if it is asked again later.
-    fn merge(&mut self, seq: u64, row: usize, redirects: &mut Vec<Redirect>) -> bool {
+    /// Late merge of a row that became full, while all plans from `later` on stay open. False if it is
+    /// asked again later.
+    fn merge(&mut self, seq: u64, row: usize, later: usize, redirects: &mut Vec<Redirect>) -> bool {
         let s = &self.seqs[&seq];
         let content = (
             s.namespace,
             s.tokens[..(row + 1) * self.block_size].to_vec(),
         );
-        let later = self.plans.iter().skip(1).flat_map(|plan| &plan.entries);
-        let computing: Vec<u32> = later.flat_map(|entry| entry.announced.clone()).collect();
+        let entries = self.plans.iter().skip(later).flat_map(|plan| &plan.entries);
+        let computing: Vec<u32> = entries.flat_map(|entry| entry.announced.clone()).collect();
         let found = |group: usize| self.contents.get(&(content.clone(), group)).copied();
         let found: Vec<Option<u32>> = (0..self.groups.len()).map(found).collect();
         if found
@@ -905,8 +920,8 @@ impl Model {
                         old_block: mine.into(),
                         new_block: first.into(),
                     });
-                    if let Some(newer) = self.plans.get_mut(1) {
-                        newer.fenced.push(mine);
+                    if self.plans.len() > later {
+                        self.newest().fenced.push(mine);
                     }
                     self.settle([mine]);
                 }
@@ -939,6 +954,84 @@ impl Model {
                 self.settle(gone);
             }
         }
+    }
+
+    pub(crate) fn adopt(&mut self, seq: u64) -> usize {
+        let (size, s) = (self.block_size, self.seqs[&seq].clone());
+        let stands = s.computed == s.registered * size && s.table.len() == s.registered;
+        if !stands || !self.caching || !s.read_cache {
+            return 0;
+        }
+        let matched = self.matched(s.namespace, &s.tokens, s.registered, |block| {
+            self.is_ready(block)
+        });
+        if matched.is_empty() {
+            return 0;
+        }
+        blocks(&matched).for_each(|block| self.unqueue(block));
+        let now = self.seqs.get_mut(&seq).expect("live");
+        now.table.extend(matched);
+        now.registered = now.table.len();
+        now.computed = (now.registered * size).min(s.tokens.len() - 1);
+        now.ahead = now.computed;
+        let (registered, adopted) = (now.registered, now.computed - s.computed);
+        for group in 0..self.groups.len() {
+            let unseen = self.first_row(group, registered).min(s.registered);
+            for row in (0..unseen).rev() {
+                let gone = self.seqs.get_mut(&seq).expect("live").table[row][group].take();
+                self.settle(gone);
+            }
+        }
+        adopted
+    }
+
+    pub(crate) fn extend(&mut self, seq: u64, num_tokens: usize) -> Extend {
+        let (size, s) = (self.block_size, self.seqs[&seq].clone());
+        let (mut new, mut copies) = (Vec::new(), Vec::new());
+        let rows = (s.computed + num_tokens).div_ceil(size);
+        if num_tokens > 0 {
+            let to_copy = self.held_by_others(seq, s.computed);
+            let missing = rows.saturating_sub(s.table.len()) * self.groups.len();
+            let (needed, available) = (missing + to_copy.len(), self.queue.len());
+            if needed > available {
+                return Extend::NoRoom { needed, available };
+            }
+            for (row, group, source) in to_copy {
+                let copy = self.allocate();
+                self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(copy);
+                self.settle([source]);
+                copies.push((source.into(), copy.into()));
+            }
+            while self.seqs[&seq].table.len() < rows {
+                let row: Row = (0..self.groups.len())
+                    .map(|_| Some(self.allocate()))
+                    .collect();
+                new.extend(row.iter().flatten().map(|&block| BlockId::from(block)));
+                self.seqs.get_mut(&seq).expect("live").table.push(row);
+            }
+        }
+        Extend::Extended {
+            blocks: new,
+            copies,
+        }
+    }
+
+    pub(crate) fn publish(&mut self, seq: u64, num_tokens: usize, tokens: &[u32]) -> Vec<Redirect> {
+        let s = self.seqs.get_mut(&seq).expect("live");
+        s.tokens.extend(tokens);
+        s.computed += num_tokens;
+        s.ahead = s.computed;
+        let (registered, full) = (s.registered, s.computed / self.block_size);
+        let mut redirects = Vec::new();
+        if self.caching {
+            for row in registered..full {
+                if !self.merge(seq, row, 0, &mut redirects) {
+                    break;
+                }
+            }
+        }
+        self.slide(seq);
+        redirects
     }
 
     pub(crate) fn budget(&self) -> usize {

@@ -40,6 +40,9 @@ pub(crate) enum Op {
     DropPlan(bool),
     Launch,
     EvictIdle,
+    Adopt(usize),
+    Extend(usize, usize),
+    Publish(usize, u8),
 }
 
 /// Few patterns with common prefixes, so that contents meet.

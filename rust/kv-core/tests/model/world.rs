@@ -1,5 +1,6 @@
 //! The manager, the model and a simulated KV cache, and each operation on all of them.
 
+mod direct;
 mod steps;
 
 use std::cell::Cell;
@@ -34,6 +35,9 @@ pub(crate) struct World {
     sampled: Vec<u32>,
     /// Tokens that were handed to the device before they were known.
     num_pending: u64,
+    /// Tokens adopted and published without a plan.
+    num_adopted: u64,
+    num_published: u64,
     /// The set of contents as the events tell it.
     told: HashSet<u128>,
     kv: Vec<Option<Kv>>,
@@ -130,6 +134,8 @@ impl World {
             next_lease: 0,
             sampled: Vec::new(),
             num_pending: 0,
+            num_adopted: 0,
+            num_published: 0,
             told: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
             arrays: Arrays {
@@ -302,6 +308,9 @@ impl World {
                 let expected = self.model.evict_idle();
                 prop_assert!(!self.exact || gone == expected);
             }
+            Op::Adopt(i) => self.adopt(i)?,
+            Op::Extend(i, more) => self.extend(i, more)?,
+            Op::Publish(i, how) => self.publish(i, how)?,
             _ => self.apply_step(op)?,
         }
         Ok(())
@@ -490,6 +499,8 @@ impl World {
         );
         let more = [
             ("pending_tokens", self.num_pending),
+            ("adopted_tokens", self.num_adopted),
+            ("published_tokens", self.num_published),
             ("shared_prefixes", self.sharing.num_prefixes),
             ("unchanged_prefixes", self.sharing.num_unchanged),
         ];

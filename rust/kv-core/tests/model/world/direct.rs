@@ -1,0 +1,201 @@
+//! Operations without a plan, for an engine that runs its own steps: each is over before the next call.
+
+use std::collections::HashSet;
+
+use kv_core::{Error, Extend, SeqKey};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseError;
+
+use super::World;
+
+/// Where its blocks are: by row and layer group.
+type Table = Vec<Vec<Option<usize>>>;
+
+impl World {
+    fn chosen(&self, i: usize) -> Option<(SeqKey, u64)> {
+        let i = Self::pick(&self.handles, i)?;
+        Some((self.handles[i].key(), self.handles[i].id()))
+    }
+
+    pub(super) fn adopt(&mut self, i: usize) -> Result<(), TestCaseError> {
+        let Some((key, id)) = self.chosen(i) else {
+            return Ok(());
+        };
+        let answer = self.manager.adopt(key);
+        if self.busy(id) {
+            prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
+            return Ok(());
+        }
+        let adopted = answer.expect("at rest");
+        self.num_adopted += adopted as u64;
+        if self.exact {
+            prop_assert_eq!(adopted, self.model.adopt(id));
+        }
+        let view = self.manager.view(key).expect("live");
+        let (computed, rows) = (view.num_computed_tokens, view.num_registered_blocks);
+        // A full hit holds the block of the token that it computes again.
+        let end = computed.max((rows * self.model.block_size).min(computed + 1));
+        self.read_positions(key, id, end)
+    }
+
+    pub(super) fn extend(&mut self, i: usize, num_tokens: usize) -> Result<(), TestCaseError> {
+        let Some((key, id)) = self.chosen(i) else {
+            return Ok(());
+        };
+        let (before, held) = (self.table(key), self.held_by_plans());
+        let answer = self.manager.extend(key, num_tokens);
+        if self.busy(id) {
+            prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
+            prop_assert_eq!(self.table(key), before);
+            return Ok(());
+        }
+        let answer = answer.expect("at rest");
+        if self.exact {
+            prop_assert_eq!(&answer, &self.model.extend(id, num_tokens));
+        }
+        let Extend::Extended { blocks, copies } = answer else {
+            prop_assert_eq!(self.table(key), before);
+            return Ok(());
+        };
+        let size = self.model.block_size;
+        for (from, to) in &copies {
+            let (from, to) = (from.get() as usize, to.get() as usize);
+            for offset in 0..size {
+                self.kv[to * size + offset] = self.kv[from * size + offset].clone();
+            }
+        }
+        let table = self.table(key);
+        let new = table[before.len()..].iter().flatten().flatten();
+        let given = blocks.iter().map(|block| block.get() as usize);
+        prop_assert!(new.copied().eq(given), "the blocks that are new");
+        let copies = copies.iter().map(|copy| copy.1);
+        for block in blocks.iter().copied().chain(copies) {
+            let block = block.get() as usize;
+            prop_assert!(!held.contains(&block), "a step reads block {block}");
+        }
+        Ok(())
+    }
+
+    /// The blocks of the sequences in open steps.
+    fn held_by_plans(&self) -> HashSet<usize> {
+        let planned = self.handles.iter().filter(|handle| self.busy(handle.id()));
+        let tables = planned.map(|handle| self.table(handle.key()));
+        tables.flatten().flatten().flatten().collect()
+    }
+
+    /// Computes what there are slots for, or less, or more than may be.
+    pub(super) fn publish(&mut self, i: usize, how: u8) -> Result<(), TestCaseError> {
+        let Some((key, id)) = self.chosen(i) else {
+            return Ok(());
+        };
+        let size = self.model.block_size;
+        let view = self.manager.view(key).expect("live");
+        let (computed, known) = (view.num_computed_tokens, view.tokens.len());
+        let written_from = (view.num_registered_blocks * size).max(computed);
+        let table = self.table(key);
+        let slots = table.len() * size;
+        let tokens: Vec<u32> = (0..how % 3).map(|at| u32::from(how + at) % 3).collect();
+        let known = known + tokens.len();
+        let num_tokens = match how % 8 {
+            few @ 0..2 => usize::from(few),
+            2 => usize::from(how) % 7,
+            _ => slots.min(known).saturating_sub(computed),
+        };
+        let end = computed + num_tokens;
+        let answer = self.manager.publish(key, num_tokens, &tokens);
+        let refused = if self.busy(id) {
+            Some(Error::InPlan { sequence: id })
+        } else if end > slots {
+            let sequence = id;
+            Some(Error::NotExtended {
+                sequence,
+                end,
+                slots,
+            })
+        } else {
+            let sequence = id;
+            (end > known).then_some(Error::NotKnown {
+                sequence,
+                end,
+                known,
+            })
+        };
+        if let Some(error) = refused {
+            prop_assert_eq!(answer, Err(error));
+            prop_assert_eq!(self.table(key), table);
+            return Ok(());
+        }
+        let shared = |error: &Error| matches!(error, Error::SharedBlock { .. });
+        if num_tokens > 0 && self.exact {
+            let block = self
+                .model
+                .held_by_others(id, computed)
+                .first()
+                .map(|copy| copy.2);
+            let refused = block.map(|block| Error::SharedBlock {
+                sequence: id,
+                block,
+            });
+            prop_assert_eq!(answer.as_ref().err(), refused.as_ref());
+        }
+        if answer.as_ref().is_err_and(shared) {
+            prop_assert_eq!(self.table(key), table);
+            return Ok(());
+        }
+        self.num_published += num_tokens as u64;
+        let redirects = answer.expect("slots and tokens are there");
+        if self.exact {
+            prop_assert_eq!(redirects, self.model.publish(id, num_tokens, &tokens));
+        } else {
+            let seq = self.model.seqs.get_mut(&id).expect("live");
+            seq.tokens.extend(&tokens);
+        }
+        let seq = &self.model.seqs[&id];
+        for position in written_from..end {
+            for block in table[position / size].iter().flatten() {
+                let kv = (seq.namespace, seq.tokens[..=position].to_vec());
+                self.kv[block * size + position % size] = Some(kv);
+            }
+        }
+        self.read_positions(key, id, end)
+    }
+
+    fn table(&self, key: SeqKey) -> Table {
+        let view = self.manager.view(key).expect("live");
+        let groups: Vec<Vec<_>> = (0..self.model.groups.len())
+            .map(|group| view.table(group).collect())
+            .collect();
+        let row = |row: usize| {
+            let blocks = groups.iter().map(|blocks| blocks[row]);
+            blocks
+                .map(|block| block.map(|block| block.get() as usize))
+                .collect()
+        };
+        (0..groups[0].len()).map(row).collect()
+    }
+
+    /// What the next token would read of the first `end` positions.
+    fn read_positions(&self, key: SeqKey, id: u64, end: usize) -> Result<(), TestCaseError> {
+        let (size, seq, table) = (
+            self.model.block_size,
+            &self.model.seqs[&id],
+            self.table(key),
+        );
+        for (group, window) in self.model.groups.iter().enumerate() {
+            let first = window.map_or(0, |window| (end + 1).saturating_sub(window));
+            for position in first..end {
+                let block = table[position / size][group].expect("no window has slid past it");
+                let read = self.kv[block * size + position % size].as_ref();
+                let expected = (seq.namespace, seq.tokens[..=position].to_vec());
+                prop_assert_eq!(
+                    read,
+                    Some(&expected),
+                    "sequence {} position {}",
+                    id,
+                    position
+                );
+            }
+        }
+        Ok(())
+    }
+}
