@@ -74,6 +74,7 @@ fn op(u: &mut Unstructured) -> Result<Op> {
             seq: at(u)?,
             max_tokens: u.int_in_range(0..=64)?,
             reserve: u.int_in_range(0..=7_usize)?.checked_sub(4),
+            replay: u.int_in_range(0..=11_usize)?.saturating_sub(8),
         },
         15 | 16 => Op::Decode(
             u.arbitrary()?,

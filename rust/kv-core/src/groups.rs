@@ -21,6 +21,8 @@ use crate::error::Error;
 pub(crate) struct Groups {
     /// Rows that a window may reach into; all of them without a window.
     reach: Box<[usize]>,
+    /// The sliding windows, in tokens.
+    windows: Box<[Option<usize>]>,
     block_size: usize,
     /// log2 of a block size that is a power of two: a shift is cheaper than a division.
     shift: Option<u32>,
@@ -40,6 +42,7 @@ impl Groups {
         let reach = |window: &Option<usize>| window.map_or(usize::MAX, |w| w.div_ceil(block_size));
         Ok(Self {
             reach: windows.iter().map(reach).collect(),
+            windows: windows.into(),
             block_size,
             shift: block_size
                 .is_power_of_two()
@@ -105,10 +108,13 @@ impl Groups {
         rows.saturating_sub(self.reach[group])
     }
 
-    /// How many of the last rows of such a prefix those are.
-    #[inline]
-    pub(crate) fn rows_needed(&self, group: usize, rows: usize) -> usize {
-        rows.min(self.reach[group])
+    /// The same for the queries of its last `replay` positions too.
+    pub(crate) fn first_row_of(&self, group: usize, rows: usize, replay: usize) -> usize {
+        let before = replay.saturating_sub(1);
+        let reach = self.windows[group].map(|window| window.saturating_add(before));
+        reach.map_or(0, |reach| {
+            rows.saturating_sub(reach.div_ceil(self.block_size))
+        })
     }
 
     /// The most rows that a group holds at once on the way from `held` rows to `num_tokens` tokens, at
@@ -144,8 +150,13 @@ mod tests {
                     assert!(groups.first_row(0, rows) <= seen);
                     assert!(groups.first_row(0, rows) + 1 >= seen);
                 }
-                let before = groups.first_row(0, rows);
-                assert_eq!(before + groups.rows_needed(0, rows), rows);
+                for replay in 0..12 {
+                    let first = groups.first_row_of(0, rows, replay);
+                    let query = tokens.saturating_sub(replay.max(1));
+                    let seen = (query + 1).saturating_sub(window) / block_size;
+                    assert_eq!(first, seen.min(rows), "{replay} tokens before {tokens}");
+                    assert!(replay > 1 || first == groups.first_row(0, rows));
+                }
             }
         }
         let full = Groups::new(&[None], 4).expect("valid");

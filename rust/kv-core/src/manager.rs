@@ -16,7 +16,7 @@ use crate::shared::{Dropped, Shared};
 use crate::state::State;
 use crate::stats::{BlockState, Ledger, Stats};
 use crate::step::{
-    Extend, PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows,
+    Asked, Extend, PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows,
 };
 use crate::survey::Survey;
 use crate::sync::Arc;
@@ -495,11 +495,33 @@ impl BlockManager {
         max_tokens: usize,
         reserve: Option<usize>,
     ) -> Result<Prefill, Error> {
+        self.prefill_again(plan, key, (max_tokens, reserve), 0)
+    }
+
+    /// As [`BlockManager::prefill`], for those who need the hidden states of the last cached tokens too:
+    /// computes from `replay` tokens before the end of what is cached, all of them in this step.
+    ///
+    /// They are charged, and their KV is not written again (slot -1). A full hit is a replay of one
+    /// token. Where there are sliding windows, a hit is what has the windows of the replayed tokens too.
+    ///
+    /// # Errors
+    /// [`Error::Replay`] if less was found than is to be replayed.
+    pub fn prefill_again(
+        &mut self,
+        plan: PlanKey,
+        key: SeqKey,
+        (max_tokens, reserve): (usize, Option<usize>),
+        replay: usize,
+    ) -> Result<Prefill, Error> {
         self.read_mail();
-        let limits = (max_tokens, reserve);
-        let answer = self.steps.prefill(&mut self.state, plan, key, limits)?;
+        let asked = Asked {
+            max_tokens,
+            reserve,
+            replay,
+        };
+        let answer = self.steps.prefill(&mut self.state, plan, key, asked)?;
         self.note(
-            |_| Call::prefill(plan.serial, key.id, max_tokens, reserve),
+            |_| Call::prefill(plan.serial, key.id, max_tokens, reserve, replay),
             answer,
         );
         Ok(answer)

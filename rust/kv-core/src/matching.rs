@@ -9,6 +9,15 @@ use crate::groups::Groups;
 use crate::ids::BlockId;
 use crate::pool::Pool;
 
+/// What a match is for.
+#[derive(Clone, Copy)]
+pub(crate) enum Wanted {
+    /// A lease: contents that no open step is to compute.
+    Ready,
+    /// A prefill that computes so many of the tokens found again.
+    Replay(usize),
+}
+
 /// The longest cached continuation of a prefix.
 pub(crate) struct Match {
     /// Its last content; where the walk began if nothing was found.
@@ -19,6 +28,8 @@ pub(crate) struct Match {
     pub(crate) blocks: Vec<BlockId>,
     /// How many of the last rows each group could use: the window's share.
     usable: Vec<usize>,
+    /// So many of its last tokens are computed again: their windows are found too.
+    pub(crate) replay: usize,
 }
 
 impl Match {
@@ -27,19 +38,23 @@ impl Match {
         rows: 0,
         blocks: Vec::new(),
         usable: Vec::new(),
+        replay: 0,
     };
 
-    /// Finds the longest continuation of the first `from` rows of `tokens`, which lead to `tip`. With
-    /// `ready`, of contents that no open step is to compute.
+    /// Finds the longest continuation of the first `from` rows of `tokens`, which lead to `tip`.
     pub(crate) fn walk(
         &mut self,
         pool: &mut Pool,
         groups: &Groups,
         tokens: &[u32],
         (tip, from): (Spot, usize),
-        ready: bool,
+        wanted: Wanted,
     ) {
         self.clear(tip);
+        let ready = matches!(wanted, Wanted::Ready);
+        if let Wanted::Replay(tokens) = wanted {
+            self.replay = tokens;
+        }
         let rest = &tokens[(from * groups.block_size()).min(tokens.len())..];
         if groups.is_one() {
             self.tip = match ready {
@@ -66,7 +81,7 @@ impl Match {
     }
 
     pub(crate) fn clear(&mut self, tip: Spot) {
-        (self.tip, self.rows) = (tip, 0);
+        (self.tip, self.rows, self.replay) = (tip, 0, 0);
         self.blocks.clear();
         self.usable.clear();
     }
@@ -86,7 +101,8 @@ impl Match {
             let block = block.filter(|&block| !ready || pool.is_ready(block));
             self.usable[group] = block.map_or(0, |_| self.usable[group] + 1);
             self.blocks.push(block.unwrap_or(BlockId::NONE));
-            if self.usable[group] < groups.rows_needed(group, rows) {
+            let first = groups.first_row_of(group, rows, self.replay);
+            if self.usable[group] < rows - first {
                 if !groups.is_window(group) {
                     return Reach::Nothing;
                 }

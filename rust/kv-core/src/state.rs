@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::groups::Groups;
 use crate::ids::{BlockId, SeqKey};
 use crate::lease::Lease;
-use crate::matching::Match;
+use crate::matching::{Match, Wanted};
 use crate::pool::Pool;
 use crate::sequence::{Registered, Sequence, Sequences};
 use crate::table::BlockTable;
@@ -153,14 +153,21 @@ impl State {
 
     /// The table of a lease on the longest cached prefix of `tokens`, as `lease_on`.
     pub(crate) fn match_prefix(&mut self, tokens: &[u32], root: Spot) -> (BlockTable, Spot, usize) {
-        self.matched
-            .walk(&mut self.pool, &self.groups, tokens, (root, 0), true);
-        let Match {
-            tip, rows, blocks, ..
-        } = &self.matched;
+        self.matched.walk(
+            &mut self.pool,
+            &self.groups,
+            tokens,
+            (root, 0),
+            Wanted::Ready,
+        );
+        let Match { tip, rows, .. } = &self.matched;
         match rows {
             0 => self.no_lease(),
-            _ => (BlockTable::of_match(blocks, 0, &self.groups), *tip, *rows),
+            _ => (
+                BlockTable::of_match(&self.matched, 0, &self.groups),
+                *tip,
+                *rows,
+            ),
         }
     }
 

@@ -70,6 +70,9 @@ stats! {
     /// Blocks that held their content while its tokens were computed again, because something before
     /// them was missing: not stored twice.
     present_blocks,
+    /// Prefills that found something cached although their sequences had begun before: what others have
+    /// computed meanwhile.
+    rematches,
     /// Prefills that began inside a block, behind tokens copied from another one.
     partial_hits,
     /// Tokens that these copied instead of computing them; `cached_tokens` has them too.

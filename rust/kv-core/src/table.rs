@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::groups::Groups;
 use crate::ids::BlockId;
+use crate::matching::Match;
 
 /// The blocks of one layer group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,13 +44,13 @@ impl BlockTable {
         }
     }
 
-    /// The last `rows` of a match: row-major, from row `from` on, each group from where a token after
-    /// the match sees it.
-    pub(crate) fn of_match(blocks: &[BlockId], from: usize, groups: &Groups) -> Self {
+    /// The rows of a match, from row `from` on, each group from where what is computed after the match,
+    /// or again, sees it.
+    pub(crate) fn of_match(found: &Match, from: usize, groups: &Groups) -> Self {
         let mut table = Self::new(groups.len());
-        let rows = from + blocks.len() / groups.len();
+        let (blocks, rows) = (&found.blocks, from + found.rows);
         for group in 0..groups.len() {
-            let start = groups.first_row(group, rows).max(from);
+            let start = groups.first_row_of(group, rows, found.replay).max(from);
             let column = table.column_mut(group);
             column.start = start;
             let blocks = blocks[(start - from) * groups.len()..].iter();

@@ -23,6 +23,7 @@ const OPS_PER_CASE: usize = 200;
 fn op() -> impl Strategy<Value = Op> {
     let len = prop_oneof![9 => 1..14_usize, 1 => 14..70_usize];
     let reserve = prop_oneof![2 => Just(None), 1 => (0..4_usize).prop_map(Some)];
+    let replay = prop_oneof![4 => Just(0), 1 => 1..9_usize];
     prop_oneof![
         8 => (0..2_u8, 0..4_u8, len.clone(), prop::bool::weighted(0.8))
             .prop_map(|(namespace, pattern, len, read_cache)| Op::New { namespace, pattern, len, read_cache }),
@@ -36,8 +37,8 @@ fn op() -> impl Strategy<Value = Op> {
         3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
         3 => any::<usize>().prop_map(Op::DropLease),
         10 => prop_oneof![2 => 0..9_usize, 3 => Just(64_usize)].prop_map(Op::Begin),
-        40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve)
-            .prop_map(|(seq, max_tokens, reserve)| Op::Prefill { seq, max_tokens, reserve }),
+        40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve, replay)
+            .prop_map(|(seq, max_tokens, reserve, replay)| Op::Prefill { seq, max_tokens, reserve, replay }),
         24 => (any::<u8>(), prop_oneof![3 => Just(0_usize), 1 => 1..6_usize])
             .prop_map(|(mask, lookahead)| Op::Decode(mask, lookahead)),
         16 => (any::<usize>(), 0..5_usize).prop_map(|(seq, drafts)| Op::Speculate(seq, drafts)),

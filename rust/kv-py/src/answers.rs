@@ -97,6 +97,7 @@ stats!(
     hit_blocks,
     in_flight_blocks,
     present_blocks,
+    rematches,
     partial_hits,
     partial_tokens,
     allocated_blocks,

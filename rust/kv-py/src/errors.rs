@@ -85,6 +85,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::NotPlanned { .. }
         | Error::NotDecoding { .. }
         | Error::NothingToCompute { .. }
+        | Error::Replay { .. }
         | Error::PlanOpen { .. }
         | Error::PlanOrder { .. }
         | Error::PlanClosed { .. }

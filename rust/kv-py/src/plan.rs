@@ -112,23 +112,28 @@ impl StepPlan {
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens: match, adopt, allocate, charge.
     ///
     /// `reserve=None`: the blocks of this step's tokens must be there. `reserve=n`: those of all its
-    /// known tokens must be there with `n` to spare (only this step's are taken): admission.
-    #[pyo3(signature = (sequence, max_tokens, *, reserve = None))]
+    /// known tokens must be there with `n` to spare (only this step's are taken): admission. `replay=n`
+    /// computes the last `n` cached tokens again, all in this step, and writes none of them (slot -1).
+    /// Raises `PlanError` if fewer were found.
+    #[pyo3(signature = (sequence, max_tokens, *, reserve = None, replay = None))]
     fn prefill(
         &self,
         py: Python<'_>,
         sequence: &Sequence,
         max_tokens: &Bound<'_, PyAny>,
         reserve: Option<&Bound<'_, PyAny>>,
+        replay: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
         let max_tokens = number("max_tokens", max_tokens)?;
         let reserve = reserve
             .map(|reserve| number("reserve", reserve))
             .transpose()?;
+        let replay = replay.map_or(Ok(0), |tokens| number("replay", tokens))?;
         let (plan, key) = (self.handle.key(), sequence.key());
+        let limits = (max_tokens, reserve);
         let answer = self
             .core
-            .with(py, |core| core.prefill(plan, key, max_tokens, reserve))?;
+            .with(py, |core| core.prefill_again(plan, key, limits, replay))?;
         prefill_answer(py, answer)
     }
 

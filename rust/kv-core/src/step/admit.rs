@@ -5,6 +5,15 @@ use super::{State, Steps};
 use crate::contents::Spot;
 use crate::error::Error;
 use crate::ids::{PlanKey, SeqKey};
+use crate::matching::Wanted;
+
+/// What a prefill asks for.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked {
+    pub(crate) max_tokens: usize,
+    pub(crate) reserve: Option<usize>,
+    pub(crate) replay: usize,
+}
 
 /// A content that lends its first tokens to a sequence whose match ends inside it.
 #[derive(Clone, Copy)]
@@ -120,7 +129,7 @@ impl Steps {
         state: &mut State,
         plan: PlanKey,
         key: SeqKey,
-        (max_tokens, reserve): (usize, Option<usize>),
+        asked: Asked,
     ) -> Result<Prefill, Error> {
         let budget = self.newest_plan(plan)?.budget_left;
         let seq = state.seqs.get(key)?;
@@ -131,17 +140,34 @@ impl Steps {
         if seq.left() == 0 {
             return Err(Error::NothingToCompute { sequence });
         }
-        let most = max_tokens.min(budget);
-        if most == 0 {
+        if asked.max_tokens.min(budget) == 0 {
             return Ok(Prefill::NoBudget);
         }
-        let mut lent = match state.find_match(key.slot) {
-            true => state.find_lender(key.slot),
+        if asked.replay == 0 {
+            return self.prefill_found(state, key.slot, asked);
+        }
+        state.pool.contents.lay_trail();
+        let answer = self.prefill_found(state, key.slot, asked);
+        match answer {
+            Ok(_) => state.pool.contents.end_trail(),
+            Err(_) => state.pool.contents.go_back(),
+        }
+        answer
+    }
+
+    /// Looks for what is cached, and plans what is to be computed behind it.
+    fn prefill_found(
+        &mut self,
+        state: &mut State,
+        slot: u32,
+        asked: Asked,
+    ) -> Result<Prefill, Error> {
+        let mut lent = match state.find_match(slot, asked.replay) {
+            true => state.find_lender(slot),
             false => None,
         };
-        let asked = (most, max_tokens, reserve);
         loop {
-            match self.prefill_behind(state, key.slot, asked, lent) {
+            match self.prefill_behind(state, slot, asked, lent)? {
                 // Nobody waits for the sake of a block that could be copied.
                 Prefill::NoRoom { .. } if lent.is_some() => lent = None,
                 answer => return Ok(answer),
@@ -149,19 +175,30 @@ impl Steps {
         }
     }
 
-    /// Plans what is to be computed behind the match under way and what is `lent`, up to `most` tokens
-    /// of it in this step.
+    /// Plans what is to be computed behind the match under way and what is `lent`.
     fn prefill_behind(
         &mut self,
         state: &mut State,
         slot: u32,
-        (most, max_tokens, reserve): (usize, usize, Option<usize>),
+        asked: Asked,
         lent: Option<Lent>,
-    ) -> Prefill {
-        let start = state.begins(slot, lent);
+    ) -> Result<Prefill, Error> {
+        let Asked {
+            max_tokens,
+            reserve,
+            replay,
+        } = asked;
+        let most = max_tokens.min(self.newest().budget_left);
+        let (start, cached_end) = state.begins(slot, lent, replay)?;
+        if start.saturating_add(most) < cached_end {
+            return Ok(Prefill::NoBudget); // what is computed again is so in one step
+        }
         let seq = state.seqs.at(slot);
         let rest = seq.tokens.len() - start;
-        let len = chunk(start, rest, most, state.groups.block_size());
+        let len = match chunk(start, rest, most, state.groups.block_size()) {
+            len if start + len < cached_end => most,
+            len => len,
+        };
         let copies = match (state.matched.rows, lent) {
             (0, None) => state.must_copy(slot, start).count(),
             _ => 0,
@@ -180,7 +217,7 @@ impl Steps {
         if new.saturating_add(found) > available {
             let needed = new.saturating_add(state.revived(slot, lent));
             if needed > available {
-                return Prefill::NoRoom { needed, available };
+                return Ok(Prefill::NoRoom { needed, available });
             }
         }
         let plan = self.newest().key.serial;
@@ -191,17 +228,17 @@ impl Steps {
         seq.last_plan = plan;
         let mut extra = Extra::new(seq.registered);
         extra.prefill = true;
-        extra.adopted = cached_tokens;
+        (extra.adopted, extra.replay) = (cached_tokens, replay);
         if let Some(Lent { content, tokens }) = lent {
             extra.lent.extend(state.pool.contents.blocks(content));
             extra.lent_tokens = tokens;
         }
         self.enter(state, slot, (len, 0), Some(extra));
-        Prefill::Planned {
+        Ok(Prefill::Planned {
             cached_tokens,
             tokens: len,
             samples,
-        }
+        })
     }
 }
 
@@ -283,7 +320,8 @@ impl State {
             let start = match self.matched.rows {
                 0 => seq.table.start(group),
                 matched => {
-                    let seen = self.groups.first_row(group, seq.registered.rows + matched);
+                    let end = seq.registered.rows + matched;
+                    let seen = self.groups.first_row_of(group, end, self.matched.replay);
                     seen.max(seq.table.start(group))
                 }
             };
@@ -293,16 +331,26 @@ impl State {
         (0..self.groups.len()).map(come).sum()
     }
 
-    /// Where computing begins behind the match under way and what is lent: the last token is computed in
-    /// any case.
-    fn begins(&self, slot: u32, lent: Option<Lent>) -> usize {
+    /// Where computing begins, and where what is cached ends: the match under way and what is lent. The
+    /// last `replay` tokens of that are computed again, and the last known one in any case.
+    fn begins(
+        &self,
+        slot: u32,
+        lent: Option<Lent>,
+        replay: usize,
+    ) -> Result<(usize, usize), Error> {
         let seq = self.seqs.at(slot);
         let cached = self.matched.rows * self.groups.block_size();
         let cached = cached + lent.map_or(0, |lent| lent.tokens);
-        match cached {
-            0 => seq.planned_end,
-            _ => (seq.planned_end + cached).min(seq.tokens.len() - 1),
+        if replay > cached {
+            return Err(Error::Replay { replay, cached });
         }
+        let end = seq.planned_end + cached;
+        let start = match cached {
+            0 => end,
+            _ => (end - replay).min(seq.tokens.len() - 1),
+        };
+        Ok((start, end))
     }
 
     /// What the match under way ends in: a content that has its next tokens, an eighth of a block at
@@ -326,7 +374,7 @@ impl State {
 
     /// Goes on from where the sequence stands, if that is a block boundary: whether it is, and the cache may
     /// be read. Leaves the hits in `self.matched`. Rows that it has reserved past the boundary come after them.
-    fn find_match(&mut self, slot: u32) -> bool {
+    fn find_match(&mut self, slot: u32, replay: usize) -> bool {
         let seq = self.seqs.at(slot);
         let (tip, rows) = (seq.registered.tip, seq.registered.rows);
         let on_boundary = seq.planned_end == rows * self.groups.block_size();
@@ -335,8 +383,9 @@ impl State {
             return false;
         }
         let from = (tip, rows);
+        let wanted = Wanted::Replay(replay);
         self.matched
-            .walk(&mut self.pool, &self.groups, &seq.tokens, from, false);
+            .walk(&mut self.pool, &self.groups, &seq.tokens, from, wanted);
         true
     }
 
@@ -348,7 +397,8 @@ impl State {
         let blocks = self.matched.blocks.iter().enumerate();
         let seen = blocks.filter(|(place, _)| {
             let (row, group) = (from + place / groups, place % groups);
-            row >= self.groups.first_row(group, from + self.matched.rows)
+            let end = from + self.matched.rows;
+            row >= self.groups.first_row_of(group, end, self.matched.replay)
         });
         let lent = lent.into_iter();
         let lent = lent.flat_map(|lent| self.pool.contents.blocks(lent.content));

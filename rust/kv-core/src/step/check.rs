@@ -237,7 +237,8 @@ fn check_adopted(
     seq: &Sequence,
 ) -> Result<(), String> {
     let (id, start) = (seq.id, entry.start);
-    let end = entry.write_from.min(seq.tokens.len() - 1);
+    let again = entry.write_from.saturating_sub(extra.replay);
+    let end = again.min(seq.tokens.len() - 1);
     let fits = match extra.matched + extra.lent_tokens {
         0 => extra.adopted == 0,
         _ => start == end,

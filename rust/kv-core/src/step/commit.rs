@@ -296,6 +296,9 @@ impl State {
         if extra.prefill {
             stats.prompt_tokens += extra.adopted as u64 + u64::from(entry.len);
             stats.cached_tokens += extra.adopted as u64;
+            let found = extra.matched > 0 || extra.lent_tokens > 0;
+            let began = entry.start > extra.adopted;
+            stats.rematches += u64::from(found && began);
             stats.partial_hits += u64::from(extra.lent_tokens > 0);
             stats.partial_tokens += extra.lent_tokens as u64;
             stats.hit_blocks += extra.matched_blocks as u64;

@@ -157,7 +157,7 @@ impl Steps {
         self.newest().fenced.push(block);
     }
 
-    /// Adopts the match under way. What no token after it sees leaves the table, so that there is no
+    /// Adopts the match under way. What nothing that is to be computed sees leaves the table, so that there is no
     /// hole; the plan keeps it: it may be rolled back, and the step before may still read it.
     fn adopt(&mut self, state: &mut State, slot: u32, extra: &mut Extra) {
         if state.matched.rows == 0 {
@@ -166,14 +166,15 @@ impl Steps {
         let matched = std::mem::replace(&mut state.matched, Match::NOTHING);
         let Registered { rows: from, .. } = extra.stood;
         let rows = from + matched.rows;
-        let new = BlockTable::of_match(&matched.blocks, from, &state.groups);
+        let new = BlockTable::of_match(&matched, from, &state.groups);
         extra.matched = matched.rows;
         extra.matched_blocks = new.len();
         for group in 0..state.groups.len() {
             extra.in_flight += state.pool.adopt_all(new.blocks_of(group));
         }
         for group in 0..state.groups.len() {
-            let seen = state.groups.first_row(group, rows).min(from);
+            let seen = state.groups.first_row_of(group, rows, matched.replay);
+            let seen = seen.min(from);
             let table = &mut state.seqs.at_mut(slot).table;
             table.slide(group, seen, |block| extra.unseen.push((group, block)));
         }

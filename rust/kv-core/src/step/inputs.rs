@@ -282,10 +282,15 @@ fn fill_slots(
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
             let row = state.groups.row_of(position);
-            let stop = end.min((row + 1) * block_size);
+            let is_cached = position < entry.write_from;
+            let stop = match is_cached {
+                true => entry.write_from.min((row + 1) * block_size),
+                false => (row + 1) * block_size,
+            };
+            let stop = end.min(stop);
             let place = group * arrays.slots_width + at + position - entry.start;
             let is_there = present.is_some_and(|extra| extra.is_present(row * groups + group));
-            if is_there || stop <= entry.write_from {
+            if is_there || is_cached {
                 arrays
                     .slot_mapping
                     .write(place, std::iter::repeat_n(-1, stop - position));

@@ -30,6 +30,7 @@ use crate::ids::{BlockId, PlanKey};
 use crate::state::State;
 use crate::table::BlockTable;
 
+pub(crate) use admit::Asked;
 pub use cascade::SharedPrefix;
 pub use direct::Extend;
 pub use inputs::{IntArray, StepArrays, TableRows};

@@ -95,6 +95,8 @@ pub(super) struct Extra {
     /// tokens adopted these are.
     pub(super) lent: Vec<BlockId>,
     pub(super) lent_tokens: usize,
+    /// How many of the cached tokens are computed again, and not written again.
+    pub(super) replay: usize,
     /// What no token after these rows sees, by group, the last one first: the plan keeps it.
     pub(super) unseen: Vec<(usize, BlockId)>,
     /// Of the adopted blocks and of `present`, those that an open step computes.
@@ -119,6 +121,7 @@ impl Extra {
             matched_blocks: 0,
             lent: Vec::new(),
             lent_tokens: 0,
+            replay: 0,
             unseen: Vec::new(),
             in_flight: 0,
             announced: 0,

@@ -279,10 +279,12 @@ impl Player {
                 sequence,
                 max_tokens,
                 reserve,
+                replay,
             } => {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);
-                let answer = self.manager.prefill(plan, key, *max_tokens, *reserve)?;
-                answer.into()
+                let limits = (*max_tokens, *reserve);
+                let manager = &mut self.manager;
+                manager.prefill_again(plan, key, limits, *replay)?.into()
             }
             Call::Cancel { plan, sequence } => {
                 let (plan, key) = (self.plan(*plan)?, self.sequence(*sequence)?);

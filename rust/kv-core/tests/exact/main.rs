@@ -17,6 +17,7 @@ mod limits;
 mod partial;
 mod recordings;
 mod rematch;
+mod replays;
 mod sharing;
 mod statistics;
 mod survey;

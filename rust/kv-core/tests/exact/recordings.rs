@@ -39,8 +39,9 @@ fn operations_in_words() {
                 sequence: 8,
                 max_tokens: 9,
                 reserve: None,
+                replay: 2,
             },
-            "prefill(plan=7, sequence=8, max_tokens=9, reserve=none)",
+            "prefill(plan=7, sequence=8, max_tokens=9, reserve=none, replay=2)",
         ),
         (
             Call::Commit {

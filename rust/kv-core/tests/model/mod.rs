@@ -9,7 +9,7 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{BlockId, Config, Extend, Ledger, Prefill, Redirect};
+use kv_core::{BlockId, Config, Error, Extend, Ledger, Prefill, Redirect};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
@@ -42,7 +42,7 @@ pub(crate) struct Seq {
 
 /// What an entry takes beside the tokens that it computes.
 enum Extra {
-    Announces,
+    Announces { replay: usize },
     Lookahead(usize),
     Drafts(Vec<u32>),
 }
@@ -120,8 +120,13 @@ impl Model {
     /// The first row that a group needs of a prefix of `rows` rows: the window of its last token, and
     /// of the one after it.
     fn first_row(&self, group: usize, rows: usize) -> usize {
-        let end = rows * self.block_size;
-        self.groups[group].map_or(0, |window| end.saturating_sub(window) / self.block_size)
+        self.first_row_of(group, rows, 1)
+    }
+
+    /// The same for its last `replay` tokens.
+    fn first_row_of(&self, group: usize, rows: usize, replay: usize) -> usize {
+        let first = (rows * self.block_size + 1).saturating_sub(replay.max(1));
+        self.groups[group].map_or(0, |window| first.saturating_sub(window) / self.block_size)
     }
 
     pub(crate) fn seq_refs(&self, block: u32) -> u32 {
@@ -192,13 +197,14 @@ impl Model {
         namespace: u8,
         tokens: &[u32],
         from: usize,
+        replay: usize,
         usable: impl Fn(u32) -> bool,
     ) -> Vec<Row> {
         let most = tokens.len() / self.block_size;
         let row = |rows: usize, row: usize| -> Option<Row> {
             let tokens = &tokens[..(row + 1) * self.block_size];
             let entry = |group: usize| match self.known(namespace, tokens, group) {
-                _ if row < self.first_row(group, rows) => Some(None),
+                _ if row < self.first_row_of(group, rows, replay) => Some(None),
                 Some(block) if usable(block) => Some(Some(block)),
                 _ => None,
             };
@@ -244,7 +250,7 @@ impl Model {
     }
 
     pub(crate) fn match_prefix(&mut self, lease: usize, namespace: u8, tokens: &[u32]) {
-        let rows = self.matched(namespace, tokens, 0, |block| self.is_ready(block));
+        let rows = self.matched(namespace, tokens, 0, 0, |block| self.is_ready(block));
         blocks(&rows).for_each(|block| self.unqueue(block));
         self.leases.insert(lease, rows);
     }
@@ -441,11 +447,11 @@ impl Model {
         len: usize,
         extra: Extra,
     ) {
-        let announces = matches!(extra, Extra::Announces);
-        let (lookahead, drafts) = match extra {
-            Extra::Lookahead(slots) => (slots, Vec::new()),
-            Extra::Drafts(drafts) => (0, drafts),
-            Extra::Announces => (0, Vec::new()),
+        let announces = matches!(extra, Extra::Announces { .. });
+        let (lookahead, drafts, replay) = match extra {
+            Extra::Lookahead(slots) => (slots, Vec::new(), 0),
+            Extra::Drafts(drafts) => (0, drafts, 0),
+            Extra::Announces { replay } => (0, Vec::new(), replay),
         };
         let s = &self.seqs[&seq];
         let before = (s.table.len(), s.ahead, s.registered);
@@ -465,7 +471,7 @@ impl Model {
         s.registered += matched.len();
         let unseen = match matched.is_empty() {
             true => Vec::new(),
-            false => self.take_unseen(seq),
+            false => self.take_unseen(seq, replay),
         };
         let lent = self.borrow(seq, lent);
         let s = self.seqs.get_mut(&seq).expect("live");
@@ -526,11 +532,11 @@ impl Model {
     }
 
     /// Takes what no token after its registered rows sees out of a table, the last one first.
-    fn take_unseen(&mut self, seq: u64) -> Vec<(usize, usize, u32)> {
+    fn take_unseen(&mut self, seq: u64, replay: usize) -> Vec<(usize, usize, u32)> {
         let mut unseen = Vec::new();
         for group in 0..self.groups.len() {
             let s = &self.seqs[&seq];
-            for row in (0..self.first_row(group, s.registered)).rev() {
+            for row in (0..self.first_row_of(group, s.registered, replay)).rev() {
                 let s = self.seqs.get_mut(&seq).expect("live");
                 if let Some(block) = s.table[row][group].take() {
                     self.newest().fenced.push(block);
@@ -676,13 +682,16 @@ impl Model {
     pub(crate) fn prefill(
         &mut self,
         seq: u64,
-        max_tokens: usize,
-        reserve: Option<usize>,
-    ) -> Prefill {
+        (max_tokens, reserve): (usize, Option<usize>),
+        replay: usize,
+    ) -> Result<Prefill, Error> {
+        if max_tokens.min(self.budget()) == 0 {
+            return Ok(Prefill::NoBudget);
+        }
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let may_match = self.caching && s.read_cache && s.ahead == s.registered * size;
         let matched = if may_match {
-            self.matched(s.namespace, &s.tokens, s.registered, |_| true)
+            self.matched(s.namespace, &s.tokens, s.registered, replay, |_| true)
         } else {
             Vec::new()
         };
@@ -691,10 +700,11 @@ impl Model {
         } else {
             (Vec::new(), 0)
         };
-        let answer = self.prefill_behind(seq, max_tokens, reserve, (&matched, lent.clone()));
+        let asked = (max_tokens, reserve, replay);
+        let answer = self.prefill_behind(seq, asked, (&matched, lent.clone()));
         match answer {
-            Prefill::NoRoom { .. } if lent.1 > 0 => {
-                self.prefill_behind(seq, max_tokens, reserve, (&matched, (Vec::new(), 0)))
+            Ok(Prefill::NoRoom { .. }) if lent.1 > 0 => {
+                self.prefill_behind(seq, asked, (&matched, (Vec::new(), 0)))
             }
             answer => answer,
         }
@@ -703,26 +713,30 @@ impl Model {
     fn prefill_behind(
         &mut self,
         seq: u64,
-        max_tokens: usize,
-        reserve: Option<usize>,
+        (max_tokens, reserve, replay): (usize, Option<usize>, usize),
         (matched, (lent, lent_tokens)): (&[Row], (Vec<u32>, usize)),
-    ) -> Prefill {
+    ) -> Result<Prefill, Error> {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let rows = s.table.len() + matched.len();
-        let start = match matched.len() * size + lent_tokens {
+        let cached = matched.len() * size + lent_tokens;
+        if replay > cached {
+            return Err(Error::Replay { replay, cached });
+        }
+        let cached_end = s.ahead + cached;
+        let start = match cached {
             0 => s.ahead,
-            cached => (s.registered * size + cached).min(s.tokens.len() - 1),
+            _ => (cached_end - replay).min(s.tokens.len() - 1),
         };
         let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
         let end = match fits / size * size {
             _ if fits >= all => all,
-            boundary if boundary > start => boundary,
+            boundary if boundary > start && boundary >= cached_end => boundary,
             _ => fits,
         };
         let tokens = end - start;
-        if tokens == 0 {
-            return Prefill::NoBudget;
+        if end < cached_end {
+            return Ok(Prefill::NoBudget);
         }
         let revived = blocks(matched)
             .chain(lent.iter().copied())
@@ -744,7 +758,7 @@ impl Model {
                     // What the match puts out of sight is the plan's.
                     let unseen = match matched.is_empty() {
                         true => 0,
-                        false => self.first_row(group, s.registered + matched.len()),
+                        false => self.first_row_of(group, s.registered + matched.len(), replay),
                     };
                     let (settled, reserved) = s.table.split_at(s.registered);
                     let held = settled.iter().chain(matched).chain(reserved).skip(unseen);
@@ -756,17 +770,18 @@ impl Model {
             .sum();
         let needed = revived + new + copies + reserve.unwrap_or(0);
         if needed > self.queue.len() {
-            return Prefill::NoRoom {
+            return Ok(Prefill::NoRoom {
                 needed,
                 available: self.queue.len(),
-            };
+            });
         }
-        self.push(seq, (matched, &lent), start, tokens, Extra::Announces);
-        Prefill::Planned {
+        let extra = Extra::Announces { replay };
+        self.push(seq, (matched, &lent), start, tokens, extra);
+        Ok(Prefill::Planned {
             cached_tokens: start - s.ahead,
             tokens,
             samples: start + tokens == s.tokens.len(),
-        }
+        })
     }
 
     fn undo(&mut self, entry: Entry) {

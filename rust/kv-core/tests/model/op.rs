@@ -26,6 +26,7 @@ pub(crate) enum Op {
         seq: usize,
         max_tokens: usize,
         reserve: Option<usize>,
+        replay: usize,
     },
     Decode(u8, usize),
     Speculate(usize, usize),

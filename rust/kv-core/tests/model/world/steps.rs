@@ -46,9 +46,10 @@ impl World {
                 seq,
                 max_tokens,
                 reserve,
+                replay,
             } if planning => {
                 if let Some(i) = Self::pick(&self.handles, seq) {
-                    self.prefill(plan, i, max_tokens, reserve)?;
+                    self.prefill(plan, i, (max_tokens, reserve), replay)?;
                 }
             }
             Op::Decode(mask, lookahead) if planning => self.decode(plan, mask, lookahead)?,
@@ -122,14 +123,14 @@ impl World {
         &mut self,
         plan: PlanKey,
         i: usize,
-        max_tokens: usize,
-        reserve: Option<usize>,
+        limits: (usize, Option<usize>),
+        replay: usize,
     ) -> Result<(), TestCaseError> {
         let (key, id) = (self.handles[i].key(), self.handles[i].id());
         let known = self.manager.view(key).expect("live");
         let pending = known.num_pending_tokens > 0 || self.speculates(id);
         let left = known.tokens.len().saturating_sub(known.num_planned_tokens);
-        let answer = self.manager.prefill(plan, key, max_tokens, reserve);
+        let answer = self.manager.prefill_again(plan, key, limits, replay);
         if self.in_newest(id) || pending {
             prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
             return Ok(());
@@ -139,8 +140,10 @@ impl World {
             return Ok(());
         }
         if self.exact {
-            prop_assert_eq!(&answer, &Ok(self.model.prefill(id, max_tokens, reserve)));
+            prop_assert_eq!(&answer, &self.model.prefill(id, limits, replay));
         }
+        let refused = matches!(answer, Err(Error::Replay { replay: asked, .. }) if asked == replay);
+        prop_assert!(answer.is_ok() || (replay > 0 && refused), "{:?}", answer);
         if matches!(answer, Ok(Prefill::Planned { .. })) {
             self.steps.back_mut().expect("open").rows.push(id);
         }
