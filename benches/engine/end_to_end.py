@@ -11,7 +11,8 @@ ones each round and the same for all.
 
 Every engine is a process of its own (`serve.py`) and they take turns, in a different order each
 round; a ratio is the median of the ratios of the same rounds. First everything in float32, then
-in bfloat16; transformers in float32 only. What is compiled is compiled anew: the start is a first
+in bfloat16; transformers in float32 only, 8-bit weights (`int8`, `int8-compiled`) in bfloat16 only.
+What is compiled is compiled anew: the start is a first
 start. `pyengine` and `compiled` are this engine without and with `compile=True`; `vllm` is vLLM
 with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to all cores
 (`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
@@ -47,15 +48,18 @@ from pyengine.models.source import embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
-NAMES = OURS, COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
+NAMES = OURS, COMPILED, INT8, INT8_COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
 TITLES = {
     OURS: "pyengine",
     COMPILED: "`compile=True`",
+    INT8: "`int8`",
+    INT8_COMPILED: "`int8`, `compile=True`",
     TRANSFORMERS: "transformers `generate`",
     VLLM: "vLLM 0.32, blocks of 128",
     VLLM32: "vLLM 0.32, `block_size=32`",
 }
 DTYPES = ("float32", "bfloat16")
+NOT_MEASURED = {(TRANSFORMERS, "bfloat16"), (INT8, "float32"), (INT8_COMPILED, "float32")}
 START = "start to first token"
 VLLM_SPINS_SECONDS = 1.2
 """vLLM's workers look out for work so long on a core of their own; the next one waits for that."""
@@ -69,6 +73,8 @@ GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against vL
     WORKS[6].name: (1.5, 1.3),
 }
 """Least ratio in float32 and in bfloat16."""
+INT8_GOAL = 1.8
+"""Of 32 rows in 8-bit integers against float32, the better of ours in both."""
 
 
 class Engine:
@@ -280,6 +286,7 @@ def tables(record: Record) -> Iterator[str]:
             cells = [record.rate(dtype, work, name) for name in engines]
             yield f"| {work.name if work else START} | {' | '.join(cells)} |"
     yield from goals(record)
+    yield from int8_goals(record)
     for name, reason in record.about["missing"].items():
         yield f"\n{name}: missing ({reason})"
 
@@ -298,6 +305,27 @@ def goals(record: Record) -> Iterator[str]:
             if (least := GOALS.get(work.name)) and (ratio := best[-1]):
                 goal = f"{least[at]:.2f}, {'met' if ratio >= least[at] else 'not met'}"
             yield f"| {work.name}, {dtype} | {' | '.join(cells)} | {goal} |"
+
+
+def int8_goals(record: Record) -> Iterator[str]:
+    """8-bit weights against float32: the medians, as the two are not of the same rounds."""
+    rows = []
+    for work in WORKS:
+        found = [
+            min((median(each) for name in names if (each := seconds.get(name))), default=None)
+            for dtype, names in (("float32", (OURS, COMPILED)), ("bfloat16", (INT8, INT8_COMPILED)))
+            for seconds in [record.found.get(dtype, {}).get(work.name, {})]
+        ]
+        if found[0] is None or found[1] is None:
+            continue
+        ratio, goal = found[0] / found[1], ""
+        if work is WORKS[1]:
+            goal = f"{INT8_GOAL:.2f}, {'met' if ratio >= INT8_GOAL else 'not met'}"
+        rows.append(f"| {work.name} | {ratio:.2f} | {goal} |")
+    if rows:
+        yield "\n| 8-bit weights, times as fast as ours in float32 | | goal |"
+        yield "|---|---:|---:|"
+        yield from rows
 
 
 def summary(record: Record) -> Iterator[str]:
@@ -347,7 +375,7 @@ def run(options: argparse.Namespace, record: Record) -> None:
     works = [work for work in WORKS if options.only in work.name]
     works = [work for work in works if not (options.quick and work.is_slow)]
     for dtype in options.dtype:
-        wanted = [name for name in options.engines if (name, dtype) != (TRANSFORMERS, "bfloat16")]
+        wanted = [name for name in options.engines if (name, dtype) not in NOT_MEASURED]
         engines: list[Engine] = []
         with TemporaryDirectory(prefix="end-to-end-") as caches:
             try:

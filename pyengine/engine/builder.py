@@ -35,6 +35,7 @@ from pyengine.engine.executor import Executor
 from pyengine.engine.intake import ModelFacts
 from pyengine.models import LoadedModel, load_model, resolve_source
 from pyengine.models.packed import can_pack, pack_linears
+from pyengine.models.quantized import quantise_linears
 from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
@@ -187,13 +188,16 @@ def _scheduler_limits(settings: EngineSettings) -> SchedulerLimits:
 
 
 def _load(settings: EngineSettings) -> LoadedModel:
-    return load_model(
+    loaded = load_model(
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
         revision=settings.revision,
         token=settings.token,
     )
+    if settings.quantization is not None:
+        quantise_linears(loaded.model, loaded.device)
+    return loaded
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
@@ -290,6 +294,7 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "device": str(loaded.device),
         "dtype": dtype_name(loaded.dtype),
         "dtype_reason": loaded.dtype_reason,
+        "quantization": settings.quantization or "none",
         "tensor_parallel_size": settings.tensor_parallel_size,
         "compile": settings.compile,
     }

@@ -10,6 +10,7 @@ import pytest
 from benches.engine import end_to_end
 from benches.engine.end_to_end import (
     COMPILED,
+    INT8,
     OURS,
     ROOT,
     VLLM32,
@@ -68,6 +69,18 @@ def test_ratios_are_of_the_same_rounds_and_the_better_of_ours_counts(tmp_path: P
     assert f"| {WORKS[1].name} | 683 | 1,024 | 1,024 |" in page
     assert f"| {WORKS[1].name}, float32 |  |  | 1.00 | 1.05, not met |" in page
     assert list(summary(record))[2:] == [f"| {WORKS[1].name} | 1.00 |  |  |"]
+
+
+def test_8_bit_weights_are_held_against_float32(tmp_path: Path) -> None:
+    record = filled(tmp_path / "found.json")
+    title = "| 8-bit weights, times as fast as ours in float32 | | goal |"
+    assert title not in "\n".join(tables(record))
+    for seconds in (0.9, 1.0, 1.3):
+        record.found.setdefault("bfloat16", {}).setdefault(WORKS[1].name, {}).setdefault(INT8, [])
+        record.add("bfloat16", WORKS[1].name, INT8, seconds)
+    page = "\n".join(tables(record))
+    assert title in page
+    assert f"| {WORKS[1].name} | 2.00 | 1.80, met |" in page
 
 
 class Fake:

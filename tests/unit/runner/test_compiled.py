@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.models.quantized import quantise_linears
 from pyengine.runner import compiled
 from tests.unit.runner.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
@@ -50,6 +51,19 @@ def test_one_graph_serves_every_batch_and_one_a_single_token(family):
     run = PagedRun(model, num_blocks=90)
     run.runner.compile("aot_eager")
     assert counters["stats"]["unique_graphs"] == 2
+    for lengths, logits in zip(BATCHES, expected, strict=True):
+        torch.testing.assert_close(decode(run, lengths), logits, **NEAR)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_layers_in_8_bit_integers_are_in_the_same_two_graphs():
+    model = random_model("llama", num_hidden_layers=2)
+    quantise_linears(model, torch.device("cpu"))
+    plain = PagedRun(model, num_blocks=90)
+    expected = [decode(plain, lengths) for lengths in BATCHES]
+    run = PagedRun(model, num_blocks=90)
+    run.runner.compile("aot_eager")
     for lengths, logits in zip(BATCHES, expected, strict=True):
         torch.testing.assert_close(decode(run, lengths), logits, **NEAR)
     assert counters["stats"]["unique_graphs"] == 2

@@ -1,0 +1,72 @@
+"""What bfloat16 and 8-bit weights do to a model's log-probabilities, on BIG-Bench-Hard text.
+
+    .venv/bin/python -m benches.engine.logprobs [--tasks 8] [--tokens 512]
+
+from the root of the repository, with the archive `bbh_text.tar.gz` in `PYENGINE_TRACES`. The
+embedded model reads the worked examples of some tasks; for each token of them, its log-probability
+is compared with that in float32. A table in markdown goes to standard output.
+"""
+
+import argparse
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine import LLM, SamplingParams
+
+TRACES = Path(os.environ.get("PYENGINE_TRACES", Path(__file__).parents[3] / "shared/data/traces"))
+MODES = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "float32, int8": ("float32", "int8"),
+    "bfloat16, int8": ("bfloat16", "int8"),
+}
+
+
+def texts(count: int) -> list[str]:
+    """The worked examples of so many tasks, in the order of their names."""
+    with tarfile.open(TRACES / "bbh_text.tar.gz") as archive:
+        names = [name for name in archive.getnames() if "cot-prompts/" in name]
+        found = [archive.extractfile(name) for name in sorted(names) if name.endswith(".txt")]
+        whole = [one.read().decode() for one in found if one is not None]
+    return [one.split("-----\n", 1)[-1].strip() for one in whole[:count]]
+
+
+def logprobs(mode: str, prompts: list[str], tokens: int) -> npt.NDArray[np.float64]:
+    """Of every token but the first of each text."""
+    dtype, quantization = MODES[mode]
+    params = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=0, truncate_prompt_tokens=tokens
+    )
+    with LLM(device="cpu", dtype=dtype, quantization=quantization, num_blocks=256) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    found = []
+    for output in outputs:
+        pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
+        found += [each[token].logprob for token, each in pairs if each is not None]
+    return np.array(found)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tasks", type=int, default=8, help="texts (8)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each, from its end")
+    options = parser.parse_args()
+    prompts = texts(options.tasks)
+    exact = logprobs("float32", prompts, options.tokens)
+    print(f"{len(exact)} tokens, in float32 {exact.mean():.4f} each\n")
+    print("| against float32 | mean difference | mean of its size | 99 of 100 below | worst |")
+    print("|---|---:|---:|---:|---:|")
+    for mode in list(MODES)[1:]:
+        found = logprobs(mode, prompts, options.tokens) - exact
+        size = np.abs(found)
+        figures = (found.mean(), size.mean(), np.quantile(size, 0.99), size.max())
+        print(f"| {mode} | {' | '.join(f'{one:.4f}' for one in figures)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
