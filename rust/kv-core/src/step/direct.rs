@@ -7,7 +7,7 @@
 use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::{BlockId, SeqKey};
-use crate::matching::Match;
+use crate::matching::{Match, Wanted};
 use crate::sequence::Registered;
 use crate::step::plan::Redirect;
 use crate::table::BlockTable;
@@ -45,7 +45,13 @@ impl State {
         }
         let mut matched = std::mem::replace(&mut self.matched, Match::NOTHING);
         let tokens = &self.seqs.at(key.slot).tokens;
-        matched.walk(&mut self.pool, &self.groups, tokens, (tip, from), true);
+        matched.walk(
+            &mut self.pool,
+            &self.groups,
+            tokens,
+            (tip, from),
+            Wanted::Ready,
+        );
         let adopted = self.take_match(key.slot, from, &matched);
         self.matched = matched;
         Ok(adopted)
@@ -56,7 +62,7 @@ impl State {
             return 0;
         }
         let rows = from + matched.rows;
-        let new = BlockTable::of_match(&matched.blocks, from, &self.groups);
+        let new = BlockTable::of_match(matched, from, &self.groups);
         for group in 0..self.groups.len() {
             self.pool.adopt_all(new.blocks_of(group));
         }

@@ -977,7 +977,7 @@ impl Model {
         if !stands || !self.caching || !s.read_cache {
             return 0;
         }
-        let matched = self.matched(s.namespace, &s.tokens, s.registered, |block| {
+        let matched = self.matched(s.namespace, &s.tokens, s.registered, 0, |block| {
             self.is_ready(block)
         });
         if matched.is_empty() {
