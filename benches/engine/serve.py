@@ -111,7 +111,7 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
     llm = LLM(  # without the limit it takes a share of all memory, which the others have in use
         folder,
         dtype=dtype,
-        max_model_len=2048,
+        max_model_len=4096,
         max_num_seqs=256,
         kv_cache_memory_bytes=2 << 30,
         **options,
