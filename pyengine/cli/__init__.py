@@ -41,6 +41,21 @@ def main(factory: "EngineFactory | None" = None) -> None:
         app(obj=factory)
     except (KeyboardInterrupt, OSError) as error:  # commands handle their own; this is around them
         raise SystemExit(report(error)) from None
+    finally:
+        _drop_what_cannot_be_said()
+
+
+def _drop_what_cannot_be_said() -> None:
+    """Where standard error takes nothing (a full disk), what waits for it goes nowhere.
+
+    The interpreter would try again when it ends, and change the status to 120.
+    """
+    try:
+        sys.stderr.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
 
 
 def _prepare_streams() -> None:

@@ -122,7 +122,7 @@ def test_a_batch_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     lines = [{"prompt": f"Name {n} animals.", "id": f"p{n}"} for n in range(2, 10)]
     file.write_text("\n".join(map(json.dumps, lines)))
     arguments = ["generate", "--file", str(file), "--max-num-seqs", "2", "--max-tokens", "12"]
-    arguments += ["--temperature", "0.8", "--max-num-batched-tokens", "64"]
+    arguments += ["--temperature", "0.8", "--max-num-batched-tokens", "64", "--dtype", "float32"]
     assert run(*arguments, "--output", str(whole)).returncode == 0
     process = subprocess.Popen([PYENGINE, *arguments, "--output", str(target)])
     while process.poll() is None and not (target.exists() and target.read_text().count("\n") > 1):

@@ -187,7 +187,11 @@ def test_full_standard_output_is_a_sentence(arguments: list[str]) -> None:
     assert b"No space left on device" in line
 
 
-def test_full_standard_error_does_not_change_the_status() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_standard_error_does_not_change_the_status(
+    unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)  # else what was not written is tried again
     assert run("generate", shell="2> /dev/full").returncode == 2
     assert run("generate", "--kv-cache-gib", "nan", "hi", shell="2> /dev/full").returncode == 1
 

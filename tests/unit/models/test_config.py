@@ -78,7 +78,7 @@ def test_a_file_that_is_missing_or_damaged_sets_nothing(tmp_path, content):
         {"temperature": -1},
         {"temperature": "hot"},
         {"top_p": 7},
-        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
         {"top_k": [1]},
     ],
 )
