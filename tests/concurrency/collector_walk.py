@@ -76,7 +76,7 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     manager = walk.manager
     for getter in ("num_blocks", "block_size", "groups", "trash_block"):
         walk(manager, getter)
-    for method in ("ledger", "stats", "evict_idle", "contents", "check"):
+    for method in ("ledger", "stats", "survey", "evict_idle", "contents", "check"):
         walk(manager, method)
     walk(manager, "sequence", PROMPT)
     walk(manager, "sequence", [-1])
@@ -105,6 +105,9 @@ def walk_sequence(walk: Walk, keep: Sequence) -> None:
     walk(other, "attach", lease)
     walk(other, "append", [1])
     walk(other, "reset")
+    walk(other, "adopt")
+    walk(other, "extend", len(PROMPT))
+    walk(other, "publish", len(PROMPT))
     walk(other, "trim", 100)
     walk(other, "free")
     walk(other, "tokens")

@@ -27,9 +27,11 @@ def close(found: RequestOutput, expected: RequestOutput) -> None:
 
 @pytest.mark.slow
 def test_the_second_run_of_a_suite_computes_next_to_nothing() -> None:
-    with LLM(enable_prefix_caching=False, num_blocks=512, max_model_len=2048) as plain:
+    with LLM(
+        dtype="float32", enable_prefix_caching=False, num_blocks=512, max_model_len=2048
+    ) as plain:
         expected = plain.generate(SUITE, PARAMS, use_tqdm=False)
-    with LLM(num_blocks=512, max_model_len=2048) as llm:
+    with LLM(dtype="float32", num_blocks=512, max_model_len=2048) as llm:
         first = llm.generate(SUITE, PARAMS, use_tqdm=False)
         before = llm.stats().counters["computed_tokens"]
         second = llm.generate(SUITE, PARAMS, use_tqdm=False)

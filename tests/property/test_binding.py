@@ -72,6 +72,7 @@ class Binding(RuleBasedStateMachine):
         self.leases: list[Kept] = []
         self.plan: StepPlan | None = None
         self.entries: list[Planned] = []
+        self.sources: list[int] = []
         self.last_stats: dict[str, int] = {}
         for tokens in prompts:
             self.add(tokens, b"", True)
@@ -183,7 +184,10 @@ class Binding(RuleBasedStateMachine):
     def plan_prefill(self, known: Known, most: int, reserve: int | None) -> None:
         plan = self.begun(40)
         before, left = (known.computed, known.table), plan.budget_left
+        copied = len(plan.copies())
         answer = plan.prefill(known.handle, most, reserve=reserve)
+        lent = plan.copies()[copied:]
+        self.sources += [source for source, _ in lent]  # held until the plan is closed
         if isinstance(answer, Prefilled):
             start = known.computed + answer.num_cached_tokens
             entry = Planned(known, start, answer.num_tokens, before)
@@ -191,7 +195,9 @@ class Binding(RuleBasedStateMachine):
             assert entry.samples == answer.samples
             known.table = known.handle.block_table
             assert len(known.table) == max(len(before[1]), -(-entry.end // self.block_size))
-            self.kv.assert_holds(known, known.table, start)
+            assert len(lent) <= (start % self.block_size > 0)
+            sources = {copy: source for source, copy in lent}
+            self.kv.assert_holds(known, [sources.get(b, b) for b in known.table], start)
             self.entries.append(entry)
         elif isinstance(answer, NoRoom):
             assert answer.needed > answer.available == self.manager.ledger().available
@@ -239,7 +245,7 @@ class Binding(RuleBasedStateMachine):
             self.kv.execute(self.plan, self.entries)
         if not forget:
             self.plan.rollback()
-        self.plan = None
+        self.plan, self.sources = None, []
         for entry in self.entries:
             self.undo(entry)
         self.entries = []
@@ -265,7 +271,7 @@ class Binding(RuleBasedStateMachine):
             if entry.samples:
                 entry.known.tokens.append(tokens.pop(0))
         assert not tokens
-        self.plan, self.entries = None, []
+        self.plan, self.entries, self.sources = None, [], []
         for known in [k for k in self.live if len(k.tokens) > MAX_TOKENS]:
             self.live.remove(known)
 
@@ -292,7 +298,8 @@ class Binding(RuleBasedStateMachine):
     def counters_agree(self) -> None:
         dropped = [e.known for e in self.entries if not e.known.held]
         in_tables = Counter(block for known in [*self.live, *dropped] for block in known.table)
-        in_leases = Counter(block for kept in self.leases for block in kept.blocks)
+        held = [*(block for kept in self.leases for block in kept.blocks), *self.sources]
+        in_leases = Counter(held)
         states: Counter[str] = Counter()
         for block in range(self.manager.num_blocks):
             assert self.manager.seq_refs(block) == in_tables[block]
@@ -313,7 +320,7 @@ class Binding(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.plan, self.entries = None, []
+        self.plan, self.entries, self.sources = None, [], []
         self.live.clear()
         self.leases.clear()
         now = self.manager.ledger()

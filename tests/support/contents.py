@@ -74,9 +74,17 @@ class Contents:
             slot = block * self.block_size + position % self.block_size
             assert self.slots.get(slot) == self.chain(known, position), (known, position, block)
 
+    def copy(self, source: int, copy: int) -> None:
+        for offset in range(self.block_size):
+            held = self.slots.get(source * self.block_size + offset)
+            if held is not None:
+                self.slots[copy * self.block_size + offset] = held
+
     def execute(self, plan: StepPlan, entries: list[Planned]) -> None:
-        """Fill, compare with what was planned, write, read."""
+        """Fill, compare with what was planned, copy, write, read."""
         plan.fill(self.buffers)
+        for source, copy in plan.copies():
+            self.copy(source, copy)
         a: dict[str, Any] = {name: array.tolist() for name, array in self.arrays.items()}
         starts, sampling = a["query_start_loc"], []
         for row, entry in enumerate(entries):

@@ -191,3 +191,12 @@ def test_two_threads_never_write_to_one_cache():
     for thread in threads:
         thread.join()
     assert set(seen) <= {"another thread attends over this cache"}
+
+
+@pytest.mark.parametrize("given", ["order", "prefixes"])
+def test_what_is_shared_is_told_whole_or_not_at_all(given):
+    shared = {"order": np.zeros(1, np.int32), "prefixes": np.zeros((0, 5), np.int32)}
+    where = cache()
+    step(where, **shared)
+    with pytest.raises(BufferError, match="order and prefixes is missing: give both or neither"):
+        step(where, **{given: shared[given]})
