@@ -31,18 +31,22 @@ _ROWS = 32
 _numbers = count()
 
 
-def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[R, K]` of any floating type as int8, and their scales, float32 `[R, 1]`."""
+def _units(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[R, K]` in units of their scales, from -127 to 127, and these, float32 `[R, 1]`."""
     floats = rows.float()
     scales = floats.abs().amax(1, keepdim=True).clamp_min(_TINY) / _LARGEST
-    return (floats / scales).round().to(torch.int8), scales
+    return floats / scales, scales
+
+
+def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[R, K]` of any floating type as int8, and their scales, float32 `[R, 1]`."""
+    units, scales = _units(rows)
+    return units.round().to(torch.int8), scales
 
 
 def digits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[R, K]` as two digits, int8 `[2 * R, K]`, first digits first; scales as `quantise`."""
-    floats = rows.float()
-    scales = floats.abs().amax(1, keepdim=True).clamp_min(_TINY) / _LARGEST
-    units = floats / scales
+    units, scales = _units(rows)
     first = units.round()
     second = ((units - first) / _SECOND).round()
     return torch.cat([first, second]).to(torch.int8), scales

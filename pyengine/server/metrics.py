@@ -8,7 +8,7 @@ the text.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
@@ -57,6 +57,14 @@ def reason_of(request: RequestState) -> str:
     """Why a request ended: of several samples the worst."""
     reasons = {one.finish_reason for one in request.samples}
     return next(reason for reason in FINISH_REASONS if reason in reasons)
+
+
+def bytes_per_block(about: Mapping[str, object]) -> int | None:
+    """Bytes of KV in a block, by an engine's `describe`; its pool has a trash block besides."""
+    num_bytes, num_blocks = about.get("kv_cache_bytes"), about.get("num_blocks")
+    if isinstance(num_bytes, int) and isinstance(num_blocks, int):
+        return num_bytes // (num_blocks + 1)
+    return None
 
 
 class Watched(Protocol):
@@ -325,8 +333,7 @@ class EngineMetrics:
             help = f"Of the block manager: {name} (docs/block-manager.md, Counters)."
             yield self._counter(f"pyengine:kv_{name}", help, value)
         shared = sum(counters[name] for name in ("hit_blocks", "present_blocks", "merged_blocks"))
-        num_bytes, num_blocks = self._about.get("kv_cache_bytes"), stats.ledger.num_blocks
-        per_block = num_bytes // (num_blocks + 1) if isinstance(num_bytes, int) else 0
+        per_block = bytes_per_block(self._about) or 0
         for name, help, value in (
             ("prefill_tokens_saved", "Tokens adopted and not computed.", counters["cached_tokens"]),
             ("kv_bytes_saved", "KV that was not stored twice, in bytes.", shared * per_block),

@@ -21,6 +21,7 @@ from pyengine.core.errors import PyEngineError
 from pyengine.engine import EngineView
 from pyengine.server.errors import ApiError
 from pyengine.server.frames import FrameMaker
+from pyengine.server.metrics import bytes_per_block
 
 LOOKS_EVERY = 0.25
 """Seconds between two looks, at least."""
@@ -174,13 +175,10 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 def _about(engine: Looked, model_name: str) -> dict[str, Any]:
     """What does not change."""
     about = engine.describe()
-    num_bytes, num_blocks = about.get("kv_cache_bytes"), about.get("num_blocks")
-    is_known = isinstance(num_bytes, int) and isinstance(num_blocks, int)
-    per_block = num_bytes // (num_blocks + 1) if is_known else None  # type: ignore[operator]
     return {
         "model": model_name,
         "block_size": about.get("block_size"),
-        "bytes_per_block": per_block,
+        "bytes_per_block": bytes_per_block(about),
         "version": about.get("pyengine"),
     }
 

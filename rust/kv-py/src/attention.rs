@@ -184,6 +184,11 @@ impl CpuStep {
         } = cache.shape;
         let mut step =
             Step::new(&sequences, num_blocks, block_size, most_rows).map_err(raise_attention)?;
+        if order.is_some() != prefixes.is_some() {
+            return Err(BufferError::new_err(
+                "one of the arrays order and prefixes is missing: give both or neither",
+            ));
+        }
         if let (Some(order), Some(prefixes)) = (order, prefixes) {
             let shared = SharedPrefixes {
                 order: &array::<i32>("order", order, 1)?.to_vec(py)?,

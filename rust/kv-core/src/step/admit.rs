@@ -4,7 +4,7 @@ use super::plan::{Extra, Prefill};
 use super::{State, Steps};
 use crate::contents::Spot;
 use crate::error::Error;
-use crate::ids::{PlanKey, SeqKey};
+use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::matching::Wanted;
 
 /// What a prefill asks for.
@@ -265,13 +265,25 @@ impl State {
     /// it too, or it is a registered content of which a fork kept the beginning only.
     #[inline]
     pub(super) fn must_copy(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
+        self.groups_shared_at(slot, position, |block| self.pool.seq_refs(block) > 1)
+    }
+
+    /// The groups whose block of the row of `position` was shared with a fork, and is `held` by others or a
+    /// registered content still.
+    #[inline]
+    pub(super) fn groups_shared_at(
+        &self,
+        slot: u32,
+        position: usize,
+        held: impl Fn(BlockId) -> bool,
+    ) -> impl Iterator<Item = usize> {
         let seq = self.seqs.at(slot);
         let row = self.groups.row_of(position);
         let partial = (seq.registered.rows..seq.shared_rows).contains(&row);
         let groups = 0..self.groups.len() * usize::from(partial);
         groups.filter(move |&group| {
             let block = seq.table.at(group, row);
-            self.pool.seq_refs(block) > 1 || self.pool.content(block).is_some()
+            held(block) || self.pool.content(block).is_some()
         })
     }
 

@@ -137,14 +137,7 @@ impl State {
     /// The groups whose block of the row of `position` must not be written: as `must_copy`, and what an
     /// open step is yet to copy.
     fn held_by_others(&self, slot: u32, position: usize) -> impl Iterator<Item = usize> + '_ {
-        let seq = self.seqs.at(slot);
-        let row = self.groups.row_of(position);
-        let partial = (seq.registered.rows..seq.shared_rows).contains(&row);
-        let groups = 0..self.groups.len() * usize::from(partial);
-        groups.filter(move |&group| {
-            let block = seq.table.at(group, row);
-            self.pool.refs(block) > 1 || self.pool.content(block).is_some()
-        })
+        self.groups_shared_at(slot, position, |block| self.pool.refs(block) > 1)
     }
 }
 

@@ -97,6 +97,18 @@ type Version = (u32, u64, u32);
 /// What no table has.
 const NOTHING_WRITTEN: (Version, usize) = ((u32::MAX, 0, 0), 0);
 
+/// Whether each array, by its name, is as large as it has to be: needed, given.
+pub(super) fn check_sizes(arrays: &[(&'static str, usize, usize)]) -> Result<(), Error> {
+    match arrays.iter().find(|(_, needed, given)| needed > given) {
+        None => Ok(()),
+        Some(&(name, needed, given)) => Err(Error::BufferTooSmall {
+            name,
+            needed,
+            given,
+        }),
+    }
+}
+
 impl StepArrays<'_> {
     fn check(&self, plan: &Plan, groups: usize, width: usize) -> Result<(), Error> {
         let (tokens, sequences) = (plan.num_tokens, plan.entries.len());
@@ -104,7 +116,7 @@ impl StepArrays<'_> {
         let slots = groups_of(self.slot_mapping.len(), self.slots_width);
         let table = self.table_rows * self.table_width;
         let tables = groups_of(self.block_tables.len(), table);
-        for (name, needed, given) in [
+        check_sizes(&[
             ("input_ids", tokens, self.input_ids.len()),
             ("positions", tokens, self.positions.len()),
             ("slot_mapping (groups)", groups, slots),
@@ -119,16 +131,7 @@ impl StepArrays<'_> {
                 plan.num_samples,
                 self.logits_indices.len(),
             ),
-        ] {
-            if needed > given {
-                return Err(Error::BufferTooSmall {
-                    name,
-                    needed,
-                    given,
-                });
-            }
-        }
-        Ok(())
+        ])
     }
 }
 

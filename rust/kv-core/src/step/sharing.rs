@@ -11,7 +11,7 @@ use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::cascade::{SharedPrefix, prefixes};
-use super::inputs::{IntArray, StepArrays, TableRows};
+use super::inputs::{IntArray, StepArrays, TableRows, check_sizes};
 use super::plan::{Entry, Plan};
 use super::trie::Trie;
 use super::{State, Steps};
@@ -93,20 +93,11 @@ impl PrefixArrays<'_> {
     /// [`Error::BufferTooSmall`]
     pub fn check(&self, sequences: usize) -> Result<(), Error> {
         let most = sequences.saturating_sub(1);
-        for (name, needed, given) in [
+        check_sizes(&[
             ("order", sequences, self.order.len()),
             ("own_blocks", sequences, self.own_blocks.len()),
             ("prefixes (rows)", most, self.prefixes.len() / Self::WIDTH),
-        ] {
-            if needed > given {
-                return Err(Error::BufferTooSmall {
-                    name,
-                    needed,
-                    given,
-                });
-            }
-        }
-        Ok(())
+        ])
     }
 }
 
