@@ -167,7 +167,7 @@ impl Attention {
         let work = || {
             while let Some(task) = next() {
                 let part = task.part * PART..(task.part + 1) * PART;
-                kernel::attend(self.isa, job, task.members, part);
+                E::attend(self.isa, job, task.members, part);
             }
         };
         match &self.others {

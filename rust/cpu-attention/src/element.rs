@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use crate::kernel::TILE;
+use crate::attention::{Job, Member};
+use crate::kernel::{self, Isa, TILE};
 
 /// A number as queries, keys, values and results have it in memory.
 pub trait Element: Copy + Send + Sync + private::Sealed {
@@ -26,10 +27,27 @@ pub trait Element: Copy + Send + Sync + private::Sealed {
     ) -> [&'a [f32]; TILE];
 }
 
+#[allow(private_interfaces)] // sealed: who is outside has no use for a job
 mod private {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for u16 {}
+    use super::*;
+
+    /// The kernel, once for each element and in this crate: a caller's crate, which would compile a
+    /// generic function again, may be optimised otherwise.
+    pub trait Sealed: Sized {
+        fn attend(isa: Isa, job: &Job<'_, Self>, members: &mut [Member<'_>], part: Range<usize>);
+    }
+
+    impl Sealed for f32 {
+        fn attend(isa: Isa, job: &Job<'_, f32>, members: &mut [Member<'_>], part: Range<usize>) {
+            kernel::attend(isa, job, members, part);
+        }
+    }
+
+    impl Sealed for u16 {
+        fn attend(isa: Isa, job: &Job<'_, u16>, members: &mut [Member<'_>], part: Range<usize>) {
+            kernel::attend(isa, job, members, part);
+        }
+    }
 }
 
 impl Element for f32 {
