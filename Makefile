@@ -47,7 +47,7 @@ serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on
 
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients

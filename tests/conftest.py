@@ -8,6 +8,8 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test talks to a hub
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads do not spin: cores are shared
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # each of several has one core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples on every machine and run, and no deadline: cores are shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
