@@ -69,8 +69,8 @@ class EngineSettings:
     attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
     compile: bool = setting(
         False,
-        "let torch compile the forward pass of decodes: a minute or two and a C++ compiler at "
-        "first, faster then",
+        "let torch compile the forward pass: a minute or two and a C++ compiler at first, "
+        "faster then",
     )
     enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     async_scheduling: bool | None = setting(

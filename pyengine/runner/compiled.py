@@ -1,7 +1,8 @@
-"""A model's forward pass over decodes, compiled by torch: one graph for every batch size.
+"""A model's forward pass, compiled by torch: one graph for prefills and decodes of every size.
 
-The number of tokens is a dynamic dimension, but for a single token, which torch compiles by
-itself. Attention stays outside: `attention.opaque`.
+The number of tokens is a dynamic dimension, and so is that of the rows that give logits. A single
+token, which torch would compile by itself in any case, has a graph of its own. Attention stays
+outside: `attention.dispatch`.
 """
 
 import shutil
@@ -10,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.dispatch import CompiledModel, PagedContext, running
@@ -20,9 +22,12 @@ _numbers = count()
 TYPICAL_TOKENS = 32
 """The batch for which the compiler weighs its choices; the graph serves every other one too."""
 
+_FEWEST = 2
+"""What the dynamic dimensions begin with: torch takes a size of 1 for another kind of graph."""
+
 
 class CompiledForward:
-    """Logits of every row of a step, by a compiled graph.
+    """Logits of `inputs.logits_indices`, by a compiled graph.
 
     `backend` is torch's name of the compiler. Compiling takes some tens of seconds and happens
     here. Raises `ConfigurationError` where it fails, with what the compiler said.
@@ -32,11 +37,14 @@ class CompiledForward:
         self._number = next(_numbers)
         paged = CompiledModel(self._number)
 
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        def forward(
+            input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+        ) -> torch.Tensor:
             output = model(
                 input_ids=input_ids[None],
                 position_ids=positions[None],
                 use_cache=False,
+                logits_to_keep=rows,
                 paged=paged,
             )
             logits: torch.Tensor = output.logits[0]
@@ -56,11 +64,17 @@ class CompiledForward:
 
     @torch.inference_mode()
     def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
-        """Logits `[T, vocab]`."""
+        """Logits `[N, vocab]` of `N` rows; there may be none."""
         # Copies: torch would compile once more for views, or for what was made outside inference.
         ids, positions = inputs.input_ids.clone(), inputs.positions.clone()
+        rows, wanted = inputs.logits_indices.clone(), len(inputs.logits_indices)
+        if len(ids) == 1:  # the only row there is
+            rows = rows.new_zeros(1)
+        elif wanted < _FEWEST:
+            rows = F.pad(rows, (0, _FEWEST - wanted))
         with running(self._number, context):
-            return self._compiled(ids, positions)
+            logits = self._compiled(ids, positions, rows)
+        return logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
 
     @torch.inference_mode()
     def _warm_up(self, num_tokens: int, num_layers: int, device: torch.device) -> None:
@@ -68,11 +82,12 @@ class CompiledForward:
         ids, positions = (
             torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
         )
+        rows = torch.zeros(-(-num_tokens // 2), dtype=torch.int64, device=device)
         if num_tokens > 1:
-            for tensor in (ids, positions):
-                torch._dynamo.mark_dynamic(tensor, 0, min=2)
+            for tensor in (ids, positions, rows):
+                torch._dynamo.mark_dynamic(tensor, 0, min=_FEWEST)
         with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
-            self._compiled(ids, positions)
+            self._compiled(ids, positions, rows)
 
 
 class _NoStep:

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -54,8 +53,7 @@ class ModelRunner:
         _switch_to_paged_attention(self._model)
         self._recorder = recorder
         self._max_num_seqs = limits.max_num_seqs
-        forward = partial(self._forward, is_decode=True)
-        self.graphs = DecodeGraphs(forward, backend, self.buffers, pool.num_blocks)
+        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
 
     def capture(self) -> None:
         """Capture decode steps per batch size, if there is a recorder; they are replayed then.
@@ -67,9 +65,8 @@ class ModelRunner:
                 self.graphs.capture(graph_sizes(self._max_num_seqs), self._recorder)
 
     def compile(self, backend: str = "inductor") -> None:
-        """Compile the forward pass of decodes, and say so on standard error: it takes a while.
+        """Compile the forward pass, and say so on standard error: it takes a while.
 
-        Steps in which every token gives logits run compiled from then on, others as before.
         `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
         """
         name, start = type(self._model).__name__, monotonic()
@@ -85,8 +82,7 @@ class ModelRunner:
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
-        is_decode = extra is None and plan.num_tokens == plan.num_samples
-        is_graph = is_decode and self.graphs.fits(plan)
+        is_graph = extra is None and self.graphs.fits(plan)
 
         def compute(sampled: torch.Tensor | None) -> StepLogits:
             self._pool.copy_blocks(copies)
@@ -100,7 +96,7 @@ class ModelRunner:
                     rows = upload(extra, inputs.logits_indices.device)
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
-                logits = self._forward(inputs, self._backend.plan(inputs), is_decode=is_decode)
+                logits = self._forward(inputs, self._backend.plan(inputs))
             return StepLogits(logits[:num_samples], logits[num_samples:])
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
@@ -110,11 +106,11 @@ class ModelRunner:
         return forward
 
     @torch.inference_mode()
-    def _forward(self, inputs: StepInputs, plan: AttentionPlan, *, is_decode: bool) -> torch.Tensor:
-        """The logits of `inputs.logits_indices`: of every token, in order, if all decode."""
+    def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`."""
         context = PagedContext(plan, self._pool.groups.layer_windows)
         logits: torch.Tensor
-        if self._compiled is not None and is_decode:
+        if self._compiled is not None:
             logits = self._compiled(inputs, context)
         else:
             logits = self._model(

@@ -3,6 +3,7 @@
 from random import Random
 from shutil import which
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -39,6 +40,29 @@ def decode(run: PagedRun, lengths: list[int]) -> torch.Tensor:
     return logits.clone()
 
 
+def prefill(run: PagedRun, lengths: list[tuple[int, bool]]) -> list[torch.Tensor]:
+    """Prefill at once; `True`: to the end, which gives logits. Beside, the logits of row 0."""
+    random = Random(1)
+    entries = []
+    for length, is_whole in lengths:
+        tokens = [random.randrange(3, 97) for _ in range(length + (not is_whole))]
+        entries.append(Entry(tokens, 0, length, run.tables(length)))
+    found = []
+    for extra in (None, np.array([0])):
+        plan = HandMadePlan(entries, run.runner.buffers.arrays, run.block_size)
+        logits = run.runner.prepare(plan, extra_rows=extra)(None)
+        found += [logits.sampling.clone(), logits.extra.clone()]
+    return found
+
+
+PREFILLS = (
+    [(9, True), (14, True)],
+    [(5, True)],
+    [(5, False)],
+    [(1, True)],
+    [(1, False)],
+    [(3, True), (20, False), (1, True)],
+)
 BATCHES = ([9, 14], [5], [3, 20, 8, 11, 7], [17, 2, 6])
 
 
@@ -53,6 +77,20 @@ def test_one_graph_serves_every_batch_and_one_a_single_token(family):
     assert counters["stats"]["unique_graphs"] == 2
     for lengths, logits in zip(BATCHES, expected, strict=True):
         torch.testing.assert_close(decode(run, lengths), logits, **NEAR)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_prefills_go_by_the_same_graphs(family, monkeypatch):
+    model = random_model(family, num_hidden_layers=2)
+    plain = PagedRun(model, num_blocks=90)
+    expected = [prefill(plain, lengths) for lengths in PREFILLS]
+    run = PagedRun(model, num_blocks=90)
+    run.runner.compile("aot_eager")
+    monkeypatch.setattr(run.runner, "_model", None)  # nothing goes by the plain one
+    for lengths, logits in zip(PREFILLS, expected, strict=True):
+        for found, right in zip(prefill(run, lengths), logits, strict=True):
+            torch.testing.assert_close(found, right, **NEAR)
     assert counters["stats"]["unique_graphs"] == 2
 
 
