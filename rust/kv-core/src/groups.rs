@@ -71,15 +71,6 @@ impl Groups {
         }
     }
 
-    /// Whether a position is the first of its row.
-    #[inline]
-    pub(crate) fn begins_row(&self, position: usize) -> bool {
-        match self.shift {
-            Some(_) => position & (self.block_size - 1) == 0,
-            None => position.is_multiple_of(self.block_size),
-        }
-    }
-
     /// Rows that so many tokens take.
     #[inline]
     pub(crate) fn rows(&self, num_tokens: usize) -> usize {

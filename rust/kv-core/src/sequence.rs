@@ -65,6 +65,16 @@ impl Sequence {
         self.id == key.id && key.manager == manager && !self.dropped
     }
 
+    /// The oldest plan that holds it is committed. Whether it ends with that.
+    #[inline]
+    pub(crate) fn leave_plan(&mut self) -> bool {
+        self.num_plans -= 1;
+        if self.num_plans == 0 {
+            self.last_plan = 0;
+        }
+        self.num_plans == 0 && self.dropped
+    }
+
     /// Where it is without any plan.
     pub(crate) fn set_computed(&mut self, computed: usize) {
         (self.computed, self.planned_end) = (computed, computed);

@@ -27,6 +27,8 @@ pub(crate) struct State {
     pub(crate) lending: bool,
     /// The match under way; kept to save the allocation.
     pub(crate) matched: Match,
+    /// Blocks on their way to their tables; kept for the same reason.
+    pub(crate) taken: Vec<BlockId>,
 }
 
 impl State {
@@ -39,6 +41,7 @@ impl State {
             sharing: config.prefix_caching && config.in_flight_sharing,
             lending: config.prefix_caching && config.partial_reuse,
             matched: Match::NOTHING,
+            taken: Vec::new(),
         }
     }
 

@@ -10,6 +10,7 @@ use crate::answers::{Redirect, prefill_answer};
 use crate::buffers::StepBuffers;
 use crate::errors::{PlanError, raise};
 use crate::items::items;
+use crate::lists::sequence_keys;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::prefixes::SharedPrefixes;
@@ -51,7 +52,7 @@ impl<'py> FromPyObject<'_, 'py> for Batch {
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let key = |item: &Bound<'py, PyAny>| Ok(item.cast::<Sequence>()?.get().key());
         let keys = match object.cast_exact::<PyList>() {
-            Ok(list) => list.iter().map(|item| key(&item)).collect(),
+            Ok(list) => sequence_keys(&list),
             Err(_) => items(&object, Self::MOST, Self::too_many, |item, _| key(item)),
         };
         keys.map(Self)

@@ -7,8 +7,8 @@ use pyo3::types::{PyInt, PyList};
 
 use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
-use crate::ints::leading_ints;
 use crate::items::{items, reserved};
+use crate::lists::leading_ints;
 use crate::numbers::{in_words, not_an_int};
 
 /// Tokens for which there is room beside those given, so that the first ones sampled do not move a

@@ -53,12 +53,19 @@ impl Steps {
                 return Err(error);
             }
         }
-        let mut misfits = Vec::new();
-        for (position, key) in sequences.iter().enumerate() {
+        let (mut misfits, mut position) = (Vec::new(), 0);
+        while position < sequences.len() {
+            if lookahead == 0 {
+                position += self.push_decodes(state, &sequences[position..]);
+            }
+            let Some(key) = sequences.get(position) else {
+                break;
+            };
             if !self.plan_decode(state, key.slot, lookahead) {
                 self.unmark(state, key.slot);
                 misfits.push(position);
             }
+            position += 1;
         }
         Ok(misfits)
     }
@@ -71,14 +78,9 @@ impl Steps {
         seq.last_plan = before.filter(|_| seq.num_plans > 0).unwrap_or(0);
     }
 
-    #[inline]
     fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
         if self.newest().budget_left == 0 {
             return false;
-        }
-        if lookahead == 0 && state.writes_in_place(slot) {
-            self.push_decode(state, slot);
-            return true;
         }
         let needed = state.blocks_to_write(slot, lookahead.saturating_add(1));
         if needed > state.pool.available() {
@@ -285,16 +287,6 @@ impl State {
             let block = seq.table.at(group, row);
             held(block) || self.pool.content(block).is_some()
         })
-    }
-
-    /// Whether the next position of a sequence is in a block that it has and may write to.
-    #[inline]
-    fn writes_in_place(&self, slot: u32) -> bool {
-        let seq = self.seqs.at(slot);
-        let position = seq.planned_end;
-        !self.groups.begins_row(position)
-            && (seq.shared_rows == 0
-                || !(seq.registered.rows..seq.shared_rows).contains(&self.groups.row_of(position)))
     }
 
     /// Blocks to allocate before the sequence can write its next `len` positions.

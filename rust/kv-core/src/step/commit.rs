@@ -89,23 +89,31 @@ impl Steps {
     ) -> Vec<Redirect> {
         let plan = self.open.remove(0);
         self.tell_open(state);
-        let step = plan.step();
+        let (step, decodes) = (plan.step(), plan.decodes());
         let Plan {
             mut entries,
             copies,
             fenced,
+            num_tokens,
             ..
         } = plan;
-        let mut redirects = Vec::new();
-        // First: what a later entry announced may be the parent of what an earlier one registers.
-        for entry in &entries {
+        let (mut redirects, mut dropped) = (Vec::new(), Vec::new());
+        let (first, others) = entries.split_at(decodes);
+        // Before anything: what a later entry announced may be the parent of what an earlier one registers.
+        for entry in others {
             if let Some(extra) = &entry.extra {
                 state.tell_announced(entry.slot, extra);
             }
         }
-        let (mut rest, mut sampling) = (tokens, 0);
-        let mut dropped = Vec::new();
-        for entry in &entries {
+        let (sampled, mut rest) = tokens.split_at(decodes);
+        let mut full = std::mem::take(&mut self.spare_slots);
+        state.close_decodes(first, sampled, &mut full, &mut dropped);
+        for slot in full.drain(..) {
+            self.settle(state, slot, step, &mut redirects);
+        }
+        self.spare_slots = full;
+        let mut sampling = decodes;
+        for entry in others {
             let mut accepted = &[][..];
             if entry.samples {
                 let count = counts.map_or(1, |counts| counts[sampling]);
@@ -115,9 +123,9 @@ impl Steps {
             if state.close_entry(entry, accepted) {
                 dropped.push(entry.slot);
             }
-            self.register_full(state, entry.slot, step, &mut redirects);
-            state.slide(entry.slot);
+            self.settle(state, entry.slot, step, &mut redirects);
         }
+        state.pool.stats.computed_tokens += num_tokens as u64;
         // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
         for slot in dropped {
             state.end_sequence(slot);
@@ -132,8 +140,13 @@ impl Steps {
         redirects
     }
 
+    /// What a sequence has computed is there: registers it and gives back what no later token sees.
+    fn settle(&mut self, state: &mut State, slot: u32, step: u32, redirects: &mut Vec<Redirect>) {
+        self.register_full(state, slot, step, redirects);
+        state.slide(slot);
+    }
+
     /// Registers what became full, or merges it into the blocks that held it first.
-    #[inline(always)] // every entry of every step comes here
     pub(super) fn register_full(
         &mut self,
         state: &mut State,
@@ -263,29 +276,39 @@ impl State {
         }
     }
 
-    /// Appends what the sequence accepted; the plan, which is committed, does not hold it any more.
-    /// Whether it ends with that.
-    #[inline]
+    /// Appends the token of each decode; the plan, which is committed, does not hold them any more. Into
+    /// `full` go those with a row to register, into `dropped` those that end with that.
+    fn close_decodes(
+        &mut self,
+        entries: &[Entry],
+        sampled: &[u32],
+        full: &mut Vec<u32>,
+        dropped: &mut Vec<u32>,
+    ) {
+        for (entry, &token) in entries.iter().zip(sampled) {
+            let seq = self.seqs.at_mut(entry.slot);
+            seq.computed = entry.end();
+            seq.tokens.push(token);
+            seq.pending -= 1;
+            if seq.leave_plan() {
+                dropped.push(entry.slot);
+            }
+            if self.groups.row_of(seq.computed) > seq.registered.rows {
+                full.push(entry.slot);
+            }
+        }
+    }
+
+    /// The same for an entry of any kind, of what it accepted.
     fn close_entry(&mut self, entry: &Entry, accepted: &[u32]) -> bool {
         let seq = self.seqs.at_mut(entry.slot);
         seq.computed = entry.end();
-        if let [token] = accepted {
-            seq.tokens.push(*token);
-            seq.pending -= 1;
-        } else if !accepted.is_empty() {
-            seq.tokens.extend_from_slice(accepted);
-            seq.pending -= 1;
-        }
-        self.pool.stats.computed_tokens += u64::from(entry.len);
+        seq.tokens.extend_from_slice(accepted);
+        seq.pending -= usize::from(entry.samples);
         if let Some(extra) = &entry.extra {
             self.close_extra(entry, extra, accepted.len());
         }
-        let seq = self.seqs.at_mut(entry.slot);
-        seq.num_plans -= 1;
-        if seq.num_plans == 0 {
-            seq.last_plan = 0;
-        }
-        seq.num_plans == 0 && seq.dropped
+        self.seqs.at_mut(entry.slot).leave_plan()
     }
 
     /// What an entry has beyond a decode, of whose drafts `accepted - 1` stay; counts.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::plan::{Entry, Extra};
 use super::{State, Steps};
 use crate::contents::Spot;
-use crate::ids::BlockId;
+use crate::ids::{BlockId, SeqKey};
 use crate::matching::Match;
 use crate::sequence::Registered;
 use crate::table::BlockTable;
@@ -47,30 +47,50 @@ impl Steps {
         self.push_entry(state, slot, len, rows_before, extra);
     }
 
-    /// The plan computes the last token of a sequence, which writes it into a block that it has: what
-    /// `push_entry` does for most decodes.
-    #[inline]
-    pub(super) fn push_decode(&mut self, state: &mut State, slot: u32) {
-        let seq = state.seqs.at_mut(slot);
+    /// The plan computes the last token of each of `sequences`, up to the first for which there is no room
+    /// or that has to copy a block; how many. What `enter` does, for most decodes: the rows that begin
+    /// take their blocks at once.
+    pub(super) fn push_decodes(&mut self, state: &mut State, sequences: &[SeqKey]) -> usize {
         let plan = self.open.last_mut().expect("checked before");
-        let start = seq.planned_end;
-        let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
-        seq.planned_end = start + 1;
-        seq.pending += 1;
-        seq.sample_row = plan.num_samples;
-        plan.budget_left -= 1;
-        plan.num_tokens += 1;
-        plan.num_samples += 1;
-        plan.entries.push(Entry {
-            slot,
-            len: 1,
-            start,
-            write_from: seq.registered.rows * state.groups.block_size(),
-            rows_before: seq.table.rows() as u32,
-            pending_row,
-            samples: true,
-            extra: None,
-        });
+        let (groups, available) = (state.groups.len(), state.pool.available());
+        let most = sequences.len().min(plan.budget_left);
+        let beginning = &mut self.spare_slots;
+        plan.entries.reserve(most);
+        let before = plan.entries.len();
+        for key in &sequences[..most] {
+            let seq = state.seqs.at_mut(key.slot);
+            let (start, rows) = (seq.planned_end, seq.table.rows());
+            let row = state.groups.row_of(start);
+            if row == rows {
+                if (beginning.len() + 1) * groups > available {
+                    break;
+                }
+                beginning.push(key.slot);
+            } else if seq.shared_rows > row && row >= seq.registered.rows {
+                break;
+            }
+            let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
+            seq.planned_end = start + 1;
+            seq.pending += 1;
+            seq.sample_row = plan.num_samples;
+            plan.num_samples += 1;
+            plan.entries.push(Entry {
+                slot: key.slot,
+                len: 1,
+                start,
+                write_from: seq.registered.rows * state.groups.block_size(),
+                rows_before: rows as u32,
+                pending_row,
+                samples: true,
+                extra: None,
+            });
+        }
+        let pushed = plan.entries.len() - before;
+        plan.budget_left -= pushed;
+        plan.num_tokens += pushed;
+        state.begin_rows(beginning);
+        beginning.clear();
+        pushed
     }
 
     /// The plan computes the next `len` positions of a sequence, whose blocks are in its table.
@@ -240,6 +260,16 @@ impl State {
             };
             extra.announced += 1;
         }
+    }
+
+    /// A row more in each of these tables.
+    fn begin_rows(&mut self, slots: &[u32]) {
+        let (groups, taken) = (self.groups.len(), &mut self.taken);
+        self.pool.take(slots.len() * groups, taken);
+        for (&slot, row) in slots.iter().zip(taken.chunks_exact(groups)) {
+            self.seqs.at_mut(slot).table.push_rows(row);
+        }
+        taken.clear();
     }
 
     /// A row more in the table: the blocks that hold `content`, and new ones where there is none.

@@ -177,28 +177,26 @@ impl Steps {
         if written.rows.len() < sequences {
             written.rows.resize(sequences, NOTHING_WRITTEN);
         }
-        let (mut at, mut sample) = (0, 0);
         arrays.query_start_loc.put(0, 0);
-        for (row, entry) in plan.entries.iter().enumerate() {
+        let decodes = match self.displaces(plan) {
+            None => plan.decodes(),
+            Some(_) => 0,
+        };
+        self.fill_decodes(state, &plan.entries[..decodes], arrays, written);
+        let (mut at, mut sample) = (decodes, decodes);
+        for (row, entry) in plan.entries.iter().enumerate().skip(decodes) {
             let table = self.table_of(state, plan, entry);
-            let seq = state.seqs.at(entry.slot);
-            let rows = if entry.extra.is_none() {
-                fill_decode(state, (entry, seq), &table, at, arrays);
-                usize::from(entry.samples)
-            } else {
-                fill_tokens(state, entry, at, arrays);
-                fill_slots(state, entry, &table, at, arrays);
-                entry.rows()
-            };
+            fill_tokens(state, entry, at, arrays);
+            fill_slots(state, entry, &table, at, arrays);
             at += entry.len as usize;
             arrays.query_start_loc.put(row + 1, at as i64);
             arrays.seq_lens.put(row, entry.end() as i64);
-            for row in at - rows..at {
+            for row in at - entry.rows()..at {
                 arrays.logits_indices.put(sample, row as i64);
                 sample += 1;
             }
             let version = match &table {
-                Cow::Borrowed(_) => (self.manager, seq.id, seq.table_version),
+                Cow::Borrowed(_) => self.version(state.seqs.at(entry.slot)),
                 Cow::Owned(_) => NOTHING_WRITTEN.0, // it is no version of its sequence's
             };
             fill_table(state, (&table, version), row, arrays, written);
@@ -213,6 +211,42 @@ impl Steps {
         written.batch = sequences;
         Ok(())
     }
+
+    fn version(&self, seq: &Sequence) -> Version {
+        (self.manager, seq.id, seq.table_version)
+    }
+
+    /// The rows of decodes, one token each, with which the batch begins: array by array, so that each loop
+    /// is short and many of its rows are on their way from memory at once.
+    fn fill_decodes(
+        &self,
+        state: &State,
+        entries: &[Entry],
+        arrays: &StepArrays<'_>,
+        written: &mut TableRows,
+    ) {
+        let count = entries.len() as i64;
+        let positions = entries.iter().map(|entry| entry.start as i64);
+        arrays.positions.write(0, positions.clone());
+        arrays.seq_lens.write(0, positions.map(|at| at + 1));
+        arrays.query_start_loc.write(1, 1..=count);
+        arrays.logits_indices.write(0, 0..count);
+        let tokens = entries.iter().map(|entry| decoded_token(state, entry));
+        arrays.input_ids.write(0, tokens);
+        for group in 0..state.groups.len() {
+            let slots = entries
+                .iter()
+                .map(|entry| decoded_slot(state, entry, group));
+            arrays.slot_mapping.write(group * arrays.slots_width, slots);
+        }
+        for (row, entry) in entries.iter().enumerate() {
+            let seq = state.seqs.at(entry.slot);
+            let version = self.version(seq);
+            if written.rows[row] != (version, seq.table.rows()) {
+                fill_table(state, (&seq.table, version), row, arrays, written);
+            }
+        }
+    }
 }
 
 /// The tokens that an entry computes: known ones, then its drafts.
@@ -222,35 +256,27 @@ fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = 
     known.take(entry.len as usize).copied()
 }
 
-/// The one token of a decode: what it is, where it stands and where its KV goes.
+/// The one token of a decode; a pending one: -1 - (its row among the logits of the step before).
 #[inline]
-fn fill_decode(
-    state: &State,
-    (entry, seq): (&Entry, &Sequence),
-    table: &BlockTable,
-    at: usize,
-    arrays: &StepArrays<'_>,
-) {
+fn decoded_token(state: &State, entry: &Entry) -> i64 {
+    let token = state.seqs.at(entry.slot).tokens.get(entry.start);
+    token.map_or_else(
+        || -1 - i64::from(entry.pending_row.expect("pending")),
+        |&token| i64::from(token),
+    )
+}
+
+/// Where its KV goes.
+#[inline]
+fn decoded_slot(state: &State, entry: &Entry, group: usize) -> i64 {
     let position = entry.start;
-    // A pending token: -1 - (its row among the logits of the step before).
-    let token = match (seq.tokens.get(position), entry.pending_row) {
-        (Some(&token), _) => i64::from(token),
-        (None, row) => -1 - i64::from(row.expect("pending")),
-    };
-    arrays.input_ids.put(at, token);
-    arrays.positions.put(at, position as i64);
-    let row = state.groups.row_of(position);
-    let offset = position - row * state.groups.block_size();
-    for group in 0..table.groups() {
-        let slot = if position < entry.write_from {
-            -1
-        } else {
-            (table.at(group, row).at() * state.groups.block_size() + offset) as i64
-        };
-        arrays
-            .slot_mapping
-            .put(group * arrays.slots_width + at, slot);
+    if position < entry.write_from {
+        return -1;
     }
+    let row = state.groups.row_of(position);
+    let block = state.seqs.at(entry.slot).table.at(group, row);
+    let size = state.groups.block_size();
+    (block.at() * size + position - row * size) as i64
 }
 
 /// What the tokens of an entry are and where they stand.

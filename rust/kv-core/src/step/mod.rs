@@ -47,6 +47,8 @@ pub(crate) struct Steps {
     made: u64,
     /// The memory of a closed plan's entries.
     spare_entries: Vec<Entry>,
+    /// That of a list of sequences, while none is made.
+    spare_slots: Vec<u32>,
 }
 
 impl Steps {
@@ -56,6 +58,7 @@ impl Steps {
             open: Vec::new(),
             made: 0,
             spare_entries: Vec::new(),
+            spare_slots: Vec::new(),
         }
     }
 
@@ -157,11 +160,16 @@ impl Steps {
     #[inline]
     fn table_of<'a>(&self, state: &'a State, plan: &Plan, entry: &Entry) -> Cow<'a, BlockTable> {
         let table = &state.seqs.at(entry.slot).table;
-        match self.open.last() {
-            Some(newest) if newest.key != plan.key && !newest.fenced.is_empty() => {
-                newest.table_before(entry.slot, table)
-            }
-            _ => Cow::Borrowed(table),
+        match self.displaces(plan) {
+            Some(newest) => newest.table_before(entry.slot, table),
+            None => Cow::Borrowed(table),
         }
+    }
+
+    /// The plan after this one, if it has put something of a table elsewhere.
+    #[inline]
+    fn displaces(&self, plan: &Plan) -> Option<&Plan> {
+        let newest = self.open.last();
+        newest.filter(|newest| newest.key != plan.key && !newest.fenced.is_empty())
     }
 }

@@ -210,6 +210,13 @@ impl Plan {
         }
     }
 
+    /// Entries with which the plan begins and that do no more than decode one token.
+    pub(super) fn decodes(&self) -> usize {
+        let more = |entry: &Entry| entry.extra.is_some();
+        let first = self.entries.iter().position(more);
+        first.unwrap_or(self.entries.len())
+    }
+
     /// The plan's number as contents carry it. It wraps after 2^32 steps; a content that old which is
     /// mistaken for one of the open step is missed by a lease once, and nothing else.
     pub(super) fn step(&self) -> u32 {

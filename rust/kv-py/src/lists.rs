@@ -1,16 +1,20 @@
-//! The other unsafe corner: the ints of a list, read in place.
+//! The other unsafe corner: the items of a list, read in place.
+//!
+//! PyO3's own way takes a reference to each item and lets go of it again. Lists of thousands of token ids
+//! come this way with every prompt, and every sequence that runs with every step.
 
 use std::ffi::c_ulong;
 
+use kv_core::SeqKey;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::PyList;
 
+use crate::items::reserved;
+use crate::sequence::Sequence;
+
 /// Adds the items of a list to `ints`, up to the first one that is no plain int or does not fit.
-///
-/// PyO3's own way takes a reference to each item and asks for errors after each; lists of thousands of
-/// token ids come this way with every prompt.
 pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
     // Does nothing where there is a GIL: no one else can change the list before this is done.
     with_critical_section(list.as_any(), || {
@@ -21,6 +25,31 @@ pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
             }
         }
     });
+}
+
+/// The keys of a list of sequences.
+pub(crate) fn sequence_keys(list: &Bound<'_, PyList>) -> PyResult<Vec<SeqKey>> {
+    with_critical_section(list.as_any(), || {
+        let mut keys = reserved(list.len())?;
+        while let Some(item) = item_at(list, keys.len()) {
+            keys.push(item.cast::<Sequence>()?.get().key());
+        }
+        Ok(keys)
+    })
+}
+
+/// An item, which the list lends until Python code runs: that may take it out.
+#[inline]
+#[allow(unsafe_code)]
+fn item_at<'a, 'py>(list: &'a Bound<'py, PyList>, at: usize) -> Option<Borrowed<'a, 'py, PyAny>> {
+    if at >= list.len() {
+        return None;
+    }
+    // SAFETY: `list` is a list, this thread is attached to the interpreter, and there is such an item.
+    unsafe {
+        let item = ffi::PyList_GetItem(list.as_ptr(), at as ffi::Py_ssize_t);
+        Borrowed::from_ptr_or_opt(list.py(), item)
+    }
 }
 
 #[inline]
