@@ -136,13 +136,16 @@ $(DEV): $(SERVE)
 	$(PIP) install -r $(VENV)/requirements-dev.txt
 	@touch $@
 
-# Its own packages come first, then those of .venv.
+# Its own packages come first, then those of .venv. litellm needs an older openai, and is alone.
 $(CLIENTS)/.installed: pyproject.toml $(DEV)
 	$(PYTHON) -m venv $(CLIENTS)
 	$(BIN)/python tools/requirements.py clients > $(CLIENTS)/requirements.txt
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements.txt
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
+	$(PYTHON) -m venv $(CLIENTS)/litellm
+	$(BIN)/python tools/requirements.py litellm > $(CLIENTS)/requirements-litellm.txt
+	$(CLIENTS)/litellm/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements-litellm.txt
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

@@ -1,35 +1,34 @@
 """An LLM inference engine whose KV-cache block manager is written in Rust.
 
-Two doors, and the first does not open the second:
+Two doors, and the first does not open the second; what is behind them is loaded when it is used:
 
 - `BlockManager` and what it hands out (`Sequence`, `StepPlan`, `Lease`, ...): for people who
   build engines. Needs NumPy only.
-- `LLM` and `SamplingParams`: for people who run models. Resolved when first used, because
-  `LLM` imports torch and transformers, the distribution's extra `engine`.
+- `LLM` and `SamplingParams`: for people who run models. `LLM` imports torch and transformers, the
+  distribution's extra `engine`.
 """
 
 from typing import TYPE_CHECKING
 
-from pyengine.cache import (
-    BlockManager,
-    Extended,
-    KvError,
-    Lease,
-    Ledger,
-    NoBudget,
-    NoRoom,
-    Prefilled,
-    Redirect,
-    ReplayReport,
-    Sequence,
-    SharedPrefixes,
-    Stats,
-    StepBuffers,
-    StepPlan,
-    replay,
-)
-
 if TYPE_CHECKING:
+    from pyengine.cache import (
+        BlockManager,
+        Extended,
+        KvError,
+        Lease,
+        Ledger,
+        NoBudget,
+        NoRoom,
+        Prefilled,
+        Redirect,
+        ReplayReport,
+        Sequence,
+        SharedPrefixes,
+        Stats,
+        StepBuffers,
+        StepPlan,
+        replay,
+    )
     from pyengine.core.outputs import CompletionOutput, RequestOutput
     from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
     from pyengine.core.structured_outputs import StructuredOutputs
@@ -64,7 +63,7 @@ __all__ = [
     "replay",
 ]
 
-_LAZY = {
+_ELSEWHERE = {
     "LLM": "pyengine.engine",
     "AsyncEngine": "pyengine.engine",
     "RequestOutputKind": "pyengine.core.sampling_params",
@@ -77,16 +76,16 @@ _ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "tr
 
 
 def _resolve(name: str) -> object:
-    """Resolve `LLM`, the plain data types and `__version__` on first use."""
+    """Resolve public names on first use."""
     if name == "__version__":
         from pyengine.core.distribution import package_version
 
         value: object = package_version()
-    elif name in _LAZY:
+    elif name in __all__:
         from importlib import import_module
 
         try:
-            value = getattr(import_module(_LAZY[name]), name)
+            value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.cache")), name)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] not in _ENGINE_EXTRA:
                 raise

@@ -1,8 +1,10 @@
 """The command line: `pyengine generate`, `chat`, `serve`, `info` and `trace replay`."""
 
+import atexit
 import gc
 import os
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ def main(factory: "EngineFactory | None" = None) -> None:
     # Importing torch and transformers makes a million objects and frees none: looking for garbage
     # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
     gc.disable()
+    end = _QuickEnd()
+    atexit.register(end.leave)  # the first one that is registered is called last
     _prepare_streams()
     try:
         from pyengine.cli.app import app
@@ -40,9 +44,33 @@ def main(factory: "EngineFactory | None" = None) -> None:
     try:
         app(obj=factory)
     except (KeyboardInterrupt, OSError) as error:  # commands handle their own; this is around them
-        raise SystemExit(report(error)) from None
+        end.status = report(error)
+        raise SystemExit(end.status) from None
+    except SystemExit as left:
+        end.status = left.code if isinstance(left.code, int) else None
+        raise
     finally:
         _drop_what_cannot_be_said()
+
+
+class _QuickEnd:
+    """Has the process end once everything was closed and said.
+
+    Else the interpreter would take what torch and transformers have made to pieces, a million
+    objects, which takes seconds and gives back nothing that the system does not.
+    """
+
+    status: int | None = None
+    """What the command ended with; None: in another way, which is the interpreter's to show."""
+
+    def leave(self) -> None:
+        """Called by `atexit`, when other threads have ended."""
+        if self.status is None or "torch" not in sys.modules:
+            return
+        with suppress(OSError, ValueError):  # where not all can be said the interpreter tells
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.status)
 
 
 def _drop_what_cannot_be_said() -> None:

@@ -63,6 +63,15 @@ class Frontend:
         """What serves requests that come without sampling parameters."""
         return self._default_params
 
+    def prepare_structured_outputs(self) -> None:
+        """Make ready what all `structured_outputs` need, a second or two that the first one takes.
+
+        Any thread may call it. Half of it keeps other threads from running Python, steps too: call
+        it before there are any. Raises `InvalidRequestError` where no form can be kept:
+        `llguidance` or a tokenizer is missing.
+        """
+        self._engine.intake.grammars.prepare()
+
     def stats(self) -> EngineStats:
         """The block manager's ledger and counters, and what the scheduler is at."""
         return self._shared.stats()

@@ -56,6 +56,8 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
         self._vocabulary: Any = None
         """`llguidance.LLTokenizer`, once it was needed."""
+        self._told: dict[str, Any] = {}
+        """What checkers are told of it."""
         self._idle: list[_Checker] = []
 
     def matcher(self, asked: StructuredOutputs) -> TokenMatcher:
@@ -70,7 +72,10 @@ class Grammars:
             raise InvalidRequestError(str(error)) from error
 
     def prepare(self) -> None:
-        """Make ready what all grammars need: a second or two, once. Raises as `matcher` does."""
+        """Make ready what all grammars need: a second or two, once. Raises as `matcher` does.
+
+        A good part of it is done under the interpreter's lock, where no step goes on.
+        """
         checker = self._threads.submit(self._checker).result()
         self._idle.append(checker)
 
@@ -110,14 +115,19 @@ class Grammars:
         except ModuleNotFoundError as error:
             missing = needs_serve_extra("structured_outputs", "llguidance")
             raise InvalidRequestError(missing) from error
-        text, ends = _text_of(self._tokenizer), self._eos_token_ids
         with self._making:
             if self._vocabulary is None:
+                text, ends = _text_of(self._tokenizer), self._eos_token_ids
                 self._vocabulary = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=ends or None
                 )
-        told = {"tokenizer": text, "n_vocab": self._vocab_size, "eos_token": ends}
-        return _Checker({**told, "limits": _LIMITS})
+                self._told = {
+                    "tokenizer": text,
+                    "n_vocab": self._vocab_size,
+                    "eos_token": ends,
+                    "limits": _LIMITS,
+                }
+        return _Checker(self._told)
 
 
 def _text_of(tokenizer: Any) -> str:

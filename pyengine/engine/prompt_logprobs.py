@@ -53,7 +53,7 @@ class PromptLogprobCache:
         return found
 
     def put(self, name: bytes, entries: _Entries) -> None:
-        """Keep a copy of a block's entries `[block_size]`, if there are none."""
+        """Keep a copy of a block's entries, at most `[block_size]`, if there are none."""
         if name not in self._blocks:
             self._blocks[name] = entries.copy()
         self._blocks.move_to_end(name)
@@ -65,7 +65,8 @@ class PromptLogprobs:
     """Of one prompt: what was computed or is in the cache, in the order of its tokens.
 
     The log-probability of a token follows from the one before it. So of the blocks whose entries
-    are known the last is computed all the same: it begins where the others end.
+    are known the last is computed all the same: it begins where the others end. Its end, less than
+    a block, is kept likewise, so of a prompt that is known as a whole little but this is computed.
     """
 
     __slots__ = ("_cache", "_entries", "_known", "_names", "_num_known", "_prompt", "_top")
@@ -83,7 +84,7 @@ class PromptLogprobs:
     def readable_tokens(self) -> int:
         """How many tokens need not be computed, if their keys and values are there."""
         self._known = self._cache.leading(self._names) if self._top <= 1 else []
-        return max(0, len(self._known) - 1) * self._cache.block_size
+        return max(0, len(self._known) - 1) * self._cache.block_size  # also less than the prompt
 
     def extend(self, first: int, computed: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Take what was computed of the tokens from position `first` on; return all that is new.
@@ -109,16 +110,17 @@ class PromptLogprobs:
             (one.logprob, one.rank, one.top_ids[0], one.top_logprobs[0]) for one in new
         ]
         self._num_known = end
-        for block in range(begin // size, end // size):
+        is_whole = end == len(self._entries)
+        for block in range(begin // size, len(self._names) if is_whole else end // size):
             self._cache.put(self._names[block], self._entries[block * size : (block + 1) * size])
 
 
 def _names(prompt: Prompt, block_size: int) -> list[bytes]:
-    """A name for each full block of a prompt."""
+    """A name for each block of a prompt, the last one perhaps not full."""
     tokens = np.asarray(prompt.token_ids, dtype=np.int64)
     name = blake2b(prompt.namespace).digest()
     names = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
+    for start in range(0, len(tokens), block_size):
         name = blake2b(name + tokens[start : start + block_size].tobytes()).digest()
         names.append(name)
     return names

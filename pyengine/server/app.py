@@ -1,13 +1,15 @@
 """The application: routes, guards and errors put together around an engine."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from pyengine.core.distribution import package_version
+from pyengine.core.errors import PyEngineError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
 from pyengine.server import chat, completions, control, health, tokens
@@ -42,6 +44,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        with suppress(PyEngineError):  # who needs it will be told
+            await asyncio.to_thread(engine.prepare_structured_outputs)
         seen.open()
         yield
         await seen.close()

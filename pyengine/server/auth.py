@@ -1,5 +1,6 @@
 """Who may call: keys, compared in constant time."""
 
+import base64
 import hmac
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,10 @@ from pyengine.server.errors import ApiError
 
 OPEN_PATH = "/health"
 """The one route with an answer that needs no key."""
-_OPEN_PATHS = (OPEN_PATH, "/kv")
-"""The page is a file without any data; what it shows comes from a guarded route."""
+_SEEN_IN_BROWSERS = ("/kv", "/kv/stream")
+"""The page and what feeds it: their key may come as a password, which browsers ask for."""
+_BEARER = "send it as the header Authorization: Bearer KEY"
+_PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any name"
 
 
 def key_of(scope: Any) -> bytes:
@@ -20,6 +23,18 @@ def key_of(scope: Any) -> bytes:
         if name == b"authorization":
             kind, _, key = bytes(value).partition(b" ")
             return key.strip() if kind.lower() == b"bearer" else b""
+    return b""
+
+
+def _password_of(scope: Any) -> bytes:
+    """The password of a request that brings one, by RFC 7617; empty where it brings none."""
+    for name, value in scope["headers"]:
+        kind, _, coded = bytes(value).partition(b" ")
+        if name == b"authorization" and kind.lower() == b"basic":
+            try:
+                return base64.b64decode(coded.strip(), validate=True).partition(b":")[2]
+            except ValueError:
+                return b""
     return b""
 
 
@@ -38,15 +53,16 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._keys and path_of(scope) not in _OPEN_PATHS:
-            given = key_of(scope)
+        if scope["type"] == "http" and self._keys and (path := path_of(scope)) != OPEN_PATH:
+            in_browsers = path in _SEEN_IN_BROWSERS
+            given = key_of(scope) or (_password_of(scope) if in_browsers else b"")
             # All are compared, so that the time does not tell which one was nearly right.
             if not any([hmac.compare_digest(given, key) for key in self._keys]):
-                error = ApiError(
-                    401,
-                    "this server needs a key: send it as the header Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                )
-                await error.response()(scope, receive, send)
+                how = _PASSWORD if in_browsers else _BEARER
+                error = ApiError(401, f"this server needs a key: {how}", code="invalid_api_key")
+                response = error.response()
+                if path == "/kv":
+                    response.headers["WWW-Authenticate"] = 'Basic realm="API key as password"'
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)

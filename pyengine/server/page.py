@@ -1,9 +1,8 @@
 """`GET /kv`: a page that shows the pool live, and the stream that feeds it.
 
-The page itself is one file without any data and needs no key; `GET /kv/stream` has the data, and is
-guarded as every route is. Nothing is computed as long as nobody looks; those who look share what is
-computed, at most four times a second. The look itself is taken in the engine's thread, between two
-steps; what is made of it is made elsewhere.
+The page itself is one file without any data; `GET /kv/stream` has the data. Nothing is computed as
+long as nobody looks; those who look share what is computed, at most four times a second. The look
+itself is taken in the engine's thread, between two steps; what is made of it is made elsewhere.
 """
 
 import asyncio

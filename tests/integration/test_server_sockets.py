@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core.errors import ConfigurationError
+from pyengine.core.errors import ConfigurationError, InvalidRequestError, PyEngineError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
 from pyengine.server.lifetime import listening
@@ -316,6 +316,28 @@ def test_a_process_ends_with_status_0(folder: Path) -> None:
 
         assert asyncio.run(streams(one.address, end)) == [(200, "length")] * 16
         assert one.process.wait(30) == 0
+
+
+def test_forms_of_answers_are_made_ready_before_anybody_is_let_in(folder: Path) -> None:
+    """A tokenizer's tokens are read under the interpreter's lock, and nothing else goes on."""
+    with open_small_engine(folder) as engine, RunningServer(engine) as server:
+        grammars = engine._engine.intake.grammars
+        assert len(grammars._idle) == 1
+        body = {**GOOD, "structured_outputs": {"choice": ["a"]}}
+        answer = httpx2.post(f"{server.address}/v1/completions", json=body)
+        assert answer.json()["choices"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize("error", [PyEngineError, InvalidRequestError])
+def test_where_they_cannot_be_made_ready_others_are_served(
+    error: type[Exception], engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing() -> None:
+        raise error("no")
+
+    monkeypatch.setattr(engine, "prepare_structured_outputs", failing)
+    with RunningServer(engine) as server:
+        server.is_well()
 
 
 def test_an_address_that_is_taken() -> None:

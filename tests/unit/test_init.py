@@ -21,6 +21,12 @@ def test_every_public_name_is_there() -> None:
         assert name in dir(pyengine)
 
 
+def test_nothing_is_loaded_before_it_is_used() -> None:
+    """So that Ctrl-C, while a command starts, reaches the command."""
+    code = "import sys, pyengine; print('numpy' in sys.modules, 'pyengine.cache' in sys.modules)"
+    assert python(code) == "False False"
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'pyengine' has no attribute 'LMM'"):
         _ = pyengine.LMM  # type: ignore[attr-defined]

@@ -174,6 +174,18 @@ def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
     assert len(there._idle) == 1
 
 
+def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    text_of = grammars_module._text_of
+    monkeypatch.setattr(grammars_module, "_text_of", lambda one: read.append(1) or text_of(one))
+    there = grammars()
+    for _ in range(2):
+        there.prepare()
+        there._idle.clear()
+    assert not there.matcher(ONE_OF).error
+    assert read == [1]
+
+
 def test_no_process_is_left_behind() -> None:
     there = grammars()
     there.prepare()

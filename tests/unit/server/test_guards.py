@@ -1,6 +1,7 @@
 """Who may call, and what a call may cost: refused at the door, and all is well afterwards."""
 
 import asyncio
+import base64
 import hmac
 import json
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ def routes(client: Client) -> list[tuple[str, str]]:
     paths = client.get("/openapi.json", headers=KEY).json()["paths"]
     return [(method, path) for path, methods in paths.items() for method in methods] + [
         ("get", "/openapi.json"),
+        ("get", "/kv/stream"),
         ("get", "/not/there"),
     ]
 
@@ -75,6 +77,28 @@ def test_every_key_is_compared_whole(guarded: Client, monkeypatch: pytest.Monkey
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: seen.append((a, b)) or plain(a, b))
     guarded.get("/version", headers=KEY)
     assert seen == [(b"one", b"one"), (b"one", b"two")]
+
+
+def password(text: bytes, kind: str = "Basic") -> dict[str, str]:
+    return {"authorization": f"{kind} {base64.b64encode(text).decode()}"}
+
+
+def test_browsers_ask_for_the_key_of_the_page(guarded: Client) -> None:
+    response = guarded.get("/kv")
+    assert "as the password" in error_of(response, 401)["message"]
+    assert response.headers["www-authenticate"].startswith("Basic realm=")
+    for headers in (password(b"anybody:one"), password(b":two", "basic"), KEY):
+        assert guarded.get("/kv", headers=headers).text.startswith("<!doctype html>")
+    for wrong in (password(b"one:"), password(b"one"), {"authorization": "Basic ~~~"}):
+        assert guarded.get("/kv", headers=wrong).status_code == 401
+
+
+def test_a_password_opens_nothing_but_the_page(guarded: Client) -> None:
+    """Browsers send it by themselves, whoever has made them ask."""
+    good = password(b":one")
+    for path in ("/version", "/metrics", "/kv/", "/v1/models"):
+        assert guarded.get(path, headers=good).status_code == 401
+    assert guarded.post(COMPLETIONS, GOOD, headers=good).status_code == 401
 
 
 def test_without_keys_an_empty_one_does_no_harm(client: Client) -> None:

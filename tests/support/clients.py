@@ -1,0 +1,26 @@
+"""Programs of others, in the environments that `make clients` makes."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.support.docs import ROOT
+
+BIN = ROOT / ".venv-clients/bin"
+needs_clients = pytest.mark.skipif(not BIN.exists(), reason="`make clients` makes .venv-clients")
+
+
+def run(command: str, *arguments: str, **environment: str) -> str:
+    """What a program of .venv-clients prints; it talks to no hub."""
+    done = subprocess.run(
+        [str(BIN / command), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+    )
+    print(done.stdout[-6000:])
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
