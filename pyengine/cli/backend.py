@@ -35,6 +35,10 @@ class StatsView(Protocol):
     def counters(self) -> Mapping[str, int]:
         """The block manager's counters; they only grow."""
 
+    @property
+    def num_drafts(self) -> int:
+        """Decodes with drafts so far."""
+
 
 class Engine(Protocol):
     """The part of `pyengine.LLM` that the commands use."""

@@ -71,11 +71,13 @@ class Meter:
     """What a run costs: counters and clock as they were before it, and its results' tokens.
 
     As text it is the closing line. `tok/s` is new tokens over the wall time since the start,
-    prefill included; `shared` blocks in a step, `merged` after it.
+    prefill included; `shared` blocks in a step, `merged` after it. Where there were drafts it says
+    how many were right, and how many tokens a decode with drafts gave.
     """
 
     engine: Engine
     counters: Mapping[str, int]
+    num_drafts: int
     started: float
     tokens: dict[str, int] = field(
         default_factory=lambda: {"prompt": 0, "cached": 0, "new": 0}, init=False
@@ -84,7 +86,8 @@ class Meter:
     @classmethod
     def start(cls, engine: Engine) -> Self:
         """Read the engine's counters and the clock."""
-        return cls(engine, dict(engine.stats().counters), time.perf_counter())
+        stats = engine.stats()
+        return cls(engine, dict(stats.counters), stats.num_drafts, time.perf_counter())
 
     def add(self, result: RequestOutput) -> None:
         """Count a result that is finished or was cut short."""
@@ -95,16 +98,21 @@ class Meter:
     def __str__(self) -> str:
         """The closing line."""
         seconds = time.perf_counter() - self.started
-        now, tokens = self.engine.stats().counters, self.tokens
-        blocks = {name: now[name] - before for name, before in self.counters.items()}
-        parts = (
+        stats, tokens = self.engine.stats(), self.tokens
+        blocks = {name: stats.counters[name] - before for name, before in self.counters.items()}
+        parts = [
             f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached)",
             f"{tokens['new']} new tokens",
             f"{tokens['new'] / max(seconds, 1e-9):.1f} tok/s",
             f"{blocks['allocated_blocks']} blocks used",
             f"{blocks['in_flight_blocks']} shared in flight",
             f"{blocks['merged_blocks']} merged",
-        )
+        ]
+        num_drafts = stats.num_drafts - self.num_drafts
+        if num_drafts:
+            right, drafted = blocks["accepted_draft_tokens"], blocks["draft_tokens"]
+            parts.append(f"{right} of {drafted} drafts right")
+            parts.append(f"{1 + right / num_drafts:.2f} tokens per decode with drafts")
         return " · ".join(parts)
 
 

@@ -177,12 +177,15 @@ class SamplingParams:
     """Keep this many tokens of the prompt, the last ones; -1: as many as the model takes."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have; it ends when that is complete."""
+    speculate: bool = True
+    """Whether drafts may be tried, where the engine has them: the tokens are the same."""
 
     _SWITCHES: ClassVar[tuple[str, ...]] = (
         "include_stop_str_in_output",
         "ignore_eos",
         "detokenize",
         "skip_special_tokens",
+        "speculate",
     )
 
     def __post_init__(self) -> None:

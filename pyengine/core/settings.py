@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _GIB = 1 << 30
+_MOST_DRAFTS = 64
 
 
 def _bytes_of_gib(gib: float | None) -> int | None:
@@ -128,6 +129,15 @@ class EngineSettings:
     )
     max_num_seqs: int = setting(256, "sequences in one step at most", least=1)
     max_num_batched_tokens: int = setting(2048, "tokens in one step at most", least=1)
+    speculation: Literal["ngram"] | None = setting(
+        None,
+        "drafts of the next tokens, computed with each decode, where they gain time; ngram: what "
+        "came after the last few tokens when they were there before",
+        parse=str | None,
+    )
+    num_speculative_tokens: int = setting(
+        7, "tokens drafted for a sequence and step at most", least=1
+    )
     max_model_len: int | None = setting(
         None,
         "prompt and answer together at most; without it the model's positions, or the pool where "
@@ -171,6 +181,11 @@ class EngineSettings:
             raise ConfigurationError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
+            )
+        if self.num_speculative_tokens > _MOST_DRAFTS:
+            raise ConfigurationError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: it must be at most "
+                f"{_MOST_DRAFTS}, as hardly ever so many are right in a row"
             )
         if self.tensor_parallel_size != 1:
             self._check_divided()

@@ -1,6 +1,6 @@
 """Who gets a token in a step, row by row, and which prompts want to see logits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import cast
@@ -10,8 +10,14 @@ import numpy.typing as npt
 import torch
 
 from pyengine.engine.request import RequestState, Sample
-from pyengine.sampling import PendingPromptLogprobs, PromptRows, SamplingBatch, TokenLogprobs
-from pyengine.scheduler import Entry, ScheduledStep
+from pyengine.sampling import (
+    PendingPromptLogprobs,
+    PromptRows,
+    SamplingBatch,
+    SamplingState,
+    TokenLogprobs,
+)
+from pyengine.scheduler import Entry, Job, ScheduledStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +51,25 @@ class PromptPart:
         return np.asarray(ids, dtype=np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What came of a step with drafts: the tokens of each sampling job, one job after the other.
+
+    `counts[i]` is how many the i-th one got; `rejected` are the rows that count for nothing.
+    """
+
+    tokens: list[int]
+    counts: list[int]
+    rejected: set[int]
+
+
 class Rows:
     """The samples that a step's rows are for: worked out once for as long as the same ones decode.
 
     A new prompt's logits serve all of its samples: it has a row for each of them, and `repeats`
     says how many rows each job has (None: one). `beginners` are the requests that get their first
-    token. `decodes` are the jobs that these rows may serve again (None: no further step).
+    token. `decodes` are the jobs that these rows may serve again (None: no further step). A sample
+    that drafts has a row for its token and one behind each draft; the latter are `ahead`.
 
     Rows of samples that are looked at token by token are `loud`. The tokens of the others are kept
     here, a column a step, until somebody wants to see them: `read`.
@@ -59,18 +78,34 @@ class Rows:
     def __init__(self, step: ScheduledStep) -> None:
         self.samples: list[Sample] = []
         self.beginners: list[RequestState] = []
+        self.drafts: Mapping[Job, Sequence[int]] = step.drafts
+        self.ahead: set[int] = set()
+        self._spans: list[tuple[int, Sequence[int]]] = []
+        """Of each job the first row, and its drafts."""
+        states: list[SamplingState] = []
         counts: list[int] = []
         for job in cast(list[Sample], step.sampling_jobs):
-            if job.num_tokens - 1 > len(job.request.prompt_token_ids):
+            drafts = self.drafts.get(job, ())
+            self._spans.append((len(self.samples), drafts))
+            if drafts:
+                first = len(self.samples) + 1
+                self.ahead.update(range(first, first + len(drafts)))
+                self.samples += [job] * (1 + len(drafts))
+                states += job.sampling.ahead(drafts)
+                counts += [1] * (1 + len(drafts))
+            elif job.num_tokens - 1 > len(job.request.prompt_token_ids):
                 self.samples.append(job)
+                states.append(job.sampling)
                 counts.append(1)
             else:
                 self.samples += job.state.samples
+                states += [one.sampling for one in job.state.samples]
                 counts.append(len(job.state.samples))
                 self.beginners.append(job.state)
         self.repeats = torch.tensor(counts) if len(counts) != len(self.samples) else None
-        self.decodes = None if step.chunks or self.beginners else step.decodes
-        self.sampling = SamplingBatch([one.sampling for one in self.samples])
+        is_once = bool(step.chunks or self.beginners or self.drafts)
+        self.decodes = None if is_once else step.decodes
+        self.sampling = SamplingBatch(states)
         self.loud = [row for row, one in enumerate(self.samples) if one.is_loud]
         self._quiet = [row for row, one in enumerate(self.samples) if not one.is_loud]
         self._unread: list[npt.NDArray[np.int64]] = []
@@ -78,6 +113,28 @@ class Rows:
         self._max_output = np.array([one.max_output for one in self.samples], dtype=np.int64)
         self._min_tokens = np.array([one.params.min_tokens for one in self.samples])
         self._max_output[self.loud] = np.iinfo(np.int64).max  # they look for themselves
+
+    def accept(self, drawn: Sequence[int]) -> Accepted:
+        """Compare what each row drew with the draft behind it: as long as they agree, both stand.
+
+        A row behind a draft that is right draws what it would have drawn without drafts: it has
+        the same tokens before it, and the random number of its position. So what is accepted are
+        the same tokens, seed by seed.
+        """
+        accepted = Accepted([], [], set())
+        for first, drafts in self._spans:
+            count = 1
+            while count <= len(drafts) and self._stands(drawn, first + count, drafts[count - 1]):
+                count += 1
+            accepted.tokens.extend(drawn[first : first + count])
+            accepted.counts.append(count)
+            accepted.rejected.update(range(first + count, first + 1 + len(drafts)))
+        return accepted
+
+    def _stands(self, drawn: Sequence[int], row: int, draft: int) -> bool:
+        """Whether the draft before a row is right, and the row has drawn a token."""
+        matcher = self.sampling.matchers.get(row)
+        return drawn[row - 1] == draft and not (matcher is not None and matcher.error)
 
     def keep(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
@@ -156,7 +213,7 @@ class Batch:
         return logits.repeat_interleave(repeats.to(logits.device), dim=0)
 
     def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The token of each job among those of its samples, the first: int64, where they are."""
+        """Of each row of logits the token of the first sample: int64, where they are."""
         repeats = self.rows.repeats
         if repeats is None:
             return token_ids
@@ -194,7 +251,7 @@ class BatchMaker:
     def batch(self, step: ScheduledStep) -> Batch:
         """Who is in the step, as of now: what is aborted while it runs is still part of it."""
         rows = None
-        if not step.chunks:
+        if not step.chunks and not step.drafts:
             same = [one for one in self._recent if one.decodes is step.decodes]
             rows = same[0] if same else None
         if rows is None:
@@ -215,16 +272,19 @@ class BatchMaker:
 
 
 def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
-    jobs = step.sampling_jobs
+    firsts = [
+        (job.num_tokens - 1 - len(job.request.prompt_token_ids), len(step.drafts.get(job, ())))
+        for job in step.sampling_jobs
+    ]
     positions = np.array(
-        [job.num_tokens - 1 - len(job.request.prompt_token_ids) for job in jobs], dtype=np.int64
+        [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
     )
     return positions if rows.repeats is None else positions.repeat(rows.repeats.numpy())
 
 
 def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:
     """The chunks of prompts that asked; a token that is decoded is never one of them."""
-    first_row = len(step.decodes)
+    first_row = step.num_decoded
     for entry in step.chunks:
         state = cast(RequestState, entry.request)
         if state.params.prompt_logprobs is not None:

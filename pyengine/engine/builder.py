@@ -40,6 +40,7 @@ from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.speculation import EveryDraft, NgramDrafter, Speculator
 
 _SOME_BLOCK_SIZE = 16
 """To check settings with, until the backend has said what it likes."""
@@ -119,12 +120,15 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
+    if settings.speculation is not None:
+        engine.speculate(_speculator(settings, loaded.vocab_size))
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, facts, settings),
         "async_scheduling": executor.depth > 1,
+        **_about_speculation(settings),
         "generation_config": about_sampling(settings, params),
     }
     return BuiltEngine(
@@ -231,6 +235,7 @@ def _runner_limits(
         max_num_seqs=settings.max_num_seqs,
         max_blocks_per_seq=-(-longest // block_size),
         num_groups=len(groups.windows),
+        rows_per_seq=1 if settings.speculation is None else 1 + settings.num_speculative_tokens,
     )
 
 
@@ -282,6 +287,21 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     if not ahead or settings.tensor_parallel_size != 1:
         return Executor(runner, InlineQueue(device))
     return Executor(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
+
+
+def _speculator(settings: EngineSettings, vocab_size: int) -> Speculator:
+    """The drafter that was asked for, and how many of its drafts are kept."""
+    most = settings.num_speculative_tokens
+    return Speculator(NgramDrafter(), EveryDraft(), most=most, vocab_size=vocab_size)
+
+
+def _about_speculation(settings: EngineSettings) -> dict[str, object]:
+    if settings.speculation is None:
+        return {"speculation": "none"}
+    return {
+        "speculation": settings.speculation,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+    }
 
 
 def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, object]:

@@ -139,9 +139,9 @@ def check_step_fits(limits: RunnerLimits, settings: PoolSettings, loaded: Loaded
     text = loaded.config.get_text_config()
     per_token = 2 * 8 * (2 + limits.num_groups)
     hidden = 4 * text.hidden_size * loaded.dtype.itemsize
-    per_sequence = 2 * 4 * limits.num_groups * limits.max_blocks_per_seq + 4 * loaded.vocab_size
+    per_sequence = 2 * 4 * limits.num_groups * limits.max_blocks_per_seq
     useful = min(tokens, sequences * settings.max_model_len)  # no step has more
-    for_sequences = sequences * per_sequence
+    for_sequences = sequences * per_sequence + limits.max_num_samples * 4 * loaded.vocab_size
     needed = tokens * per_token + useful * hidden + for_sequences
     if available is None or needed <= available:
         return
@@ -195,7 +195,8 @@ class LargestStep:
 
     def __init__(self, limits: RunnerLimits, arrays: HostArrays, trash_block: int) -> None:
         self.num_tokens = limits.max_num_batched_tokens
-        self.num_sequences = self.num_samples = min(limits.max_num_seqs, self.num_tokens)
+        self.num_sequences = min(limits.max_num_seqs, self.num_tokens)
+        self.num_samples = min(limits.max_num_samples, self.num_tokens)
         self._arrays = arrays
         self._trash_block = trash_block
 
@@ -215,7 +216,10 @@ class LargestStep:
             row += length
             arrays.query_start_loc[sequence + 1] = row
             arrays.seq_lens[sequence] = length
-            arrays.logits_indices[sequence] = row - 1
+        for sample in range(self.num_samples):
+            last = tokens // self.num_samples * (sample + 1)
+            last += min(sample + 1, tokens % self.num_samples) - 1
+            arrays.logits_indices[sample] = last
 
 
 def activation_bytes(

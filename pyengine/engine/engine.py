@@ -1,7 +1,7 @@
 """The loop. `step` reads like the picture in the docs: schedule, run, sample, commit."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -24,6 +24,7 @@ from pyengine.core.errors import (
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import BatchMaker, Rows
+from pyengine.engine.drafting import Drafting
 from pyengine.engine.executor import Executor, StepResults, SubmittedStep
 from pyengine.engine.intake import Intake, ModelFacts
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
@@ -32,6 +33,7 @@ from pyengine.engine.recovery import FaultFinder, LimitRecovery
 from pyengine.engine.request import OutputSink, RequestState, Sample
 from pyengine.engine.view import EngineView, view_of
 from pyengine.scheduler import Scheduler, StalledError
+from pyengine.speculation import Speculator
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class StepResult:
     """Requests whose prompt it completed: they have their first token, if they asked for any."""
     ended: list[Sample] = field(default_factory=list)
     """Samples that it ended, also of requests that go on."""
+    num_drafted: int = 0
+    """Of the new tokens, those that were drafted and right: beyond one for each sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,10 @@ class EngineStats:
     num_preemptions: int
     num_new_tokens: int
     """Tokens generated so far."""
+    num_drafts: int = 0
+    """Decodes with drafts so far. With the counters `draft_tokens` and `accepted_draft_tokens`: a
+    draft is right in `accepted_draft_tokens / draft_tokens` of the cases, and such a decode gives
+    `1 + accepted_draft_tokens / num_drafts` tokens."""
 
 
 class EngineObserver(Protocol):
@@ -105,6 +113,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, RequestState]] = []
         self._numbers = count()
         self._batches = BatchMaker()
+        self._drafting: Drafting | None = None
         self._unread: Rows | None = None
         """Where the last step's tokens were kept."""
         self._in_flight: SubmittedStep | None = None
@@ -146,6 +155,10 @@ class Engine:
         """Tell `observer` of every request and step from now on."""
         self._observers.append(observer)
 
+    def speculate(self, speculator: Speculator) -> None:
+        """From now on let decodes compute drafts: they may give several tokens in a step."""
+        self._drafting = Drafting(speculator, self._scheduler)
+
     def add(self, state: RequestState) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
         other = self._requests.get(state.request_id)
@@ -157,6 +170,8 @@ class Engine:
             )
         try:
             self._requests[state.request_id] = state
+            for sample in state.samples:
+                sample.speculates = self._drafting is not None and state.params.speculate
             self._scheduler.add(state.samples[0])
             if state.deadline is not None:
                 heappush(self._deadlines, (state.deadline, next(self._numbers), state))
@@ -216,24 +231,41 @@ class Engine:
         self._in_flight = following
         try:
             results = now.result()
-            tokens = now.batch.own_tokens(results.sampled.token_ids)
-            self._scheduler.commit(now.step, tokens.numpy())
+            rejected = self._commit(now, results)
         except BaseException as error:
             # Ctrl-C may have come after the commit.
             num_tokens = now.step.plan.num_tokens if now.step.plan.is_open else 0
             self._roll_back(following)
             self._roll_back(now)
             if isinstance(error, BrokenLogitsError):
-                broken = dict.fromkeys([now.batch.samples[row].state for row in error.rows])
-                for state in broken:
-                    self._fail(state, error)
+                self._fail_broken(now.batch.rows, error)
                 return StepResult()
             self._failed(cast(list[Sample], now.step.jobs), num_tokens, error)
             return StepResult()
         self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
         if self._faults.is_searching:
             self._faults.succeeded(cast(list[Sample], now.step.jobs))
-        return self._collect(now, results)
+        return self._collect(now, results, rejected)
+
+    def _commit(self, submitted: SubmittedStep, results: StepResults) -> Collection[int]:
+        """Take a step as computed; the rows behind wrong drafts, which count for nothing."""
+        step, rows, token_ids = submitted.step, submitted.batch.rows, results.sampled.token_ids
+        if self._drafting is None or not step.drafts:
+            self._scheduler.commit(step, submitted.batch.own_tokens(token_ids).numpy())
+            return ()
+        accepted = rows.accept(token_ids.tolist())
+        self._scheduler.commit(step, accepted.tokens, accepted.counts)
+        self._drafting.learn(step, accepted.counts)
+        return accepted.rejected
+
+    def _fail_broken(self, rows: Rows, error: BrokenLogitsError) -> None:
+        """End the requests that have no token to choose. Behind a draft that need not be so."""
+        broken = dict.fromkeys([rows.samples[row] for row in error.rows if row not in rows.ahead])
+        for state in dict.fromkeys([one.state for one in broken]):
+            self._fail(state, error)
+        for sample in dict.fromkeys([rows.samples[row] for row in error.rows]):
+            if self._drafting is not None and sample.finish_reason is None:
+                self._drafting.give_up(sample, error)
 
     def _launch(self, before: SubmittedStep | None) -> SubmittedStep | None:
         """Schedule the next step and put it into the device's queue.
@@ -243,6 +275,8 @@ class Engine:
         """
         everybody = self._requests.values()
         held = self._faults.held(everybody) if self._faults.is_searching else frozenset()
+        if before is not None and self._drafting is not None:
+            self._drafting.expect(before.step)
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:
@@ -252,6 +286,8 @@ class Engine:
             self._faults.release()
             return None
         try:
+            if self._drafting is not None and not self._faults.is_searching:
+                self._drafting.extend(step)
             batch = self._batches.batch(step)
             return self._executor.submit(step, batch, before)
         except BaseException as error:
@@ -325,7 +361,9 @@ class Engine:
             self._unread = None
             self._roll_back(self._in_flight)
 
-    def _collect(self, submitted: SubmittedStep, results: StepResults) -> StepResult:
+    def _collect(
+        self, submitted: SubmittedStep, results: StepResults, rejected: Collection[int]
+    ) -> StepResult:
         """Hand every token to its sample, fork new samples, end what is done, tell who waits."""
         batch, rows = submitted.batch, submitted.batch.rows
         batch.hand_out(results.prompt_logprobs)
@@ -337,13 +375,15 @@ class Engine:
         self._fail_lost(rows)
         ended = [rows.samples[row] for row, token in kept if self._append(rows, row, token)]
         logprobs = results.sampled.logprobs
+        num_drafted = 0
         if rows.loud:
             drawn = tokens.tolist()
-            ended += [
-                rows.samples[row]
-                for row in rows.loud
-                if self._append(rows, row, drawn[row], logprobs[row])
-            ]
+            for row in rows.loud:
+                if row in rejected:
+                    continue
+                num_drafted += row in rows.ahead and rows.samples[row].finish_reason is None
+                if self._append(rows, row, drawn[row], logprobs[row]):
+                    ended.append(rows.samples[row])
         begun = [  # not those that were aborted
             one for one in rows.beginners if not one.is_finished or one.samples[0] in ended
         ]
@@ -356,7 +396,7 @@ class Engine:
                 if news is not None:
                     state.sink.put(news)
         unwanted = [len(one.samples) for one in rows.beginners if not one.samples[0].max_output]
-        num_new_tokens = len(tokens) - sum(unwanted)
+        num_new_tokens = len(tokens) - len(rows.ahead) - sum(unwanted) + num_drafted
         self._num_new_tokens += num_new_tokens
         return StepResult(
             num_new_tokens=num_new_tokens,
@@ -365,6 +405,7 @@ class Engine:
             rows=rows.samples,
             begun=begun,
             ended=ended,
+            num_drafted=num_drafted,
         )
 
     def _fail_lost(self, rows: Rows) -> None:
@@ -372,7 +413,7 @@ class Engine:
         lost = {
             rows.samples[row].state: matcher.error
             for row, matcher in rows.sampling.matchers.items()
-            if matcher.error and rows.samples[row].finish_reason is None
+            if matcher.error and row not in rows.ahead and rows.samples[row].finish_reason is None
         }
         for state, error in lost.items():
             self._fail(state, StructuredOutputError(error))
@@ -408,6 +449,8 @@ class Engine:
         """Forget a request that has ended, and tell whoever waits for it."""
         state.finished_time = monotonic()
         self._requests.pop(state.request_id, None)
+        if self._drafting is not None:
+            self._drafting.forget(state.samples)
         sink = state.sink
         if sink is not None:
             output = state.take_news() if sink.streams else state.output()
@@ -478,4 +521,5 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,
             num_new_tokens=self._num_new_tokens,
+            num_drafts=0 if self._drafting is None else self._drafting.num_drafts,
         )

@@ -62,6 +62,7 @@ class Sample(Job):
         "finish_reason",
         "params",
         "sampling",
+        "speculates",
         "state",
         "stop_reason",
     )
@@ -73,6 +74,8 @@ class Sample(Job):
         self.state = state
         self.params = state.params
         self.sampling = sampling
+        self.speculates = False
+        """Whether drafts of its next tokens may be tried."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._ends = ends
@@ -86,6 +89,12 @@ class Sample(Job):
     def token_ids(self) -> list[int]:
         """The tokens so far."""
         return self.sampling.token_ids
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has begun, and all of its tokens but the one being sampled are known."""
+        output = self.num_tokens - 1 - len(self.request.prompt_token_ids)
+        return len(self.token_ids) == output > 0
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -102,7 +111,7 @@ class Sample(Job):
         """Whether every single token of it has to be looked at as it comes.
 
         So it is where somebody waits for it, where text may end it, where tokens count for the
-        ones after them. The tokens of the others are looked at together, some time later.
+        ones after them, where drafts follow. Those of the others are looked at together, later.
         """
         params = self.params
         return bool(
@@ -110,6 +119,7 @@ class Sample(Job):
             or params.stop
             or params.logprobs is not None
             or self.waits_for_tokens
+            or self.speculates
         )
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> bool:

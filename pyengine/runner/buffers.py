@@ -25,17 +25,27 @@ from pyengine.runner.interface import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """The largest step: tokens, sequences, blocks of one table; and tables of one sequence."""
+    """The largest step: tokens, sequences, blocks of one table; and tables of one sequence.
+
+    `rows_per_seq` is how many rows of logits a sequence may ask for: one, and one for each draft.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_blocks_per_seq: int
     num_groups: int = 1
+    rows_per_seq: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
+
+    @property
+    def max_num_samples(self) -> int:
+        """Rows of logits that a step may ask for."""
+        most = self.max_num_seqs * self.rows_per_seq
+        return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,7 @@ class InputBuffers:
             "slot_mapping": ((groups, tokens), torch.int64),
             "query_start_loc": ((sequences + 1,), torch.int32),
             "seq_lens": ((sequences,), torch.int32),
-            "logits_indices": ((sequences,), torch.int64),
+            "logits_indices": ((limits.max_num_samples,), torch.int64),
         }
         self._pins = device.type == "cuda"
         self._host = {

@@ -193,6 +193,24 @@ class SamplingState:
         made.matcher = None if self.matcher is None else self.matcher.copy()
         return made
 
+    def ahead(self, drafts: Sequence[int]) -> "list[SamplingState]":
+        """Return what chooses the tokens before, between and behind `drafts`, this state first.
+
+        Each of the others is as this one will be if the drafts before it turn out right.
+        """
+        states = [self]
+        for token in drafts:
+            states.append(states[-1]._after(token) if self.depends_on_output else self)
+        return states
+
+    def _after(self, token: int) -> "SamplingState":
+        made = copy(self)
+        made.token_ids = self.token_ids.copy()
+        made.counts = None if self.counts is None else self.counts.copy()
+        made.matcher = None if self.matcher is None else self.matcher.ahead()
+        made.append(token)
+        return made
+
     @property
     def num_output(self) -> int:
         """How many tokens were generated; the position of the next draw."""

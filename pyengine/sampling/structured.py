@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import get_ident
 from time import clock_gettime, pthread_getcpuclockid, thread_time
 from typing import Any
@@ -26,18 +27,26 @@ _SECONDS_PER_TOKEN = 0.005
 A mask takes 0.05 ms as a rule; whoever shares the step waits for all of them."""
 
 
+@dataclass(slots=True)
+class _Spent:
+    """What a sample's masks have taken of the processor."""
+
+    seconds: float = 0.0
+    num_masks: int = 0
+
+
 class TokenMatcher:
     """How far one sample has come in its grammar.
 
     Moved on by one thread and asked for masks by one other, never at the same time.
     """
 
-    __slots__ = ("_matcher", "_num_masks", "_seconds", "error")
+    __slots__ = ("_matcher", "_spent", "error")
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, spent: _Spent | None = None) -> None:
         """`matcher` is an `llguidance.LLMatcher`."""
         self._matcher = matcher
-        self._seconds, self._num_masks = 0.0, 0
+        self._spent = spent or _Spent()
         self.error = str(matcher.get_error())
         """Why no token can be chosen any more; empty as long as that is possible."""
 
@@ -49,6 +58,18 @@ class TokenMatcher:
     def copy(self) -> "TokenMatcher":
         """Return one that goes on by itself from here."""
         return TokenMatcher(self._matcher.deep_copy())
+
+    def ahead(self) -> "TokenMatcher":
+        """Return one that goes on from here at this one's expense, to try what may come."""
+        return TokenMatcher(self._matcher.deep_copy(), self._spent)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, in order, may come and leave something to follow."""
+        matcher = self._matcher.deep_copy()
+        for count, token in enumerate(tokens):
+            if not matcher.try_consume_tokens([token]) or matcher.is_stopped():
+                return count
+        return len(tokens)
 
     def append(self, token: int) -> None:
         """Go on by one token, of those that the mask has left."""
@@ -69,18 +90,19 @@ class TokenMatcher:
         if not self.error:
             begin = thread_time()
             fill_next_token_bitmask(self._matcher, masks, row)
-            self._seconds += thread_time() - begin
-            self._num_masks += 1
+            self._spent.seconds += thread_time() - begin
+            self._spent.num_masks += 1
             self.give_up(str(self._matcher.get_error()) or self._excess())
         if self.error:
             masks[row] = -1
 
     def _excess(self) -> str:
-        allowed = _FREE_SECONDS + _SECONDS_PER_TOKEN * self._num_masks
-        if self._seconds <= allowed:
+        spent = self._spent
+        allowed = _FREE_SECONDS + _SECONDS_PER_TOKEN * spent.num_masks
+        if spent.seconds <= allowed:
             return ""
         return (
-            f"{self._num_masks} tokens took {self._seconds:.1f} s to find out what may come next, "
+            f"{spent.num_masks} tokens took {spent.seconds:.1f} s to find out what may come next, "
             f"and {allowed:.1f} s are allowed"
         )
 

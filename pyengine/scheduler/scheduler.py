@@ -13,6 +13,8 @@ What it promises (the tests carry the numbers):
 7. Out of blocks, the last request in that order that really frees some is preempted, by
    recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
+9. Drafts take what decodes, chunks and admissions leave of budget and blocks: they are planned
+   last, nobody is preempted for them, and what they held is given back at the commit.
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
 and 5 are its doing; the order of calls below makes 3, 4, 6 and 7. A request that may read the cache
@@ -21,7 +23,7 @@ anew each time that it is considered.
 """
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -66,7 +68,7 @@ class SchedulerLimits:
 
 
 class _NoPlanAheadError(Exception):
-    """What should be planned ahead takes blocks that only a preemption would free."""
+    """What should be planned ahead takes blocks that only a preemption or a commit would free."""
 
 
 class _Decodes(NamedTuple):
@@ -170,7 +172,9 @@ class Scheduler:
             self._plan_decodes(step, out)
             self._plan_chunks(step, without)
             if self._num_preemptions == preemptions:  # never admit into a pool that is too small
-                self._admit(step, without)
+                answer = self._admit(step, without)
+                if isinstance(answer, NoRoom) and before is not None and before.drafts:
+                    raise _NoPlanAheadError  # drafts hold blocks until then
             if not step.decodes and not step.chunks:
                 if without:
                     raise _NoPlanAheadError
@@ -184,6 +188,24 @@ class Scheduler:
             self.rollback(step)
             raise
         return step
+
+    def draft(self, step: ScheduledStep, drafts: Mapping[Job, Sequence[int]]) -> None:
+        """Let decodes of a step that was just planned compute tokens that may follow theirs.
+
+        As far as budget and blocks are left, the first ones first (promise 9); `step.drafts` says
+        what was planned. Only for jobs whose last token is known.
+        """
+        asked = {job: tokens for job, tokens in drafts.items() if len(tokens)}
+        if not asked:
+            return
+        flat = [token for tokens in asked.values() for token in tokens]
+        counts = [len(tokens) for tokens in asked.values()]
+        planned = step.plan.draft([job.sequence for job in asked], flat, counts)
+        step.drafts = {
+            job: tokens[:count]
+            for (job, tokens), count in zip(asked.items(), planned, strict=True)
+            if count
+        }
 
     def _plan_decodes(self, step: ScheduledStep, out: Collection[Job]) -> None:
         """One token for every job that has one left to compute: they come first (promise 4)."""
@@ -239,15 +261,18 @@ class Scheduler:
         """Tokens of its prompt that a step computes at most."""
         return int(min(self._limits.max_num_batched_tokens, job.request.max_chunk))
 
-    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> None:
-        """Waiting jobs in their order, as long as whole prompts, budget and seats suffice."""
+    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> NoRoom | NoBudget | None:
+        """Waiting jobs in their order, as long as whole prompts, budget and seats suffice.
+
+        What the first one was short of that was not admitted; None if that was a seat, or all were.
+        """
         candidates = self._candidates(without)
         job = next(candidates, None)
         if job is None:
-            return
+            return None
         seats = self._limits.max_num_seqs - sum([job.num_seats for job in self._running])
         if job.num_seats > seats:
-            return
+            return None
         begun = {id(entry.job) for entry in step.chunks if not entry.samples}
         reserve = sum(  # a job that decodes has all its blocks
             self._blocks_to_come(job)
@@ -259,7 +284,7 @@ class Scheduler:
             answer = step.plan.prefill(job.sequence, self._most_of(job), reserve=reserve)
             if not isinstance(answer, Prefilled):
                 _give_back(job)
-                return
+                return answer
             insort(self._running, job, key=_by_order)
             self._waiting.discard(job)
             job.is_running = True
@@ -269,6 +294,7 @@ class Scheduler:
             if not entry.samples:
                 reserve += self._blocks_to_come(job)
             job = next(candidates, None)
+        return None
 
     def _attach(self, job: Job) -> int:
         """Let a job stand on cached blocks that it may read only in part; returns their tokens."""
@@ -360,10 +386,19 @@ class Scheduler:
         )
 
     def commit(
-        self, step: ScheduledStep, sampled: Sequence[int] | npt.NDArray[np.int64]
+        self,
+        step: ScheduledStep,
+        sampled: Sequence[int] | npt.NDArray[np.int64],
+        counts: Sequence[int] | None = None,
     ) -> list[Redirect]:
-        """Take the step as computed; `sampled` holds one token per sampling job, in order."""
-        redirects = step.plan.commit(sampled)
+        """Take the step as computed; `sampled` holds one token per sampling job, in order.
+
+        With drafts `counts` says how many tokens each of them got: the drafts that were right, and
+        one more.
+        """
+        redirects = step.plan.commit(sampled, counts)
+        if counts is not None:
+            step.accept(counts)
         for entry in step.chunks:
             request = entry.request
             if request.scheduled_time is None:

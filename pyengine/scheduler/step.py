@@ -1,10 +1,11 @@
 """What the scheduler decided for one step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from pyengine.cache import Sequence, StepPlan
+from pyengine.cache import Sequence as CachedSequence
+from pyengine.cache import StepPlan
 from pyengine.core.request import Request
 
 
@@ -27,6 +28,7 @@ class Job:
         "request",
         "sequence",
         "waits_for_tokens",
+        "wants_drafts",
     )
 
     def __init__(self, request: Request, index: int = 0, *, waits_for_tokens: bool = False) -> None:
@@ -35,7 +37,7 @@ class Job:
         """Position among the samples of its request; the first computes the prompt for all."""
         self.waits_for_tokens = waits_for_tokens
         """Its next token cannot be chosen before the value of its last one is known."""
-        self.sequence: Sequence
+        self.sequence: CachedSequence
         """Made by the scheduler when it is queued or forked."""
         self.order: tuple[float, int, int] = (request.priority, 0, index)
         """Priority, position in the order of submission, and among its samples."""
@@ -47,6 +49,8 @@ class Job:
         """Tokens whose KV is in the cache, or will be by open steps."""
         self.is_running = False
         """Admitted: it holds blocks, or will once the open step is planned."""
+        self.wants_drafts = False
+        """There are guesses at what follows its last token, to be computed once that is known."""
 
     @property
     def num_uncomputed(self) -> int:
@@ -62,9 +66,10 @@ class Job:
     def is_awaited(self) -> bool:
         """Whether what follows the step that samples it has to wait for the token's value.
 
-        So it is where tokens change what comes after them, and where new samples are forked.
+        So it is where tokens change what comes after them, where new samples are forked, and
+        where drafts follow.
         """
-        return self.waits_for_tokens or self.num_seats > 1
+        return self.waits_for_tokens or self.num_seats > 1 or self.wants_drafts
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +102,8 @@ class ScheduledStep:
     it may keep that as long as it sees this tuple.
 
     The step keeps its jobs' counts: it moves them on as they are planned, and back as they are
-    taken out.
+    taken out. `drafts` are tokens that may follow those of decodes, computed with them; how many
+    of these count is known when the step has run.
     """
 
     plan: StepPlan
@@ -107,6 +113,7 @@ class ScheduledStep:
     """In seconds of `time.monotonic`."""
     decodes: tuple[Job, ...] = ()
     chunks: list[Entry] = field(default_factory=list)
+    drafts: Mapping[Job, Sequence[int]] = field(default_factory=dict)
 
     @property
     def jobs(self) -> list[Job]:
@@ -121,12 +128,17 @@ class ScheduledStep:
     @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
-        return len(self.decodes) + sum([entry.num_tokens for entry in self.chunks])
+        return self.num_decoded + sum([entry.num_tokens for entry in self.chunks])
+
+    @property
+    def num_decoded(self) -> int:
+        """Of these, the tokens of decodes and their drafts: they come first."""
+        return len(self.decodes) + sum(map(len, self.drafts.values()))
 
     @property
     def awaited(self) -> list[Job]:
         """Jobs that no step can decode before this one's tokens are known."""
-        return [job for job in self.sampling_jobs if job.is_awaited]
+        return [job for job in self.sampling_jobs if job.is_awaited or job in self.drafts]
 
     @property
     def entries(self) -> list[Entry]:
@@ -150,6 +162,14 @@ class ScheduledStep:
         job.num_computed = entry.end
         job.num_tokens += samples
         return entry
+
+    def accept(self, counts: Iterable[int]) -> None:
+        """Note how many tokens each of the sampling jobs got, now that the step is committed."""
+        for job, count in zip(self.sampling_jobs, counts, strict=True):
+            job.num_computed += count - 1
+            job.num_tokens += count - 1
+            if count <= len(self.drafts.get(job, ())) and job.sequence.is_live:
+                job.sequence.trim(job.num_computed)  # what rejected drafts took
 
     def cancel(self, job: Job) -> list[Job]:
         """Take a job out of the plan again, if it is in it.

@@ -48,6 +48,7 @@ _FIELDS = (
     "bad_words",
     "allowed_token_ids",
     "truncate_prompt_tokens",
+    "speculate",
 )
 """Fields of `SamplingParams` that clients set by the same name."""
 

@@ -237,6 +237,7 @@ class EngineMetrics:
             if state.first_token_time is not None:
                 self._first.add(state.first_token_time - state.arrival_time)
         counts.generation_tokens += self._times.step(result.rows, result.ended, now)
+        counts.generation_tokens += result.num_drafted
 
     def on_finish(self, request: RequestState) -> None:
         """Count a request that has ended."""
@@ -308,7 +309,7 @@ class EngineMetrics:
         yield blocks
 
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
-        counts = self._counts
+        counts, of_manager = self._counts, stats.counters
         for name, help, value in (
             ("prefix_cache_queries", "Prompt tokens looked up.", counts.prompt_tokens),
             ("prefix_cache_hits", "Of these, found in the cache.", counts.cached_tokens),
@@ -316,6 +317,13 @@ class EngineMetrics:
             ("prompt_tokens", "Prompt tokens of requests that began.", counts.prompt_tokens),
             ("prompt_tokens_cached", "Of these, not computed.", counts.cached_tokens),
             ("generation_tokens", "Tokens generated.", counts.generation_tokens),
+            ("spec_decode_num_drafts", "Decodes with drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafts computed.", of_manager["draft_tokens"]),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Of these, accepted.",
+                of_manager["accepted_draft_tokens"],
+            ),
         ):
             yield self._counter(f"vllm:{name}", help, value)
         ends = CounterMetricFamily(

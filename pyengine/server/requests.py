@@ -97,6 +97,7 @@ class SamplingFields(ClientModel):
     bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS)] | None = None
     allowed_token_ids: Ids | None = None
     truncate_prompt_tokens: int | None = None
+    speculate: bool | None = Field(None, description="whether drafts may be tried; the same tokens")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputFields | None = None
 

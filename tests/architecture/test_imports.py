@@ -24,6 +24,7 @@ ROOMS = {
     "runner",
     "sampling",
     "scheduler",
+    "speculation",
 }
 FEWEST_MODULES = 30
 OWN_IMPORT_MS = 100
@@ -65,6 +66,8 @@ def test_contracts_are_kept_and_every_module_was_scanned() -> None:
         ("models", "import pyengine.cache"),
         ("engine", "import pyengine.cli"),
         ("core", "import pyengine.cache"),
+        ("speculation", "import torch"),
+        ("scheduler", "import pyengine.speculation"),
     ],
 )
 def test_a_contract_breaks_when_it_should(tmp_path: Path, room: str, line: str) -> None:

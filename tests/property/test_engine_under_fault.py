@@ -188,6 +188,8 @@ MUST_HAPPEN = [
     "merged_blocks",
     "taken_over_blocks",
     "copied_blocks",
+    "draft_tokens",
+    "accepted_draft_tokens",
     "evicted_blocks",
     "rolled_back_steps",
 ]

@@ -14,6 +14,7 @@ from pyengine.engine import Engine, Executor, ModelFacts
 from pyengine.engine.capacity import longest_sequence
 from pyengine.runner import Forward, StepLogits
 from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
+from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, Bench, LazyQueue
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
@@ -42,6 +43,8 @@ class Setting:
     """Steps in the queue at a time."""
     faults: float
     """Chance that a step fails."""
+    drafts: int
+    """Tokens drafted for a sequence and step at most, by a drafter that is often right."""
     aborts: float
     """Chance per moment that a request is aborted; a step has three."""
 
@@ -64,6 +67,7 @@ class Setting:
             lookahead=lookahead,
             depth=1 if lookahead else random.choice([1, 2]),  # drafts take their step alone
             faults=random.choice([0, 0.05, 0.25]),
+            drafts=random.choice([0, 1, 3, 7]) if lookahead == 0 else 0,
             aborts=random.choice([0, 0.01, 0.05]),
         )
 
@@ -103,9 +107,9 @@ class WatchedScheduler(Scheduler):
             warm.add(namespace)
         return step
 
-    def commit(self, step: ScheduledStep, sampled: Any) -> list[Redirect]:
+    def commit(self, step: ScheduledStep, sampled: Any, counts: Any = None) -> list[Redirect]:
         self._warm.update(self._namespaces_of(step))
-        return super().commit(step, sampled)
+        return super().commit(step, sampled, counts)
 
     def _namespaces_of(self, step: ScheduledStep | None) -> list[int]:
         entries = [] if step is None else step.entries
@@ -189,4 +193,6 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
     )
     executor = Executor(runner, LazyQueue(), depth=setting.depth)
     engine = Engine(blocks, scheduler, executor, facts)
+    if setting.drafts:
+        speculate(engine, MixedDrafter(random.getrandbits(32)), setting.drafts)
     return Bench(blocks, scheduler, runner, engine)

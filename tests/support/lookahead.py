@@ -20,8 +20,8 @@ class LookaheadPlan:
         self._decoded += sequences if self._lookahead else []
         return self._plan.decode(sequences, lookahead=self._lookahead)
 
-    def commit(self, sampled: Any) -> list[Redirect]:
-        redirects = self._plan.commit(sampled)
+    def commit(self, sampled: Any, counts: Any = None) -> list[Redirect]:
+        redirects = self._plan.commit(sampled, counts)
         for sequence in self._decoded:
             if sequence.is_live:
                 sequence.trim(sequence.num_tokens)

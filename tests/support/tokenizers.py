@@ -1,6 +1,7 @@
 """Small tokenizers of the kinds that models have, made on the spot."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,6 +49,16 @@ def byte_level(vocab_size: int) -> Decoder:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return Decoder(tokenizer)
+
+
+def save_byte_level(folder: Path, vocab_size: int) -> None:
+    """Put such a tokenizer into a model's folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(vocab_size).tokenizer, eos_token="<|end|>"
+    )
+    wrapped.save_pretrained(folder)
 
 
 def byte_fallback() -> Decoder:

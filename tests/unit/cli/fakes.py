@@ -36,6 +36,7 @@ class FakeEngine:
     longest_prompt: int = 1000
     words: Sequence[str] = ("The", " answer", " is [red]42[/red]", ".")
     interrupt_after: int | None = None
+    num_drafts: int = 0
     counters: dict[str, int] = field(
         default_factory=lambda: {
             "allocated_blocks": 40,
@@ -140,7 +141,7 @@ class FakeEngine:
         path.write_bytes(b"recorded")
 
     def stats(self) -> Any:
-        return SimpleNamespace(counters=dict(self.counters))
+        return SimpleNamespace(counters=dict(self.counters), num_drafts=self.num_drafts)
 
     def describe(self) -> Mapping[str, object]:
         return {

@@ -46,6 +46,7 @@ def test_the_defaults_are_those_of_vllm() -> None:
         "allowed_token_ids": None,
         "truncate_prompt_tokens": None,
         "structured_outputs": None,
+        "speculate": True,
     }
     assert not params.is_greedy
     assert not params.has_penalties

@@ -1,0 +1,20 @@
+"""Drafts: tokens that may come next, guessed for less than the model takes to say.
+
+Drafters propose. The scheduler plans what is left of a step for drafts, the runner computes them
+with everything else, and the engine accepts those that the model's own draws confirm.
+"""
+
+from pyengine.speculation.drafter import Context, Draft, Drafter
+from pyengine.speculation.ngram import NgramDrafter
+from pyengine.speculation.policy import EveryDraft, Policy
+from pyengine.speculation.speculator import Speculator
+
+__all__ = [
+    "Context",
+    "Draft",
+    "Drafter",
+    "EveryDraft",
+    "NgramDrafter",
+    "Policy",
+    "Speculator",
+]

@@ -1,0 +1,71 @@
+"""Prompt look-up: what came after the last few tokens when they were there before.
+
+Saxena, "Prompt Lookup Decoding" (2023). The longest n-gram of up to `longest` tokens at the end of
+prompt and answer is looked for in them, and of equal ones the latest is taken.
+"""
+
+from collections.abc import Sequence
+
+from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
+
+
+class NgramDrafter:
+    """Drafts from the request's own tokens. O(`longest`) per token, and as much memory."""
+
+    def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
+        """N-grams of `shortest` to `longest` tokens are looked for."""
+        self._lengths = range(shortest, longest + 1)
+        self._seen: dict[Context, _Seen] = {}
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
+
+    def _draft(self, context: Context, most: int) -> Draft:
+        seen = self._seen.get(context)
+        if seen is None:
+            prompt = [int(token) for token in context.request.prompt_token_ids]
+            seen = self._seen[context] = _Seen(prompt, self._lengths)
+        seen.extend(context.token_ids[len(seen.tokens) - seen.num_prompt :])
+        return seen.draft(most)
+
+    def forget(self, context: Context) -> None:
+        """See `Drafter.forget`."""
+        self._seen.pop(context, None)
+
+
+class _Seen:
+    """The tokens of one sample, and where each n-gram was last followed by another token."""
+
+    __slots__ = ("_ends", "_lengths", "num_prompt", "tokens")
+
+    def __init__(self, prompt: list[int], lengths: range) -> None:
+        self.tokens: list[int] = []
+        self.num_prompt = len(prompt)
+        self._lengths = lengths
+        self._ends: dict[tuple[int, ...], int] = {}
+        self.extend(prompt)
+
+    def extend(self, new: Sequence[int]) -> None:
+        """Take tokens in; those n-grams are noted that have one after them now."""
+        tokens, ends = self.tokens, self._ends
+        for token in new:
+            end = len(tokens)
+            for length in self._lengths:
+                if length <= end:
+                    ends[tuple(tokens[end - length :])] = end
+            tokens.append(token)
+
+    def draft(self, most: int) -> Draft:
+        """What followed the longest n-gram at the end that was there before.
+
+        Where what followed reaches the end, it goes on with itself: a text that repeats.
+        """
+        for length in reversed(self._lengths):
+            end = self._ends.get(tuple(self.tokens[-length:]))
+            if end is not None:
+                following = self.tokens[end : end + most]
+                while len(following) < most:
+                    following += following[: most - len(following)]
+                return Draft(following, length)
+        return NO_DRAFT

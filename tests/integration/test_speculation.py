@@ -1,0 +1,145 @@
+"""Real models with drafts: the tokens are those without, whatever is drafted."""
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.structured_outputs import StructuredOutputs
+from pyengine.speculation import Drafter
+from tests.integration.test_tokens_families import groups_of
+from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
+from tests.support.tokenizers import save_byte_level
+from tests.unit.runner.hand_made import random_model
+from tests.unit.runner.test_model_runner import FAMILIES
+
+VOCAB = 300
+NAMES = ["llama", "qwen3", "gemma3_text", "gpt_oss"]
+ROOMY: dict[str, Any] = {"num_blocks": 512, "block_size": 4}
+SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    random_model(request.param, **{**FAMILIES[request.param], "vocab_size": VOCAB}).save_pretrained(
+        path
+    )
+    save_byte_level(path, VOCAB)
+    return path
+
+
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that repeat themselves, and every setting that looks at tokens."""
+    random = Random(7)
+    shared = [random.randrange(3, 60) for _ in range(12)]
+    wishes = [
+        {"temperature": 0},
+        {"temperature": 0.7, "seed": 1},
+        {"temperature": 1, "top_p": 0.6, "seed": 2},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 0.5, "seed": 3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"temperature": 0, "stop": ["e", "qu"], "min_tokens": 4},
+        {"temperature": 0, "stop_token_ids": [random.randrange(VOCAB) for _ in range(9)]},
+        {"temperature": 0.8, "seed": 4, "n": 3, "logprobs": 2},
+        {"temperature": 0, "structured_outputs": StructuredOutputs(regex="(abc|abd){6}x")},
+        {"temperature": 1, "seed": 5, "structured_outputs": StructuredOutputs(regex="[a-f]{30}")},
+        {"temperature": 0, "logit_bias": {9: 4.0}, "bad_words": ["e"], "logprobs": 0},
+        {"temperature": 0.3, "seed": 6, "min_p": 0.05, "speculate": False},
+    ]
+    prompts = [
+        [*shared[: random.randint(3, 12)], *[random.randrange(3, 60)] * 4, *shared][:24]
+        for _ in wishes
+    ]
+    common: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    return prompts, [SamplingParams(**{**common, **wish}) for wish in wishes]
+
+
+def served(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, device="cpu", dtype="float32", **{**SIZES, **settings})
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    outputs = llm.generate(*asked(), use_tqdm=False)
+    ledger = llm.stats().ledger
+    assert (ledger.active, ledger.leased) == (0, 0)
+    return outputs
+
+
+def same(some: list[RequestOutput], others: list[RequestOutput]) -> None:
+    for place, (one, other) in enumerate(zip(some, others, strict=True)):
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            assert a.token_ids == b.token_ids, place
+            assert (a.text, a.finish_reason, a.stop_reason) == (
+                b.text,
+                b.finish_reason,
+                b.stop_reason,
+            )
+            for left, right in zip(a.logprobs or [], b.logprobs or [], strict=True):
+                for token, said in left.items():
+                    assert said.logprob == pytest.approx(right[token].logprob, abs=1e-3)
+
+
+def test_the_tokens_are_those_without(folder: Path) -> None:
+    plain = answers(served(folder, **ROOMY))
+    right = {
+        (tuple(one.prompt_token_ids), each.index): each.token_ids
+        for one in plain
+        for each in one.outputs
+    }
+    config = AutoConfig.from_pretrained(folder)
+    longest = BlockManager(1, 4, groups=groups_of(config)).blocks_for(64, 48)
+    tight = {"num_blocks": longest, "block_size": 4}
+    setups: list[dict[str, Any]] = [
+        ROOMY,
+        tight,
+        {**tight, "enable_prefix_caching": False, "async_scheduling": True},
+    ]
+    preemptions = {True: 0, False: 0}
+    for setup in setups:
+        drafters: list[Drafter | None] = [None, RandomDrafter(1, VOCAB), AnswerDrafter(right)]
+        for drafter in drafters:
+            llm = served(folder, **setup, speculation="ngram", num_speculative_tokens=5)
+            if drafter is not None:
+                speculate(llm._engine, drafter, vocab=VOCAB)
+            same(plain, answers(llm))
+            stats = llm.stats()
+            assert stats.num_drafts > (0 if drafter is None else 20)
+            drafted = stats.counters["draft_tokens"]
+            accepted = stats.counters["accepted_draft_tokens"]
+            preemptions[setup is ROOMY] += stats.num_preemptions
+            if isinstance(drafter, AnswerDrafter):
+                assert accepted > 0.9 * drafted
+            elif drafter is not None:
+                assert accepted < 0.2 * drafted
+    assert preemptions[True] == 0 < preemptions[False]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculation": "guess"}, "speculation='guess': it must be 'ngram'"),
+        ({"speculation": "ngram", "num_speculative_tokens": 0}, "it must be at least 1"),
+        ({"speculation": "ngram", "num_speculative_tokens": 10_000}, "it must be at most 64"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        LLM("nowhere", **settings)
+
+
+def test_a_request_can_do_without(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
+    llm = served(tmp_path, **ROOMY, speculation="ngram")
+    assert llm.describe()["speculation"] == "ngram"
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=200)
+    prompt = [5, 6, 7, 5, 6, 7, 5, 6]
+    llm.generate([prompt], replace(params, speculate=False), use_tqdm=False)
+    assert llm.stats().num_drafts == 0
+    llm.generate([prompt], params, use_tqdm=False)
+    assert llm.stats().num_drafts > 0

@@ -1,0 +1,64 @@
+"""Drafters for tests: wrong, right, half right, broken."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from pyengine.engine import Engine
+from pyengine.speculation import Context, Draft, Drafter, EveryDraft, Speculator
+from tests.support.fake_runner import VOCAB_SIZE, continued
+
+
+def speculate(engine: Engine, drafter: Drafter, most: int = 5, vocab: int = VOCAB_SIZE) -> None:
+    """Let an engine compute every draft that it can be given."""
+    engine.speculate(Speculator(drafter, EveryDraft(), most=most, vocab_size=vocab))
+
+
+class RandomDrafter:
+    """Any tokens, of any number."""
+
+    def __init__(self, seed: int, vocab: int = VOCAB_SIZE) -> None:
+        self._random, self._vocab = Random(seed), vocab
+        self.forgotten: list[Context] = []
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        return [Draft(self._tokens(self._random.randint(0, count))) for count in most]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._vocab) for _ in range(count)]
+
+    def forget(self, context: Context) -> None:
+        self.forgotten.append(context)
+
+
+class MixedDrafter(RandomDrafter):
+    """What the fake model's greedy answer would be, often spoilt somewhere."""
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for context, count in zip(contexts, most, strict=True):
+            known = [*map(int, context.request.prompt_token_ids), *context.token_ids]
+            tokens = continued(known, self._random.randint(0, count))
+            if tokens and self._random.random() < 0.5:
+                tokens[self._random.randrange(len(tokens))] = self._random.randrange(VOCAB_SIZE)
+            drafts.append(Draft(tokens))
+        return drafts
+
+
+class AnswerDrafter:
+    """Knows the answers, by (prompt, sample)."""
+
+    def __init__(self, answers: Mapping[tuple[tuple[int, ...], int], Sequence[int]]) -> None:
+        self._answers = answers
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        return [
+            Draft(self._answer(context)[len(context.token_ids) :][:count])
+            for context, count in zip(contexts, most, strict=True)
+        ]
+
+    def _answer(self, context: Context) -> Sequence[int]:
+        prompt = tuple(int(token) for token in context.request.prompt_token_ids)
+        return self._answers[prompt, getattr(context, "index", 0)]
+
+    def forget(self, context: Context) -> None:
+        pass

@@ -1,0 +1,153 @@
+"""Accepted tokens are distributed as the model says, whatever was drafted.
+
+A toy model of four tokens draws sequences of three; 200,000 seeds are counted and compared with
+their probabilities. Two rules that look right are not, and fail the same test.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from pyengine.core import SamplingParams
+from pyengine.engine import Prompt, Sample
+from pyengine.engine.batch import Accepted, Rows
+from pyengine.sampling import Sampler
+from pyengine.speculation import Context, Draft, NgramDrafter
+from tests.support.drafters import RandomDrafter
+from tests.support.engines import make_bench
+
+NUM_SEEDS, AT_ONCE = 200_000, 2000
+LENGTH, VOCAB, FIRST = 3, 4, 1
+CHANCES = torch.tensor(
+    [[0.55, 0.25, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.1], [0.05, 0.8, 0.1, 0.05]],
+    dtype=torch.float64,
+)
+Rule: TypeAlias = Callable[[Rows, list[int], torch.Tensor], Accepted]
+
+
+def ours(rows: Rows, drawn: list[int], _: torch.Tensor) -> Accepted:
+    return rows.accept(drawn)
+
+
+def always(rows: Rows, drawn: list[int], _: torch.Tensor) -> Accepted:
+    """Wrong: every draft stands."""
+    accepted = Accepted([], [], set())
+    for first, drafts in rows._spans:
+        accepted.tokens.extend([*drafts, drawn[first + len(drafts)]])
+        accepted.counts.append(1 + len(drafts))
+    return accepted
+
+
+def rest_from_p(rows: Rows, drawn: list[int], chances: torch.Tensor) -> Accepted:
+    """Wrong: a draft x is accepted with p(x), and otherwise drawn from p, in which x still is."""
+    random, accepted = Random(0), Accepted([], [], set())
+    for first, drafts in rows._spans:
+        count = 0
+        while count < len(drafts) and random.random() < chances[first + count, drafts[count]]:
+            count += 1
+        accepted.tokens.extend([*drafts[:count], drawn[first + count]])
+        accepted.counts.append(1 + count)
+    return accepted
+
+
+class Likely(RandomDrafter):
+    """The most probable token after each."""
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for context, count in zip(contexts, most, strict=True):
+            tokens = [(FIRST, *context.token_ids)[-1]]
+            for _ in range(count):
+                tokens.append(int(CHANCES[tokens[-1]].argmax()))
+            drafts.append(Draft(tokens[1:]))
+        return drafts
+
+
+def samples(seeds: range) -> list[Sample]:
+    intake = make_bench().engine.intake
+    made = []
+    for seed in seeds:
+        params = SamplingParams(temperature=1, seed=seed, max_tokens=LENGTH, ignore_eos=True)
+        prompt = Prompt(token_ids=[0, FIRST, 2, 0, FIRST])
+        made.append(intake.request(str(seed), prompt, params).samples[0])
+    return made
+
+
+def logits_of(rows: Rows, spans: Sequence[tuple[Sample, Sequence[int]]]) -> torch.Tensor:
+    lasts = [token for one, drafts in spans for token in ((FIRST, *one.token_ids)[-1], *drafts)]
+    assert len(lasts) == len(rows.samples)
+    return CHANCES[torch.tensor(lasts)]
+
+
+def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ...]]:
+    for start in range(0, num_seeds, AT_ONCE):
+        left = samples(range(start, start + AT_ONCE))
+        while left:
+            most = [LENGTH - len(one.token_ids) - 1 for one in left]
+            drafts = [one.tokens for one in drafter.propose(left, most)]
+            for one in left:
+                one.num_tokens = len(one.request.prompt_token_ids) + len(one.token_ids) + 1
+            step: Any = SimpleNamespace(
+                sampling_jobs=left,
+                drafts={one: each for one, each in zip(left, drafts, strict=True) if each},
+                chunks=[],
+                decodes=tuple(left),
+            )
+            rows = Rows(step)
+            chances = logits_of(rows, list(zip(left, drafts, strict=True)))
+            padded = torch.full((len(chances), 97), -torch.inf)
+            padded[:, :VOCAB] = chances.log().float()
+            positions = [
+                len(one.token_ids) + at
+                for one, each in zip(left, drafts, strict=True)
+                for at in range(1 + len(each))
+            ]
+            drawn = Sampler()(padded, rows.sampling, positions).token_ids.tolist()
+            accepted = rule(rows, drawn, chances)
+            rest = iter(accepted.tokens)
+            for one, count in zip(left, accepted.counts, strict=True):
+                for _ in range(count):
+                    one.append(next(rest), None)
+            yield from (tuple(one.token_ids) for one in left if one.finish_reason is not None)
+            left = [one for one in left if one.finish_reason is None]
+
+
+def p_value(drafter: Any, rule: Rule, num_seeds: int = NUM_SEEDS) -> float:
+    """Pearson's chi-square test of the counts against the model's probabilities."""
+    expected = {(): 1.0}
+    for _ in range(LENGTH):
+        expected = {
+            (*known, token): chance * float(CHANCES[(FIRST, *known)[-1], token])
+            for known, chance in expected.items()
+            for token in range(VOCAB)
+        }
+    found = Counter(outcomes(drafter, rule, num_seeds))
+    assert found.total() == num_seeds and found.keys() <= expected.keys()
+    means = {key: num_seeds * chance for key, chance in expected.items()}
+    statistic = sum((found[key] - mean) ** 2 / mean for key, mean in means.items())
+    halves = torch.tensor([(len(means) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+DRAFTERS: dict[str, Any] = {
+    "random": RandomDrafter(1, VOCAB),
+    "likely": Likely(1),
+    "ngram": NgramDrafter(shortest=1, longest=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_is_accepted_has_the_distribution_of_the_model(name: str) -> None:
+    assert p_value(DRAFTERS[name], ours) > 0.001
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [always, rest_from_p])
+def test_a_wrong_rule_does_not_pass(rule: Rule) -> None:
+    assert p_value(Likely(1), rule, NUM_SEEDS // 10) < 1e-9
