@@ -7,6 +7,7 @@ several sequences share are read once for all of them; what a row gives keeps it
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -46,7 +47,7 @@ class CpuBackend:
             CpuCache(_array(keys), _array(values))
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
-        threads = CpuAttention(torch.get_num_threads())
+        threads = CpuAttention(torch.get_num_threads(), _openmp())
         self._memory = _Memory(pool, caches, threads, Scratch(pool.device))
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group: int | None = full[0] if full else None
@@ -65,6 +66,11 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return bits.numpy()
+
+
+def _openmp() -> Path | None:
+    """The OpenMP runtime that torch has brought along and computes by; None: it has none."""
+    return next((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"), None)
 
 
 def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:

@@ -1,6 +1,7 @@
 //! Work for threads: runs cut into parts, handed out, brought together.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Mutex;
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
@@ -8,6 +9,7 @@ use rayon_core::{ThreadPool, ThreadPoolBuilder};
 use crate::element::Element;
 use crate::error::Error;
 use crate::kernel::{self, Isa, state_len};
+use crate::openmp::OpenMp;
 use crate::step::{CacheShape, PART, Run, Step, above_zero, same_length};
 
 /// Runs of a shared part that a thread takes at a time.
@@ -75,10 +77,18 @@ struct Task<'a, 'b> {
     members: &'b mut [Member<'a>],
 }
 
+/// Who works beside the caller's thread.
+#[derive(Debug)]
+enum Others {
+    Nobody,
+    Own(ThreadPool),
+    OpenMp(OpenMp),
+}
+
 /// Threads that attend. The caller's own is one of them.
 #[derive(Debug)]
 pub struct Attention {
-    others: Option<ThreadPool>,
+    others: Others,
     num_threads: usize,
     isa: Isa,
 }
@@ -104,17 +114,32 @@ impl Attention {
             .num_threads(num_threads - 1)
             .thread_name(|number| format!("attention-{number}"));
         let others = match num_threads {
-            1 => None,
-            _ => Some(
-                builder
-                    .build()
-                    .map_err(|error| Error::Threads(error.to_string()))?,
-            ),
+            1 => Others::Nobody,
+            _ => builder
+                .build()
+                .map(Others::Own)
+                .map_err(|error| Error::Threads(error.to_string()))?,
         };
         Ok(Self {
             others,
             num_threads,
             isa,
+        })
+    }
+
+    /// With so many threads of the OpenMP runtime in this file, for callers that compute by it, too: two
+    /// pools on the same processors are in each other's way.
+    ///
+    /// # Errors
+    ///
+    /// No threads, or a file that is no OpenMP runtime.
+    pub fn with_openmp(num_threads: usize, runtime: &Path) -> Result<Self, Error> {
+        above_zero("the number of threads", num_threads)?;
+        let refused = |error| Error::Threads(format!("{}: {error}", runtime.display()));
+        Ok(Self {
+            others: Others::OpenMp(OpenMp::load(runtime).map_err(refused)?),
+            num_threads,
+            isa: Isa::detect(),
         })
     }
 
@@ -170,15 +195,18 @@ impl Attention {
                 E::attend(self.isa, job, task.members, part);
             }
         };
+        let num_threads = match num_tasks > 1 && products(job) > SMALL {
+            true => self.num_threads.min(num_tasks),
+            false => 1,
+        };
         match &self.others {
-            Some(others) if num_tasks > 1 && products(job) > SMALL => {
-                others.in_place_scope(|scope| {
-                    for _ in 1..self.num_threads.min(num_tasks) {
-                        scope.spawn(|_| work());
-                    }
-                    work();
-                });
-            }
+            Others::Own(pool) if num_threads > 1 => pool.in_place_scope(|scope| {
+                for _ in 1..num_threads {
+                    scope.spawn(|_| work());
+                }
+                work();
+            }),
+            Others::OpenMp(runtime) if num_threads > 1 => runtime.run(num_threads, &work),
             _ => work(),
         }
     }

@@ -42,6 +42,8 @@ mod element;
 mod error;
 mod kernel;
 mod lanes;
+#[allow(unsafe_code)] // a function of C is called
+mod openmp;
 mod step;
 mod write;
 

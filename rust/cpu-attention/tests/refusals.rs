@@ -1,5 +1,7 @@
 //! What does not fit is refused, with the value, and nothing is written.
 
+use std::path::Path;
+
 use cpu_attention::{
     Attention, CacheShape, Error, Options, Query, Sequences, SharedPrefixes, Step, write,
 };
@@ -241,6 +243,12 @@ fn attending() {
     assert_eq!(
         Attention::new(0).expect_err("it is refused"),
         Error::Zero("the number of threads")
+    );
+    let nothing = Path::new("/no/such/libgomp.so");
+    let refused = Attention::with_openmp(2, nothing).expect_err("it is refused");
+    assert!(
+        matches!(&refused, Error::Threads(why) if why.contains("/no/such/libgomp.so")),
+        "{refused}"
     );
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Neither NumPy nor the buffer protocol knows bfloat16: its bits come as uint16.
 
+use std::path::PathBuf;
 use std::sync::Mutex;
 
 use cpu_attention::{
@@ -210,10 +211,13 @@ impl CpuStep {
 
 /// Threads that attend: `num_threads`, the caller's among them. float32 and bfloat16.
 ///
+/// `openmp`: they are those of the OpenMP runtime (libgomp, libomp) in this file, for callers that compute
+/// by it too, as torch does. Without it they are a pool of their own.
+///
 /// `is_fast` is whether this machine has the instructions that the kernel is written for; without them it
 /// gives the same numbers slowly.
 ///
-/// Raises `ConfigError` for no threads, or more than the system gives.
+/// Raises `ConfigError` for no threads, more than the system gives, and a file that is no such runtime.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuAttention {
     attention: Attention,
@@ -222,9 +226,14 @@ pub(crate) struct CpuAttention {
 #[pymethods]
 impl CpuAttention {
     #[new]
-    fn new(num_threads: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let attention =
-            Attention::new(number("num_threads", num_threads)?).map_err(raise_attention)?;
+    #[pyo3(signature = (num_threads, openmp=None))]
+    fn new(num_threads: &Bound<'_, PyAny>, openmp: Option<PathBuf>) -> PyResult<Self> {
+        let num_threads = number("num_threads", num_threads)?;
+        let attention = match openmp {
+            None => Attention::new(num_threads),
+            Some(runtime) => Attention::with_openmp(num_threads, &runtime),
+        };
+        let attention = attention.map_err(raise_attention)?;
         Ok(Self { attention })
     }
 

@@ -1,5 +1,6 @@
 """The cpu backend against the gather backend, on random steps."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,3 +164,26 @@ def test_it_runs_inside_inference_mode_and_outside():
     with torch.inference_mode():
         inside = plan.forward(0, *(tensor.clone() for tensor in rows), options)
     assert torch.equal(outside, inside)
+
+
+@pytest.mark.parametrize("runtime", [None, cpu._openmp()])
+def test_threads_of_its_own_and_those_of_torch_give_the_same_from_any_caller(runtime, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu, "_openmp", lambda: runtime)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    shape = Shape(kv_heads=3, group=3, dim_k=64, dim_v=64, block=16)
+    lengths = [(1, 37 * number) for number in range(24)]
+    tables, num_blocks = tables_of(lengths, shape.block)
+    rows, options = shape.rows(len(lengths)), AttentionOptions(scaling=0.125)
+    pools = shape.pools(num_blocks, *[torch.float32] * 4)
+    backends = [CpuBackend(pool) for pool in pools]
+
+    def attend(backend: CpuBackend) -> list[torch.Tensor]:
+        plan = backend.plan(inputs_of(lengths, tables, block=shape.block))
+        return [plan.forward(0, *rows, options) for _ in range(10)]
+
+    with ThreadPoolExecutor(len(backends)) as callers:
+        found = [one for each in callers.map(attend, backends) for one in each]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = attend(CpuBackend(pools[0]))[0]
+    assert all(torch.equal(alone, one) for one in found)

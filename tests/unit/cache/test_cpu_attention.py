@@ -138,6 +138,8 @@ def test_settings_that_cannot_be(changed, words):
         forward(**changed)
     with pytest.raises(ConfigError, match="threads is 0"):
         CpuAttention(0)
+    with pytest.raises(ConfigError, match=r"threads could not be started: /no/such/libgomp\.so: "):
+        CpuAttention(2, "/no/such/libgomp.so")
 
 
 @pytest.mark.parametrize("slot", [-2, BLOCKS * BLOCK])

@@ -1,0 +1,50 @@
+//! Threads of an OpenMP runtime that somebody else has loaded.
+//!
+//! Its threads stay awake for a while after each piece of work, in case there is more. A pool of our own
+//! would find the processors taken by them, and they would find them taken by it.
+
+use std::ffi::{c_uint, c_void};
+use std::path::Path;
+
+use libloading::Library;
+
+/// `GOMP_parallel` of GCC's runtime, which LLVM's has too: calls a function in every thread of a team.
+type Parallel =
+    unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
+
+#[derive(Debug)]
+pub(crate) struct OpenMp {
+    parallel: Parallel,
+    _library: Library,
+}
+
+impl OpenMp {
+    /// The runtime in this file. One that is loaded already is the same one.
+    pub(crate) fn load(path: &Path) -> Result<Self, libloading::Error> {
+        // SAFETY: an OpenMP runtime may be initialised at any time; the function has this type in both.
+        unsafe {
+            let library = Library::new(path)?;
+            let parallel = *library.get::<Parallel>(b"GOMP_parallel\0")?;
+            Ok(Self {
+                parallel,
+                _library: library,
+            })
+        }
+    }
+
+    /// Calls `work` in so many threads, the caller's among them, and waits for all.
+    pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
+        /// A panic ends the process, as it may not cross the runtime.
+        unsafe extern "C" fn call<F: Fn() + Sync>(work: *mut c_void) {
+            // SAFETY: it is the `work` below, which outlives the team.
+            let work = unsafe { &*work.cast::<F>() };
+            work();
+        }
+        let num_threads = c_uint::try_from(num_threads).unwrap_or(c_uint::MAX);
+        let work = std::ptr::from_ref(work).cast_mut().cast();
+        // SAFETY: `call` is given what it expects, which may be shared among threads.
+        unsafe {
+            (self.parallel)(call::<F>, work, num_threads, 0);
+        }
+    }
+}
