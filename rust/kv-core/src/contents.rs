@@ -134,8 +134,9 @@ pub(crate) struct Contents {
     /// Runs, by what they hang behind and their first row.
     index: HashTable<RunId>,
     namespaces: HashMap<Arc<[u8]>, RunId>,
-    /// The names that contents have.
+    /// The names that contents have, and those that have `gone` since one was given.
     named: Names,
+    gone: Vec<u128>,
     rows: usize,
     /// What the walks of a call that may yet be refused have changed, if that is to be taken back.
     trail: Option<Trail>,
@@ -155,6 +156,7 @@ impl Contents {
             index: HashTable::new(),
             namespaces: HashMap::new(),
             named: Names::default(),
+            gone: Vec::new(),
             rows: 0,
             trail: None,
             hashed: 0,
@@ -488,9 +490,8 @@ impl Contents {
 
     fn forget_names(&mut self, run: RunId, keep: usize) {
         let names = &mut self.runs[run.at()].names;
-        for name in names.drain(keep.min(names.len())..).flatten() {
-            self.named.remove(&name);
-        }
+        let gone = names.drain(keep.min(names.len())..);
+        self.gone.extend(gone.flatten());
     }
 
     /// The block that holds the content for a layer group.
@@ -607,6 +608,9 @@ impl Contents {
 
     /// Names a run's leading rows up to `spot`, given the name of what it hangs behind.
     fn name_in(&mut self, spot: Spot, parent: Option<u128>) -> Option<u128> {
+        for name in self.gone.drain(..) {
+            self.named.remove(&name);
+        }
         let run = &mut self.runs[spot.run.at()];
         if let Some(namespace) = &run.namespace {
             return Some(self.hasher.root(namespace));

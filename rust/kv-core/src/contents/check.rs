@@ -234,6 +234,7 @@ impl Contents {
                 })?;
             }
         }
+        all.extend(&self.gone);
         ensure(all == self.named, || {
             format!("{} names, {} kept", all.len(), self.named.len())
         })
