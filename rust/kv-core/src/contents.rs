@@ -20,14 +20,14 @@ mod check;
 #[path = "contents/nearest.rs"]
 mod nearest;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use hashbrown::HashTable;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::events::Event;
-use crate::hash::ContentHasher;
+use crate::hash::{ContentHasher, Names};
 use crate::ids::{BlockId, RunId};
 use crate::survey::Branch;
 
@@ -134,8 +134,9 @@ pub(crate) struct Contents {
     /// Runs, by what they hang behind and their first row.
     index: HashTable<RunId>,
     namespaces: HashMap<Arc<[u8]>, RunId>,
-    /// The names that contents have.
-    named: HashSet<u128>,
+    /// The names that contents have, and those that have `gone` since one was given.
+    named: Names,
+    gone: Vec<u128>,
     rows: usize,
     /// What the walks of a call that may yet be refused have changed, if that is to be taken back.
     trail: Option<Trail>,
@@ -154,7 +155,8 @@ impl Contents {
             vacant: Vec::new(),
             index: HashTable::new(),
             namespaces: HashMap::new(),
-            named: HashSet::new(),
+            named: Names::default(),
+            gone: Vec::new(),
             rows: 0,
             trail: None,
             hashed: 0,
@@ -488,9 +490,8 @@ impl Contents {
 
     fn forget_names(&mut self, run: RunId, keep: usize) {
         let names = &mut self.runs[run.at()].names;
-        for name in names.drain(keep.min(names.len())..).flatten() {
-            self.named.remove(&name);
-        }
+        let gone = names.drain(keep.min(names.len())..);
+        self.gone.extend(gone.flatten());
     }
 
     /// The block that holds the content for a layer group.
@@ -580,6 +581,10 @@ impl Contents {
 
     /// The content's name for the outside world, none if another one has it.
     pub(crate) fn name(&mut self, spot: Spot) -> Option<u128> {
+        let row = (spot.rows as usize).checked_sub(1);
+        if let Some(&name) = row.and_then(|row| self.run(spot.run).names.get(row)) {
+            return name;
+        }
         // The runs on the way to what has a name already.
         let mut way = vec![spot];
         loop {
@@ -603,6 +608,9 @@ impl Contents {
 
     /// Names a run's leading rows up to `spot`, given the name of what it hangs behind.
     fn name_in(&mut self, spot: Spot, parent: Option<u128>) -> Option<u128> {
+        for name in self.gone.drain(..) {
+            self.named.remove(&name);
+        }
         let run = &mut self.runs[spot.run.at()];
         if let Some(namespace) = &run.namespace {
             return Some(self.hasher.root(namespace));
@@ -623,17 +631,41 @@ impl Contents {
         run.names[spot.row()]
     }
 
-    /// A content as events tell of it, if it has a name.
-    pub(crate) fn stored(&mut self, spot: Spot) -> Option<Event> {
-        let hash = self.name(spot)?;
-        let parent = self.parent(spot).filter(|parent| parent.rows > 0);
-        let parent = parent.and_then(|parent| self.name(parent));
-        Some(Event::Stored {
-            hash,
-            parent,
-            tokens: self.tokens(spot).into(),
-            namespace: self.namespace(spot),
-        })
+    /// Adds to `events` that the `rows` contents up to `end` are stored, as far as they have names.
+    pub(crate) fn tell(&mut self, mut end: Spot, mut rows: usize, events: &mut Vec<Event>) {
+        let mut way = Vec::new();
+        while rows > 0 {
+            let in_run = rows.min(end.rows as usize);
+            way.push((end, in_run));
+            rows -= in_run;
+            end = self.run(end.run).parent;
+        }
+        for (end, rows) in way.into_iter().rev() {
+            self.tell_run(end, rows, events);
+        }
+    }
+
+    /// The same, all of them in one run.
+    fn tell_run(&mut self, end: Spot, rows: usize, events: &mut Vec<Event>) {
+        self.name(end);
+        let (first, behind) = (end.rows as usize - rows, self.run(end.run).parent);
+        let mut parent = match (first, behind.rows) {
+            (0, 0) => None,
+            (0, _) => self.name(behind),
+            _ => self.run(end.run).names[first - 1],
+        };
+        let (run, namespace) = (self.run(end.run), self.namespace(end));
+        let tokens = run.tokens.chunks_exact(self.block_size).skip(first);
+        events.reserve(rows);
+        for (&name, tokens) in run.names[first..end.rows as usize].iter().zip(tokens) {
+            events.extend(name.map(|hash| Event::Stored {
+                hash,
+                parent,
+                tokens: tokens.into(),
+                namespace: Arc::clone(&namespace),
+            }));
+            parent = name;
+        }
     }
 
     fn namespace(&self, mut spot: Spot) -> Arc<[u8]> {

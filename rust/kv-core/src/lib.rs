@@ -38,6 +38,7 @@ mod check;
 mod config;
 mod contents;
 mod error;
+mod event_log;
 mod events;
 mod eviction;
 mod groups;

@@ -127,7 +127,7 @@ impl BlockManager {
     }
 
     /// The counters so far.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&mut self) -> Stats {
         self.state.pool.stats()
     }
 

@@ -8,6 +8,7 @@ use std::collections::TryReserveError;
 
 use crate::config::Config;
 use crate::contents::{Contents, Spot};
+use crate::event_log::EventLog;
 use crate::events::Event;
 use crate::eviction::{Ghost, Policy};
 use crate::hash::ContentHasher;
@@ -63,7 +64,7 @@ pub(crate) struct Pool {
     active: usize,
     open: OpenSteps,
     /// If somebody wants them.
-    events: Option<Vec<Event>>,
+    events: Option<EventLog>,
     pub(crate) stats: Stats,
 }
 
@@ -91,7 +92,7 @@ impl Pool {
             shared,
             active: 0,
             open: None,
-            events: config.events.then(Vec::new),
+            events: config.events.then(EventLog::default),
             stats: Stats::default(),
         })
     }
@@ -120,7 +121,8 @@ impl Pool {
         }
     }
 
-    pub(crate) fn stats(&self) -> Stats {
+    pub(crate) fn stats(&mut self) -> Stats {
+        self.settle_events();
         Stats {
             hashed_blocks: self.contents.hashed,
             collisions: self.contents.collisions,
@@ -381,6 +383,9 @@ impl Pool {
             let missing = start + count - taken.len();
             self.queue.pop_heads(list, most.min(missing), taken);
         }
+        if idle < taken.len() {
+            self.settle_events();
+        }
         let held = Block { seq_refs: 1, ..NEW };
         for &block in &taken[start..idle] {
             self.blocks[block.at()] = held;
@@ -415,7 +420,7 @@ impl Pool {
             && self.contents.blocks(content).nth(1).is_none()
             && let Some(hash) = self.contents.name(content)
         {
-            events.push(Event::Removed { hash });
+            events.remove(hash);
         }
         self.contents.empty_block(content, usize::from(group));
         self.stats.evicted_blocks += 1;
@@ -426,7 +431,8 @@ impl Pool {
     pub(crate) fn evict_idle(&mut self) -> usize {
         let idle = List::IDLE.into_iter();
         let idle: Vec<BlockId> = idle.flat_map(|list| self.queue.iter(list)).collect();
-        let told = self.events.as_ref().map_or(0, Vec::len);
+        self.settle_events();
+        let told = self.events.as_ref().map_or(0, EventLog::len);
         for &block in &idle {
             self.queue.unlink(self.blocks[block.at()].list, block);
             let run = self.evict(block, NEW);
@@ -438,8 +444,7 @@ impl Pool {
             && !idle.is_empty()
             && nothing_held
         {
-            events.truncate(told);
-            events.push(Event::Cleared);
+            events.clear(told);
         }
         idle.len()
     }
@@ -504,26 +509,30 @@ impl Pool {
         self.stats.taken_over_blocks += 1;
     }
 
-    /// The content is there now; before, no block held it.
-    pub(crate) fn tell_stored(&mut self, content: Spot) {
-        self.stats.registered_blocks += 1;
-        if let Some(events) = &mut self.events {
-            events.extend(self.contents.stored(content));
+    /// The `rows` contents up to `end` are there now; before, no block held them.
+    #[inline]
+    pub(crate) fn tell_stored(&mut self, end: Spot, rows: usize) {
+        self.stats.registered_blocks += rows as u64;
+        if let Some(events) = self.events.as_mut().filter(|_| rows > 0) {
+            events.store(end, rows);
         }
     }
 
-    /// Whether anybody wants events.
-    #[inline]
-    pub(crate) fn tells(&self) -> bool {
-        self.events.is_some()
+    /// Names what is stored: before a content may go, or somebody asks for names or how many were hashed.
+    fn settle_events(&mut self) {
+        if let Some(events) = &mut self.events {
+            events.settle(&mut self.contents);
+        }
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<Event> {
-        self.events.as_mut().map(std::mem::take).unwrap_or_default()
+        self.settle_events();
+        self.events.as_mut().map(EventLog::take).unwrap_or_default()
     }
 
     /// The names of all contents that are there.
     pub(crate) fn names(&mut self) -> Vec<u128> {
+        self.settle_events();
         let held: Vec<Spot> = self.contents.held().collect();
         let ready = |spot: &Spot| {
             self.contents

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use super::{Behind, Contents, Run, Spot};
 use crate::check::ensure;
+use crate::hash::Names;
 use crate::ids::{BlockId, RunId};
 
 impl Contents {
@@ -210,7 +211,7 @@ impl Contents {
 
     /// Names follow from what is named, and no two contents have the same.
     fn check_names(&self) -> Result<(), String> {
-        let mut all = HashSet::new();
+        let mut all = Names::default();
         for (id, run) in self.living() {
             let rows = run.tokens.len() / self.block_size;
             ensure(run.names.len() <= rows, || {
@@ -233,6 +234,7 @@ impl Contents {
                 })?;
             }
         }
+        all.extend(&self.gone);
         ensure(all == self.named, || {
             format!("{} names, {} kept", all.len(), self.named.len())
         })

@@ -191,7 +191,7 @@ impl Steps {
         redirects: &mut Vec<Redirect>,
     ) {
         if state.pool.contents.blocks(content).next().is_none() {
-            state.pool.tell_stored(content);
+            state.pool.tell_stored(content, 1);
         }
         for group in 0..state.groups.len() {
             let mine = state.seqs.at(slot).table.at(group, row);
@@ -265,15 +265,9 @@ impl State {
 
     /// The contents of these rows of a sequence are news.
     fn tell_rows(&mut self, slot: u32, rows: std::ops::Range<usize>) {
-        if !self.pool.tells() {
-            self.pool.stats.registered_blocks += rows.len() as u64;
-            return;
-        }
         let Registered { tip, rows: all } = self.seqs.at(slot).registered;
-        for row in rows {
-            let content = self.pool.contents.back(tip, all - row - 1);
-            self.pool.tell_stored(content);
-        }
+        let end = self.pool.contents.back(tip, all - rows.end);
+        self.pool.tell_stored(end, rows.len());
     }
 
     /// Appends the token of each decode; the plan, which is committed, does not hold them any more. Into
