@@ -1,6 +1,6 @@
 """One engine in a process of its own, which `end_to_end.py` asks to generate.
 
-    python -m benches.engine.serve ENGINE MODEL_FOLDER DTYPE
+    python -m benches.engine.serve ENGINE MODEL_FOLDER DTYPE [MORE_OPTIONS_AS_JSON]
 
 It says `{"ready": version, "settings": ...}` once it has given a first token. Then each line of
 standard input is an `Asked`, and the answer a line with the seconds it took and the tokens. The end
@@ -149,9 +149,9 @@ def main() -> None:
     """Start, then answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
-    name, folder, dtype = sys.argv[1:]
+    name, folder, dtype, *more = sys.argv[1:]
     make, distribution, options = ENGINES[name]
-    generate, settings = make(folder, dtype, **options)
+    generate, settings = make(folder, dtype, **options, **json.loads("".join(more) or "{}"))
     generate(Asked([[1, 2, 3, 4]], 1))
 
     def answer(**content: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pyengine.cli.backend import Engine
 from pyengine.core.errors import InvalidRequestError
@@ -16,7 +16,8 @@ LONGEST_LINE = 64 << 20
 """Bytes; what has no line end for longer is no file of prompts (`/dev/zero` never has one)."""
 KINDS = ("prompt", "prompt_token_ids", "messages")
 
-Message: TypeAlias = dict[str, str]
+Message: TypeAlias = dict[str, Any]
+"""`role`, and `content` (text, or a list of parts) or `tool_calls`, as `LLM.chat` takes them."""
 
 
 class Template(StrEnum):
@@ -122,7 +123,11 @@ def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) 
             case TokenPrompt(token_ids=ids):
                 result.append({"prompt_token_ids": list(ids)})
             case MessagesPrompt(messages=messages):
-                ids_of = engine.apply_chat_template(list(messages))
+                try:
+                    ids_of = engine.apply_chat_template(list(messages))
+                except InvalidRequestError as error:
+                    said = f"the prompt {_short(list(messages))} cannot be served: {error}"
+                    raise InvalidRequestError(f"nothing was run: {said}") from error
                 result.append({"prompt_token_ids": ids_of})
             case TextPrompt(text=text) if chat:
                 ids_of = engine.apply_chat_template([{"role": "user", "content": text}])
@@ -198,11 +203,28 @@ def _checked_messages(value: object) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"messages must be a list of messages, found {_short(value)}")
     for message in value:
-        if not isinstance(message, dict) or not (
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        ):
-            raise ValueError(f"a message needs role and content as strings: {_short(message)}")
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a message is an object with a role: {_short(message)}")
+        content, calls = message.get("content"), message.get("tool_calls")
+        is_said = isinstance(content, str) or (isinstance(content, list) and bool(content))
+        is_called = isinstance(calls, list) and bool(calls) and content is None
+        if not is_said and not is_called:
+            raise ValueError(
+                "a message needs content, text or a list of parts, or tool_calls, a list: "
+                f"{_short(message)}"
+            )
     return tuple(value)
+
+
+def text_of(message: Message) -> str:
+    """What a message says, or else what it calls; for people."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return _short(message["tool_calls"])
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return " ".join(text for text in texts if isinstance(text, str))
 
 
 def _short(value: object, limit: int = 40) -> str:

@@ -19,7 +19,14 @@ from random import Random
 from typing import Any, Protocol
 
 from pyengine.cli.display import write
-from pyengine.cli.prompts import AnyPrompt, MessagesPrompt, Template, TextPrompt, TokenPrompt
+from pyengine.cli.prompts import (
+    AnyPrompt,
+    MessagesPrompt,
+    Template,
+    TextPrompt,
+    TokenPrompt,
+    text_of,
+)
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
@@ -113,7 +120,7 @@ def _title(prompt: AnyPrompt) -> str:
         case TokenPrompt(token_ids=ids):
             line = f"{len(ids)} token ids"
         case MessagesPrompt(messages=messages):
-            line = " ".join(messages[-1]["content"].split())
+            line = " ".join(text_of(messages[-1]).split())
     return line if len(line) <= 76 else line[:73] + "..."
 
 

@@ -105,10 +105,13 @@ class Sampler:
         candidates = logits
         if batch.adjustments is not None:
             candidates = batch.adjustments.apply(logits, positions)
-        if masks is not None:
-            candidates = masks.apply(candidates, to_copy=candidates is logits)
-        token_ids = _choose(candidates, batch, positions)
-        chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        if masks is not None and batch.draws is None and logits.device.type == "cpu":
+            token_ids, chosen = masks.largest(candidates)
+        else:
+            if masks is not None:
+                candidates = masks.apply(candidates, to_copy=candidates is logits)
+            token_ids = _choose(candidates, batch, positions)
+            chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         logprobs = None
         if batch.wanted:
             rows = torch.tensor(list(batch.wanted), device=logits.device)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from pyengine.sampling.draw_cpu import largest_on_cpu
+
 _LONGEST_MASK = 0.1
 """Seconds of the processor; nobody waits longer for a row."""
 _LOOKS_EVERY = 0.05
@@ -113,6 +115,28 @@ class TokenMasks:
     def __init__(self, rows: Sequence[int], filling: "_Filling") -> None:
         self._rows = np.asarray(rows, dtype=np.int64)
         self._filling = filling
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token of the largest logit that may come, and it: [B] each; on the CPU.
+
+        Models that were asked for a form mostly want it: where the largest of all may come, the
+        row is not touched.
+        """
+        bits = self._filling.result()
+        tokens = largest_on_cpu(logits.detach())
+        wanted = tokens[self._rows]
+        word, bit = wanted // _WORD, wanted % _WORD
+        known = np.minimum(word, bits.shape[1] - 1)
+        may_come = (bits[np.arange(len(bits)), known] >> bit & 1 == 1) & (word == known)
+        others = np.flatnonzero(~may_come)
+        rows = torch.from_numpy(self._rows[others])
+        masked = logits.detach()[rows].float().numpy()
+        _masked(masked, np.arange(len(others)), bits[others], is_own=True)
+        tokens[self._rows[others]] = masked.argmax(1)
+        token_ids = torch.from_numpy(tokens)
+        chosen = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        chosen[rows] = torch.from_numpy(masked.max(1, initial=-np.inf)).to(chosen.dtype)
+        return token_ids, chosen
 
     def apply(self, logits: torch.Tensor, *, to_copy: bool) -> torch.Tensor:
         """Return logits [B, V], float32, in which tokens that may not come are -inf.

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from pyengine.cli.prompts import (
     read_prompts,
     to_engine,
 )
+from pyengine.cli.results import _title
 from pyengine.core.errors import InvalidRequestError
 from tests.unit.cli.fakes import FakeEngine
 
@@ -55,6 +57,38 @@ def test_jsonl_takes_strings_and_three_kinds_of_objects(tmp_path: Path) -> None:
     ]
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARTS = [{"type": "text", "text": "What\nis"}, {"type": "text", "text": "it?"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "title"),
+    [
+        ({"role": "user", "content": PARTS}, "What is it?"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, '[{"type": "function"'),
+        ({"role": "assistant", "content": "So:", "tool_calls": [CALL]}, "So:"),
+        ({"role": "tool", "tool_call_id": "1", "content": "3"}, "3"),
+    ],
+)
+def test_messages_are_those_that_the_engine_takes(
+    tmp_path: Path, message: dict[str, Any], title: str
+) -> None:
+    path = written(tmp_path, json.dumps({"messages": [message]}))
+    (prompt,) = read_prompts(path)
+    assert prompt == MessagesPrompt((message,))
+    assert _title(prompt).startswith(title)
+
+
+def test_what_the_template_does_not_take_is_named(tmp_path: Path) -> None:
+    class Refusing(FakeEngine):
+        def apply_chat_template(self, messages: Any) -> list[int]:
+            raise InvalidRequestError("message 0 has an image")
+
+    prompts = [MessagesPrompt(({"role": "user", "content": "x"},))]
+    with pytest.raises(InvalidRequestError, match=r'the prompt \[{"role": .* 0 has an image'):
+        to_engine(Refusing(chat_template="t"), prompts, Template.AUTO)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -74,9 +108,12 @@ def test_jsonl_takes_strings_and_three_kinds_of_objects(tmp_path: Path) -> None:
         ('{"prompt_token_ids": [1, 2.0]}', "holds 2.0"),
         ('{"prompt_token_ids": [true]}', "holds true"),
         ('{"messages": []}', "messages must be a list of messages, found []"),
-        ('{"messages": [{"role": "user"}]}', "a message needs role and content as strings"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "role and content as strings"),
-        ('{"messages": ["hello"]}', "role and content as strings"),
+        ('{"messages": [{"role": "user"}]}', "a message needs content, text or a list of parts"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "a message needs content"),
+        ('{"messages": [{"role": "user", "content": []}]}', "a message needs content"),
+        ('{"messages": [{"role": "assistant", "tool_calls": []}]}', "a message needs content"),
+        ('{"messages": [{"role": 1, "content": "a"}]}', "a message is an object with a role"),
+        ('{"messages": ["hello"]}', "a message is an object with a role"),
         (r'{"prompt": "a", "id": "\ud800"}', r"holds '\ud800', which is no character"),
         (r'"\udfff"', r"holds '\udfff'"),
         (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', r"holds '\ud83d'"),

@@ -47,10 +47,13 @@ def state(vocab_size: int, allowed: set[int] | None, **params: Any) -> SamplingS
     return made
 
 
+def start(batch: SamplingBatch) -> Any:
+    return MaskFiller().start(batch.matchers, batch.vocab_size)
+
+
 def sampled(logits: torch.Tensor, states: list[SamplingState]) -> Any:
     batch = SamplingBatch(states)
-    masks = MaskFiller().start(batch.matchers, batch.vocab_size)
-    return Sampler().launch(logits, batch, None, masks).result()
+    return Sampler().launch(logits, batch, None, start(batch)).result()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,6 +74,31 @@ def test_only_allowed_tokens_come_and_other_rows_stay_as_they_are(
     assert tokens[2] == last
     assert tokens[3] == max((1, 5, last), key=lambda token: (float(logits[3, token]), -token))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "width"), [(64, 64), (97, 128), (31, 200)])
+def test_the_largest_of_those_that_may_come_is_found_without_touching_the_others(
+    vocab_size: int, width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randint(-3, 4, (40, width), generator=generator).to(dtype)  # many are equal
+    logits[5, 7] = logits[6, 9] = torch.nan
+    logits[7] = -torch.inf
+    choice = np.random.default_rng(0)
+    several = [
+        None if row % 5 == 1 else {int(one) for one in choice.integers(0, vocab_size, 1 + row % 9)}
+        for row in range(len(logits))
+    ]
+    several[5] = {7}
+    batch = SamplingBatch([state(vocab_size, one) for one in several])
+    before = logits.clone()
+    found, chosen = start(batch).largest(logits)
+    assert torch.equal(logits.nan_to_num(9), before.nan_to_num(9))
+    masked = start(batch).apply(logits, to_copy=True).numpy()
+    assert found.tolist() == masked.argmax(1).tolist()
+    expected = masked[np.arange(len(logits)), found.numpy()]
+    assert np.array_equal(chosen.float().numpy(), expected, equal_nan=True)
 
 
 def test_draws_stay_within_the_mask_and_follow_the_seed() -> None:

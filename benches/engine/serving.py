@@ -1,0 +1,376 @@
+"""The server against the engine without one and against vLLM's server, by vLLM's own client.
+
+    .venv/bin/python -m benches.engine.serving            # half an hour on two cores
+    .venv/bin/python -m benches.engine.serving --quick    # ours alone, two minutes
+    .venv/bin/python -m benches.engine.serving --show     # the tables of the last run again
+
+from the root of the repository. SmolLM2-135M-Instruct; passages of this repository's pages as
+prompts, new ones each round, the same for all; greedy, 64 tokens each, the end of sequence ignored.
+
+- 64 prompts by 32 clients that wait for their answer: prompts that share nothing, and prompts with
+  a long beginning in common. The same texts go to `LLM.generate`, with 32 seats and all at once.
+- The first of these by Poisson arrivals, at half and at nine tenths of the rate at which the
+  slowest server answered them: all servers get the same arrivals.
+- 256 clients at once: times between tokens beside those of 256 tasks that read `AsyncEngine` in
+  its own process, and by py-spy what the server's event loop is busy with meanwhile.
+
+`pyengine` is `pyengine serve`, `vllm` and `vllm32` are vLLM's server as it comes and with blocks of
+32, on all cores. All are up from the beginning and take turns, in another order each round; figures
+are medians of the rounds. Client and vLLM are those of `.venv-peers` (`benches/peers/env.py` makes
+it).
+
+Tables go to standard output, with `--docs` into docs/serving.md too, everything to
+`benches/results/serving.json`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory, TemporaryFile
+from time import monotonic, sleep
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+
+from benches.engine.crowd import profile
+from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, say
+from benches.engine.page import publish
+from benches.engine.serve import Asked
+from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
+from benches.engine.works import passages
+from benches.peers.report import libraries, machine
+from pyengine.models.source import embedded_model
+
+RESULTS = ROOT / "benches/results/serving.json"
+PAGE = ROOT / "docs/serving.md"
+STARTS_WITHIN = 600.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """`count` prompts of about `shared` + `own` words; `clients` at a time, or Poisson arrivals.
+
+    `share` is the rate of these, of what the slowest server can do.
+    """
+
+    name: str
+    count: int
+    shared: int
+    own: int
+    clients: int | None = None
+    share: float | None = None
+    max_tokens: int = 64
+
+    def prompts(self, seed: object) -> list[str]:
+        """Texts; one seed, the same texts."""
+        random, words = Random(f"{self.name} {seed}"), passages()
+        at = random.randrange(len(words) - self.shared)
+        common = words[at : at + self.shared]
+        starts = random.sample(range(len(words) - self.own), self.count)
+        return [" ".join([*common, *words[one : one + self.own]]) for one in starts]
+
+
+def loads(count: int, clients: int, crowd: int) -> tuple[Load, ...]:
+    """Those of a run; the first two are also given to `LLM.generate`."""
+    return (
+        Load(f"{count} prompts, {clients} clients", count, 0, 96, clients),
+        Load(
+            f"{count} prompts with a beginning in common, {clients} clients",
+            count,
+            384,
+            24,
+            clients,
+        ),
+        Load("Poisson, half of saturation", count, 0, 96, share=0.5),
+        Load("Poisson, nine tenths of saturation", count, 0, 96, share=0.9),
+        Load(f"{crowd} clients", crowd, 0, 24, crowd),
+    )
+
+
+class Child:
+    """A process in a group of its own, which is ended with it; what it says is kept for errors."""
+
+    def __init__(self, command: list[str], **environment: str) -> None:
+        self._said = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            start_new_session=True,
+        )
+
+    def ask(self, question: Any) -> Any:
+        """A line of JSON for a line of JSON. Raises `RuntimeError` where none comes."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next line of JSON. Raises `RuntimeError` where none comes."""
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise self.failed()
+        return json.loads(line)
+
+    def failed(self) -> RuntimeError:
+        """What it said last."""
+        self._said.seek(0)
+        lines = [line.strip() for line in self._said if line.strip()]
+        return RuntimeError(f"ended with {self.process.wait()}: {' / '.join(lines[-3:])}")
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        with suppress(ProcessLookupError):  # its own children, and itself
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self._said.close()
+
+
+class Server(Child):
+    """A server that answers. Raises `RuntimeError` where it does not come up."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        self.name = name
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        folder, cores = str(embedded_model()), ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        if name == OURS:
+            code = "from pyengine.cli import main; main()"
+            command = [sys.executable, "-c", code, "serve", folder, "--log-format", "none"]
+        else:
+            check_peers()
+            server = "vllm.entrypoints.openai.api_server"
+            sizes = {"max-model-len": 4096, "max-num-seqs": 256, "kv-cache-memory-bytes": 2 << 30}
+            more = [f"--{option}={value}" for option, value in sizes.items()]
+            more += ["--block-size=32"] * (name == VLLM32)
+            command = [str(PEERS), "-m", server, "--model", folder, *more]
+        begin = monotonic()
+        super().__init__(
+            [*command, "--dtype", dtype, "--port", f"{port}"],
+            VLLM_LOGGING_LEVEL="ERROR",
+            VLLM_CPU_OMP_THREADS_BIND=os.environ.get("VLLM_CPU_OMP_THREADS_BIND", cores),
+        )
+        while not self._answers():
+            if self.process.poll() is not None or monotonic() - begin > STARTS_WITHIN:
+                error = self.failed() if self.process.poll() is not None else RuntimeError("slow")
+                self.__exit__()
+                raise error
+            sleep(0.2)
+        self.start_seconds = monotonic() - begin
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
+
+
+def free_port() -> int:
+    """One that nobody has now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def check_peers() -> None:
+    """Raise `RuntimeError` where vLLM is not there."""
+    if not PEERS.exists():
+        raise RuntimeError(f"no {PEERS.relative_to(ROOT)}; benches/peers/env.py makes it")
+
+
+class Run:
+    """The processes of one run, and what was found: `found[load][server]`, a dict each round."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack, folder: Path) -> None:
+        self.options = options
+        self.folder = folder
+        self.about: dict[str, Any] = {"machine": machine(), "libraries": libraries()}
+        self.about |= {"dtype": options.dtype, "missing": {}, "starts": {}}
+        self.found: dict[str, dict[str, list[Any]]] = {}
+        self.servers: list[Server] = []
+        check_peers()
+        self.client = stack.enter_context(Child([str(PEERS), "-m", "benches.engine.vllm_client"]))
+        serve = ["-m", "benches.engine.serve", OURS, str(embedded_model()), options.dtype]
+        self.offline = {}
+        for name, seats in ((SEATS, options.clients), (AT_ONCE, options.prompts)):
+            command = [sys.executable, *serve, json.dumps({"max_num_seqs": seats})]
+            # As the command line has it, which is what the server runs under.
+            self.offline[name] = stack.enter_context(Child(command, GOMP_SPINCOUNT="4000"))
+            self.offline[name].answer()  # it is ready
+        for name in options.servers:
+            say(f"starting {name}")
+            try:
+                self.servers.append(stack.enter_context(Server(name, options.dtype)))
+            except RuntimeError as error:
+                self.about["missing"][name] = str(error)
+            else:
+                self.about["starts"][name] = self.servers[-1].start_seconds
+
+    def call(self, server: Server, load: Load, seed: object, rate: float | None = None) -> Any:
+        """What the client measures, or why it cannot."""
+        data = self.folder / "prompts.json"
+        data.write_text(json.dumps(load.prompts(seed)))
+        told = {
+            "base-url": server.url,
+            "tokenizer": embedded_model(),
+            "dataset-name": "custom",
+            "dataset-path": data,
+            "custom-output-len": load.max_tokens,
+            "num-prompts": load.count,
+            "temperature": 0,
+            "seed": 0,
+            "percentile-metrics": "ttft,itl",
+            "metric-percentiles": "50,99",
+            **({"max-concurrency": load.clients} if load.clients else {}),
+            **({"request-rate": rate} if rate else {}),
+        }
+        flags = ["--ignore-eos", "--disable-tqdm"]
+        found = self.client.ask([f"--{name}={value}" for name, value in told.items()] + flags)
+        if found["completed"] != load.count:
+            raise RuntimeError(f"{server.name}, {load.name}: {found['completed']} answers")
+        if server.name != OURS:
+            sleep(VLLM_SPINS_SECONDS)
+        return found
+
+    def measure(self, load: Load, rounds: int) -> None:
+        """A warming call each, then all in turn; `LLM.generate` too where clients wait."""
+        found = self.found[load.name] = {server.name: [] for server in self.servers}
+        rate = None
+        if load.share is not None:
+            rate = load.share * min(self.saturation().values())
+            self.about.setdefault("rates", {})[load.name] = rate
+        offline = self.offline if load.clients and load.count > load.clients else {}
+        found |= {name: [] for name in offline}
+        order: list[Server | str] = [*self.servers, *offline]
+        for turn in range(-1, rounds):
+            for one in order:
+                if isinstance(one, Server):
+                    name, result = one.name, self.call(one, load, turn, rate)
+                else:
+                    asked = Asked(load.prompts(turn), load.max_tokens)
+                    seconds = self.offline[one].ask(asdict(asked))["seconds"]
+                    rate_out = load.count * load.max_tokens / seconds
+                    name, result = one, {"output_throughput": rate_out}
+                say(f"{load.name}: {name}: {result['output_throughput']:.0f} tokens/s")
+                if turn >= 0:
+                    found[name].append(result)
+            order = order[1:] + order[:1]
+
+    def saturation(self) -> dict[str, float]:
+        """Requests a second that each server answered when clients waited."""
+        closed = next(iter(self.found.values()))
+        return {
+            server.name: median([one["request_throughput"] for one in closed[server.name]])
+            for server in self.servers
+        }
+
+    def crowd(self, load: Load, rounds: int) -> None:
+        """The server beside the engine alone; then the profile of the server's event loop."""
+        ours = [server for server in self.servers if server.name == OURS]
+        if not ours:
+            return
+        found = self.found[load.name] = {OURS: [], ALONE: []}
+        command = ["-m", "benches.engine.crowd", str(embedded_model()), self.options.dtype]
+        for turn in range(-1, rounds):
+            result = self.call(ours[0], load, turn)
+            if turn < 0:
+                continue
+            found[OURS].append(result)
+            asked = json.dumps(asdict(Asked(load.prompts(turn), load.max_tokens)))
+            done = subprocess.run(
+                [sys.executable, *command],
+                input=asked,
+                env=os.environ | {"GOMP_SPINCOUNT": "4000"},
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=ROOT,
+            )
+            p50, p99 = np.percentile(json.loads(done.stdout), [50, 99])
+            found[ALONE].append({"median_itl_ms": p50, "p99_itl_ms": p99})
+            say(f"{load.name}: p99 {result['p99_itl_ms']:.0f} ms, engine alone {p99:.0f} ms")
+        self.profile(ours[0], load, found[OURS][-1]["duration"])
+
+    def profile(self, server: Server, load: Load, lasts: float) -> None:
+        """While the crowd is served once more, after its prompts were read."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(self.call, server, load, "profile")
+            sleep(lasts / 3)
+            try:
+                seconds = max(2.0, lasts / 3)
+                self.about["profile"] = profile(server.process.pid, seconds, self.folder)
+            except (RuntimeError, OSError) as error:
+                self.about["missing"]["profile"] = str(error)
+            call.result()
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="ours alone, few prompts, one round")
+    parser.add_argument("--servers", help=f"of {', '.join(SERVERS)}, which is all")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds per load (3)")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--crowd", type=int, default=256, help="clients of the last load")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16")
+    parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
+    parser.add_argument("--show", action="store_true", help="print its tables, measure nothing")
+    options = parser.parse_args()
+    every = OURS if options.quick else ",".join(SERVERS)
+    options.servers = (options.servers or every).split(",")
+    if unknown := set(options.servers) - set(SERVERS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(SERVERS)}")
+    if options.quick:
+        options.rounds, options.prompts, options.clients, options.crowd = 1, 8, 4, 16
+    return options
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything; the processes end with it."""
+    *timed, crowd = loads(options.prompts, options.clients, options.crowd)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="serving-")))
+        found = Run(options, stack, folder)
+        for load in timed:
+            found.measure(load, options.rounds)
+        found.crowd(crowd, options.rounds)
+        return {**found.about, "found": found.found}
+
+
+def main() -> None:
+    """Run, print, write."""
+    options = parse()
+    if options.show:
+        content = json.loads(RESULTS.read_text())
+    else:
+        content = run(options)
+        if not options.quick:
+            RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    publish("serving", tables(content), write=options.docs, page=PAGE)
+
+
+if __name__ == "__main__":
+    main()

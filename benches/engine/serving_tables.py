@@ -1,0 +1,61 @@
+"""The tables of `serving.py`, in markdown."""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+SERVERS = OURS, VLLM, VLLM32 = "pyengine", "vllm", "vllm32"
+AT_ONCE, SEATS, ALONE = "offline, all at once", "offline, with seats", "engine alone"
+TITLES = {
+    OURS: "`pyengine serve`",
+    VLLM: "vLLM's server",
+    VLLM32: "vLLM's, `--block-size 32`",
+    SEATS: "`LLM.generate`, a seat for each client",
+    AT_ONCE: "`LLM.generate`, all at once",
+    ALONE: "`AsyncEngine` alone",
+}
+GOAL = 0.95
+"""Of the tokens per second of `LLM.generate` with a seat for each client."""
+COLUMNS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+HEAD = "tokens/s | first token, ms: p50 | p99 | between tokens, ms: p50 | p99"
+
+
+def tables(content: dict[str, Any]) -> Iterator[str]:
+    """In markdown."""
+    about, found = content["machine"], content["found"]
+    yield f"{about['cpu']}, {about['cores']} cores, {about['date']}, {content['dtype']}"
+    for load, rows in found.items():
+        rate = content.get("rates", {}).get(load)
+        yield ""
+        yield f"| {load}{f' ({rate:.2f} a second)' if rate else ''} | {HEAD} |"
+        yield "|---|---:|---:|---:|---:|---:|"
+        for name, rounds in rows.items():
+            cells = [cell(rounds, part) for part in COLUMNS]
+            yield f"| {TITLES.get(name, name)} | {' | '.join(cells)} |"
+        if (ratio := share_of_offline(rows)) is not None:
+            met = "met" if ratio >= GOAL else "not met"
+            yield f"\n{ratio:.2f} of {TITLES[SEATS]}; goal {GOAL}, {met}."
+    if "profile" in content:
+        threads, loop = content["profile"]["threads"], content["profile"]["loop"]
+        yield "\n| of a core, while the crowd is served | |\n|---|---:|"
+        yield f"| event loop | {threads['MainThread']:.0%} |"
+        yield f"| engine's thread | {threads['pyengine-engine']:.0%} |"
+        yield "\n| of the event loop's work | |\n|---|---:|"
+        for place, share in sorted(loop.items(), key=lambda one: -one[1]):
+            yield f"| {place} | {share:.0%} |"
+    for name, reason in content["missing"].items():
+        yield f"\n{name}: missing ({reason})"
+
+
+def cell(rounds: list[Any], part: str) -> str:
+    """The median of the rounds; nothing where it was not measured."""
+    values = [one[part] for one in rounds if part in one]
+    return f"{median(values):,.0f}" if values else ""
+
+
+def share_of_offline(rows: dict[str, list[Any]]) -> float | None:
+    """Tokens per second of our server, of those without a server: the median of the rounds."""
+    part = "output_throughput"
+    pairs = zip(rows.get(OURS, []), rows.get(SEATS, []), strict=False)
+    found = [one[part] / other[part] for one, other in pairs]
+    return median(found) if found else None
