@@ -1,5 +1,5 @@
-"""The KV-cache block manager and attention on the CPU, written in Rust (`rust/kv-core` and
-`rust/cpu-attention`, bound by `rust/kv-py`).
+"""The KV-cache block manager, attention on the CPU and guesses at what comes next, written in Rust
+(`rust/kv-core`, `rust/cpu-attention` and `rust/suffix`, bound by `rust/kv-py`).
 """
 
 from collections.abc import Sequence as ListLike
@@ -40,6 +40,7 @@ __all__ = [
     "StepBuffers",
     "StepPlan",
     "Stored",
+    "Suffixes",
     "Survey",
     "TokenError",
     "TraceError",
@@ -102,6 +103,18 @@ class CpuAttention:
         softcap: float | None = None,
         sinks: _Floats | None = None,
     ) -> None: ...
+
+@final
+class Suffixes:
+    def __new__(cls, max_tokens: int) -> Self: ...
+    def begin(self, prompt: _TokenIds, *, namespace: bytes | None = None) -> int: ...
+    def extend(self, text: int, tokens: _TokenIds) -> bool: ...
+    def end(self, text: int) -> None: ...
+    def guess(self, text: int, most: int) -> tuple[list[int], int]: ...
+    @property
+    def num_archived(self) -> int: ...
+    @property
+    def num_growing(self) -> int: ...
 
 @final
 class Stored:

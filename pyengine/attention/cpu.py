@@ -32,8 +32,9 @@ def cpu_obstacle(needs: AttentionNeeds) -> str | None:
     return cache_dtype_obstacle(needs)
 
 
-MOST_ROWS = 8
-"""New tokens of a sequence up to which the kernel attends; beyond, SDPA is faster."""
+MOST_ROWS = 9
+"""New tokens of a sequence up to which the kernel attends, as a decode with eight drafts has them;
+beyond, SDPA is faster."""
 
 
 class CpuBackend:

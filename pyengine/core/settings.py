@@ -129,10 +129,10 @@ class EngineSettings:
     )
     max_num_seqs: int = setting(256, "sequences in one step at most", least=1)
     max_num_batched_tokens: int = setting(2048, "tokens in one step at most", least=1)
-    speculation: Literal["ngram"] | None = setting(
+    speculation: Literal["ngram", "suffix"] | None = setting(
         None,
-        "drafts of the next tokens, computed with each decode, where they gain time; ngram: what "
-        "came after the last few tokens when they were there before",
+        "drafts of the next tokens, computed with decodes where that gains time; ngram: what came "
+        "after the last few tokens before, in prompt and answer; suffix: in earlier answers, too",
         parse=str | None,
     )
     num_speculative_tokens: int = setting(

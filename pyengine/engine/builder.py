@@ -33,6 +33,7 @@ from pyengine.engine.capacity import (
 from pyengine.engine.engine import Engine
 from pyengine.engine.executor import Executor
 from pyengine.engine.intake import ModelFacts
+from pyengine.engine.step_costs import measured_costs
 from pyengine.models import LoadedModel, load_model, resolve_source
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.models.quantized import quantise_linears
@@ -40,7 +41,7 @@ from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
-from pyengine.speculation import EveryDraft, NgramDrafter, Speculator
+from pyengine.speculation import NgramDrafter, PayingDrafts, Speculator, SuffixDrafter
 
 _SOME_BLOCK_SIZE = 16
 """To check settings with, until the backend has said what it likes."""
@@ -121,7 +122,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         seed=settings.seed,
     )
     if settings.speculation is not None:
-        engine.speculate(_speculator(settings, loaded.vocab_size))
+        engine.speculate(_speculator(settings, facts, runner, plan))
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
@@ -289,10 +290,19 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     return Executor(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
 
 
-def _speculator(settings: EngineSettings, vocab_size: int) -> Speculator:
-    """The drafter that was asked for, and how many of its drafts are kept."""
-    most = settings.num_speculative_tokens
-    return Speculator(NgramDrafter(), EveryDraft(), most=most, vocab_size=vocab_size)
+def _speculator(
+    settings: EngineSettings, facts: ModelFacts, runner: Runner, plan: CachePlan
+) -> Speculator:
+    """The drafter that was asked for; of its drafts those are computed that gain time here."""
+    drafter = NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()
+    limits = _runner_limits(settings, facts.max_model_len, plan.block_size, plan.groups)
+    costs = measured_costs(runner, plan.manager(), limits)
+    return Speculator(
+        drafter,
+        PayingDrafts(costs),
+        most=settings.num_speculative_tokens,
+        vocab_size=facts.vocab_size,
+    )
 
 
 def _about_speculation(settings: EngineSettings) -> dict[str, object]:

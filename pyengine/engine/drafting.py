@@ -6,7 +6,7 @@ from typing import cast
 
 from pyengine.engine.request import Sample
 from pyengine.scheduler import ScheduledStep, Scheduler
-from pyengine.speculation import Draft, Speculator
+from pyengine.speculation import Speculator, StepSize
 
 
 class Drafting:
@@ -15,10 +15,8 @@ class Drafting:
     def __init__(self, speculator: Speculator, scheduler: Scheduler) -> None:
         self._speculator = speculator
         self._scheduler = scheduler
-        self._planned: dict[Sample, Draft] = {}
-        """What open steps compute."""
         self.num_drafts = 0
-        """Drafts that were computed."""
+        """Decodes that were computed with drafts."""
 
     def expect(self, step: ScheduledStep) -> None:
         """See who else has to wait for what `step`, which runs, gives: those who then get drafts.
@@ -30,7 +28,7 @@ class Drafting:
             for one in cast(list[Sample], step.sampling_jobs)
             if one.speculates and one.finish_reason is None and not one.waits_for_tokens
         ]
-        found = self._found(samples, step.num_tokens)
+        found = self._found(samples, step)
         for sample in samples:
             sample.wants_drafts = sample in found
 
@@ -39,19 +37,8 @@ class Drafting:
         samples = [
             one for one in cast(tuple[Sample, ...], step.decodes) if one.speculates and one.is_known
         ]
-        found = self._found(samples, step.num_tokens)
-        self._scheduler.draft(step, {sample: draft.tokens for sample, draft in found.items()})
-        for sample, tokens in cast(dict[Sample, Sequence[int]], step.drafts).items():
-            self._planned[sample] = replace(found[sample], tokens=tokens)
-
-    def learn(self, step: ScheduledStep, counts: Sequence[int]) -> None:
-        """Take note of how many tokens each of a step's sampling jobs got."""
-        for sample, count in zip(cast(list[Sample], step.sampling_jobs), counts, strict=True):
-            if sample in step.drafts:
-                self.num_drafts += 1
-                draft = self._planned.pop(sample, None)
-                if draft is not None:  # else it has ended meanwhile
-                    self._speculator.learn(sample, draft, count - 1)
+        found = self._found(samples, step)
+        self._scheduler.draft(step, found)
 
     def give_up(self, sample: Sample, reason: object) -> None:
         """Let a sample go on without drafts."""
@@ -61,11 +48,10 @@ class Drafting:
     def forget(self, samples: Sequence[Sample]) -> None:
         """These have ended."""
         for sample in samples:
-            self._planned.pop(sample, None)
             self._speculator.forget(sample)
 
-    def _found(self, samples: Sequence[Sample], num_tokens: int) -> dict[Sample, Draft]:
-        """Drafts that are worth computing in a step of so many tokens beside them."""
+    def _found(self, samples: Sequence[Sample], step: ScheduledStep) -> dict[Sample, Sequence[int]]:
+        """Drafts that are worth computing beside a step."""
         if not samples:
             return {}
         most = [one.max_output - len(one.token_ids) - 1 for one in samples]
@@ -74,9 +60,10 @@ class Drafting:
             replace(draft, tokens=_possible(sample, draft.tokens))
             for sample, draft in zip(samples, given, strict=True)
         ]
-        counts = self._speculator.keep(samples, drafts, num_tokens)
+        size = StepSize(step.num_tokens, len(step.decodes))
+        counts = self._speculator.keep(samples, drafts, size)
         return {
-            sample: replace(draft, tokens=draft.tokens[:count])
+            sample: draft.tokens[:count]
             for sample, draft, count in zip(samples, drafts, counts, strict=True)
             if count
         }

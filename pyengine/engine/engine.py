@@ -255,7 +255,7 @@ class Engine:
             return ()
         accepted = rows.accept(token_ids.tolist())
         self._scheduler.commit(step, accepted.tokens, accepted.counts)
-        self._drafting.learn(step, accepted.counts)
+        self._drafting.num_drafts += len(step.drafts)
         return accepted.rejected
 
     def _fail_broken(self, rows: Rows, error: BrokenLogitsError) -> None:

@@ -26,7 +26,7 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from pyengine.core.errors import ConfigurationError, PyEngineError
 from pyengine.scheduler.step import Job, ScheduledStep
 from pyengine.scheduler.waiting import WaitingQueue
 
+_J = TypeVar("_J", bound=Job)
 _by_order = attrgetter("order")
 _NOBODY: frozenset[Job] = frozenset()
 
@@ -189,7 +190,7 @@ class Scheduler:
             raise
         return step
 
-    def draft(self, step: ScheduledStep, drafts: Mapping[Job, Sequence[int]]) -> None:
+    def draft(self, step: ScheduledStep, drafts: Mapping[_J, Sequence[int]]) -> None:
         """Let decodes of a step that was just planned compute tokens that may follow theirs.
 
         As far as budget and blocks are left, the first ones first (promise 9); `step.drafts` says

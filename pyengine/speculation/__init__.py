@@ -6,8 +6,9 @@ with everything else, and the engine accepts those that the model's own draws co
 
 from pyengine.speculation.drafter import Context, Draft, Drafter
 from pyengine.speculation.ngram import NgramDrafter
-from pyengine.speculation.policy import EveryDraft, Policy
+from pyengine.speculation.policy import EveryDraft, PayingDrafts, Policy, StepCosts, StepSize
 from pyengine.speculation.speculator import Speculator
+from pyengine.speculation.suffix import SuffixDrafter
 
 __all__ = [
     "Context",
@@ -15,6 +16,10 @@ __all__ = [
     "Drafter",
     "EveryDraft",
     "NgramDrafter",
+    "PayingDrafts",
     "Policy",
     "Speculator",
+    "StepCosts",
+    "StepSize",
+    "SuffixDrafter",
 ]

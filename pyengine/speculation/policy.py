@@ -1,22 +1,35 @@
-"""How many drafts are kept."""
+"""How many drafts are computed: those that bring more tokens than the time they take could.
+
+A step of n tokens takes T(n), measured when the engine starts. Drafts are taken in the order of
+their chances to stand, as long as tokens per second rise. How often drafts are right is counted for
+each request, and also where none were computed: what a draft said is compared with what came.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from pyengine.speculation.drafter import Context, Draft
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """A step without drafts: tokens that it computes, and decodes, each of which gives a token."""
+
+    num_tokens: int
+    num_decodes: int
+
+
 class Policy(Protocol):
-    """Decides which drafts of a step are worth computing, and learns from what came of them."""
+    """Decides which drafts of a step are worth computing."""
 
     def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], num_tokens: int
+        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
-        """How many tokens of each draft are computed, in a step of `num_tokens` without them."""
-        ...
-
-    def learn(self, context: Context, draft: Draft, num_accepted: int) -> None:
-        """So many of the tokens of a draft were right, all of which were computed."""
+        """How many tokens of each draft are computed beside a step."""
         ...
 
     def forget(self, context: Context) -> None:
@@ -28,13 +41,138 @@ class EveryDraft:
     """Keeps all there is."""
 
     def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], num_tokens: int
+        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """See `Policy.keep`."""
         return [len(draft.tokens) for draft in drafts]
 
-    def learn(self, context: Context, draft: Draft, num_accepted: int) -> None:
-        """See `Policy.learn`."""
+    def forget(self, context: Context) -> None:
+        """See `Policy.forget`."""
+
+
+class StepCosts:
+    """Seconds that a step of n tokens takes: measured for some n, straight lines between them.
+
+    Beyond the last one it goes on like the last line. A longer step never takes less.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """`sizes` rise; there are two of them at least."""
+        self._sizes = np.array(sizes, dtype=np.float64)
+        self._seconds = np.maximum.accumulate(np.array(seconds, dtype=np.float64))
+        rise = self._seconds[-1] - self._seconds[0]
+        self._slope = rise / (self._sizes[-1] - self._sizes[0])
+
+    def of(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Seconds, of the same shape as `sizes`."""
+        beyond = np.maximum(sizes - self._sizes[-1], 0.0)
+        seconds: npt.NDArray[np.float64] = np.interp(sizes, self._sizes, self._seconds)
+        seconds += beyond * self._slope
+        return seconds
+
+
+_PRIOR = 0.6
+"""How often a draft is right of which nothing is known: enough to try one."""
+_PRIOR_WEIGHT = 8.0
+_REQUEST_WEIGHT = 4.0
+"""Tokens of a request that count as much as all other requests together."""
+_DECAY = 0.9
+_GLOBAL_DECAY = 0.99
+
+
+class _Rate:
+    """How often tokens were right; what is long ago counts less."""
+
+    __slots__ = ("_decay", "hits", "tries")
+
+    def __init__(self, decay: float, hits: float = 0.0, tries: float = 0.0) -> None:
+        self.hits, self.tries = hits, tries
+        self._decay = decay
+
+    def add(self, hits: int, tries: int) -> None:
+        self.hits = self.hits * self._decay + hits
+        self.tries = self.tries * self._decay + tries
+
+
+class _Followed:
+    """A request's own rate, and the last draft for it with the number of tokens it had then."""
+
+    __slots__ = ("draft", "length", "rate")
+
+    def __init__(self) -> None:
+        self.rate = _Rate(_DECAY)
+        self.draft = Draft()
+        self.length = 0
+
+
+class PayingDrafts:
+    """Keeps the drafts that pay; none where nothing is gained."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._rates: dict[int, _Rate] = {}
+        """By support."""
+        self._followed: dict[Context, _Followed] = {}
+
+    def keep(
+        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
+    ) -> Sequence[int]:
+        """See `Policy.keep`."""
+        chances = [
+            self._chance(context, draft) ** np.arange(1, 1 + len(draft.tokens))
+            for context, draft in zip(contexts, drafts, strict=True)
+        ]
+        flat = np.concatenate([np.empty(0), *chances])
+        if not len(flat):
+            return [0] * len(drafts)
+        order = np.argsort(-flat, kind="stable")  # those of one draft stay in their order
+        kept = np.zeros(len(flat), dtype=bool)
+        kept[order[: self._most_gained(flat[order], step)]] = True
+        ends = np.cumsum([len(draft.tokens) for draft in drafts])
+        return [int(part.sum()) for part in np.split(kept, ends[:-1])]
+
+    def _most_gained(self, chances: npt.NDArray[np.float64], step: StepSize) -> int:
+        """How many drafts to compute, of `chances` that fall.
+
+        A step that only decodes sets what time is worth, in tokens per second; in the actual
+        step, which may compute prompts too, drafts have to bring that for the time they add.
+        """
+        gains = np.concatenate([[0.0], np.cumsum(chances)])
+        counts = np.arange(len(gains))
+        alone = max(1, step.num_decodes)
+        rate = ((alone + gains) / self._costs.of(alone + counts)).max()
+        seconds = self._costs.of(step.num_tokens + counts)
+        return int((gains - rate * (seconds - seconds[0])).argmax())
+
+    def _chance(self, context: Context, draft: Draft) -> float:
+        """How likely each token of a draft is, if those before it are right."""
+        followed = self._followed.setdefault(context, _Followed())
+        self._compare(followed, context.token_ids)
+        followed.draft, followed.length = draft, len(context.token_ids)
+        known, own = self._rate(draft.support), followed.rate
+        common = known.hits / known.tries
+        return (common * _REQUEST_WEIGHT + own.hits) / (_REQUEST_WEIGHT + own.tries)
+
+    def _compare(self, followed: _Followed, tokens: Sequence[int]) -> None:
+        """Count how far the last draft was right, as far as what came since tells."""
+        drafted = followed.draft.tokens
+        came = tokens[followed.length : followed.length + len(drafted)]
+        if not came:
+            return
+        hits = 0
+        while hits < len(came) and came[hits] == drafted[hits]:
+            hits += 1
+        tries = hits + (hits < len(came))
+        followed.rate.add(hits, tries)
+        self._rate(followed.draft.support).add(hits, tries)
+
+    def _rate(self, support: int) -> _Rate:
+        rate = self._rates.get(support)
+        if rate is None:
+            prior = _Rate(_GLOBAL_DECAY, _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
+            rate = self._rates[support] = prior
+        return rate
 
     def forget(self, context: Context) -> None:
         """See `Policy.forget`."""
+        self._followed.pop(context, None)

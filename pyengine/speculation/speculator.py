@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from pyengine.speculation.drafter import NO_DRAFT, Context, Draft, Drafter
-from pyengine.speculation.policy import Policy
+from pyengine.speculation.policy import Policy, StepSize
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +45,10 @@ class Speculator:
         return drafts
 
     def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], num_tokens: int
+        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """See `Policy.keep`."""
-        return self._policy.keep(contexts, drafts, num_tokens)
-
-    def learn(self, context: Context, draft: Draft, num_accepted: int) -> None:
-        """See `Policy.learn`."""
-        self._policy.learn(context, draft, num_accepted)
+        return self._policy.keep(contexts, drafts, step)
 
     def give_up(self, context: Context, reason: object) -> None:
         """Let a sample go on without drafts, and say why."""

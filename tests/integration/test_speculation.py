@@ -1,17 +1,19 @@
 """Real models with drafts: the tokens are those without, whatever is drafted."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.speculation import Drafter
+from pyengine.speculation import Context, Draft, Drafter, NgramDrafter, SuffixDrafter
 from tests.integration.test_tokens_families import groups_of
 from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
 from tests.support.tokenizers import save_byte_level
@@ -102,28 +104,66 @@ def test_the_tokens_are_those_without(folder: Path) -> None:
     ]
     preemptions = {True: 0, False: 0}
     for setup in setups:
-        drafters: list[Drafter | None] = [None, RandomDrafter(1, VOCAB), AnswerDrafter(right)]
+        drafters: list[Drafter] = [
+            NgramDrafter(shortest=1),
+            SuffixDrafter(),
+            RandomDrafter(1, VOCAB),
+            AnswerDrafter(right),
+        ]
         for drafter in drafters:
             llm = served(folder, **setup, speculation="ngram", num_speculative_tokens=5)
-            if drafter is not None:
-                speculate(llm._engine, drafter, vocab=VOCAB)
+            speculate(llm._engine, drafter, vocab=VOCAB)
             same(plain, answers(llm))
             stats = llm.stats()
-            assert stats.num_drafts > (0 if drafter is None else 20)
+            assert stats.num_drafts >= (0 if isinstance(drafter, SuffixDrafter) else 10)
             drafted = stats.counters["draft_tokens"]
             accepted = stats.counters["accepted_draft_tokens"]
             preemptions[setup is ROOMY] += stats.num_preemptions
             if isinstance(drafter, AnswerDrafter):
                 assert accepted > 0.9 * drafted
-            elif drafter is not None:
+            elif isinstance(drafter, RandomDrafter):
                 assert accepted < 0.2 * drafted
     assert preemptions[True] == 0 < preemptions[False]
+
+
+class FirstLayers:
+    """A model that drafts for another: here the first layer of the same one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.model.layers = self._model.model.layers[:1]
+        self.num_forgotten = 0
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for context, count in zip(contexts, most, strict=True):
+            tokens = [*map(int, context.request.prompt_token_ids), *context.token_ids]
+            for _ in range(count):
+                logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+                tokens.append(int(logits.argmax()))
+            drafts.append(Draft(tokens[len(tokens) - count :]))
+        return drafts
+
+    def forget(self, context: Context) -> None:
+        self.num_forgotten += 1
+
+
+def test_a_second_model_can_draft(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
+    prompts = [[5, 6, 7], [8, 9]]
+    plain, llm = served(tmp_path, **ROOMY), served(tmp_path, **ROOMY)
+    drafter = FirstLayers(tmp_path)
+    speculate(llm._engine, drafter, most=3, vocab=97)
+    same(*(one.generate(prompts, params, use_tqdm=False) for one in (plain, llm)))
+    assert llm.stats().num_drafts > 0 and drafter.num_forgotten == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculation": "guess"}, "speculation='guess': it must be 'ngram'"),
+        ({"speculation": "guess"}, "speculation='guess': it must be 'ngram' or 'suffix'"),
         ({"speculation": "ngram", "num_speculative_tokens": 0}, "it must be at least 1"),
         ({"speculation": "ngram", "num_speculative_tokens": 10_000}, "it must be at most 64"),
     ],
@@ -138,6 +178,7 @@ def test_a_request_can_do_without(tmp_path: Path) -> None:
     llm = served(tmp_path, **ROOMY, speculation="ngram")
     assert llm.describe()["speculation"] == "ngram"
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=200)
+    speculate(llm._engine, NgramDrafter(), vocab=97)  # also where it gains nothing
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
     llm.generate([prompt], replace(params, speculate=False), use_tqdm=False)
     assert llm.stats().num_drafts == 0

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::error::Error;
 
-/// Rows of one sequence that are worked on together: they read each key once.
-const RUN_ROWS: usize = 8;
+/// Rows of one sequence that are worked on together: they read each key once. A token and eight drafts.
+const RUN_ROWS: usize = 9;
 
 /// The sizes of a cache `[num_blocks, block_size, kv_heads, dim]`, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,5 +1,5 @@
-//! `pyengine._kv`: the block manager for Python, and attention on the CPU. Thin: conversions, the lock,
-//! the errors.
+//! `pyengine._kv`: the block manager for Python, attention on the CPU, and guesses at what comes next.
+//! Thin: conversions, the lock, the errors.
 #![deny(unsafe_code)]
 
 mod answers;
@@ -17,6 +17,7 @@ mod numbers;
 mod plan;
 mod prefixes;
 mod sequence;
+mod suffixes;
 mod survey;
 mod tokens;
 mod trace;
@@ -47,6 +48,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Extended>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
+    module.add_class::<suffixes::Suffixes>()?;
     module.add_class::<survey::Survey>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;

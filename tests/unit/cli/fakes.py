@@ -42,6 +42,8 @@ class FakeEngine:
             "allocated_blocks": 40,
             "in_flight_blocks": 1,
             "merged_blocks": 7,
+            "draft_tokens": 5,
+            "accepted_draft_tokens": 2,
         }
     )
     settings: EngineSettings | None = None

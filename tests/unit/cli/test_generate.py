@@ -28,6 +28,21 @@ def test_one_prompt_streams_and_closes_with_one_line_of_figures() -> None:
     assert (used, shared, merged) == ("3 blocks used", "0 shared in flight", "2 merged")
 
 
+class DraftingEngine(FakeEngine):
+    def _charge(self) -> None:
+        super()._charge()
+        self.num_drafts += 4
+        self.counters["draft_tokens"] += 20
+        self.counters["accepted_draft_tokens"] += 6
+
+
+def test_the_line_of_figures_says_what_came_of_drafts() -> None:
+    result = run(DraftingEngine(), "What is it?")
+    assert result.exit_code == 0, result.output
+    end = result.stderr.splitlines()[-1].split(" · ")[-2:]
+    assert end == ["6 of 20 drafts right", "2.50 tokens per decode with drafts"]
+
+
 def test_options_reach_the_engine_and_the_sampler() -> None:
     engine = FakeEngine()
     result = run(

@@ -73,7 +73,6 @@ def test_200_random_requests_give_the_same_with_every_drafter(num_blocks: int, d
         assert stats.counters["draft_tokens"] > 100
         assert stats.num_drafts > 50
         assert (bench.scheduler.num_preemptions > 0) == (num_blocks == 24)
-        assert not bench.engine._drafting._planned  # type: ignore[union-attr]
         given = sum(len(one.token_ids) for each in outputs.values() for one in each.outputs)
         assert depth == 2 or stats.num_new_tokens == given  # ended rows of a running step count
 

@@ -132,3 +132,21 @@ def test_words_as_tokens() -> None:
     assert tokens_of_words([], None) == []
     with pytest.raises(InvalidRequestError, match=r"bad_words=\['a'\] needs a tokenizer"):
         tokens_of_words(["a"], None)
+
+
+def test_states_ahead_are_those_after_the_drafts() -> None:
+    params = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2)
+    state = SamplingState(params, [1, 2], seed=0, vocab_size=50, bad_words=[[7, 8, 9]])
+    state.append(7)
+    states = state.ahead([8, 3])
+    assert states[0] is state
+    assert [one.token_ids for one in states] == [[7], [7, 8], [7, 8, 3]]
+    assert [one.barred_by_output().tolist() for one in states] == [[], [9], []]
+    expected = SamplingState(params, [1, 2], seed=0, vocab_size=50, bad_words=[[7, 8, 9]])
+    expected.extend([7, 8, 3])
+    assert states[2].counts is not None and expected.counts is not None
+    assert states[2].counts.ids.tolist() == expected.counts.ids.tolist()
+    assert states[2].counts.counts.tolist() == expected.counts.counts.tolist()
+    assert state.counts is not None and len(state.counts) == 3
+    plain = SamplingState(SamplingParams(), [1], seed=0, vocab_size=50)
+    assert plain.ahead([4, 5]) == [plain] * 3

@@ -4,12 +4,14 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 import torch
 
 from pyengine.core import SamplingParams
 from pyengine.sampling import MaskFiller, Sampler, SamplingBatch, SamplingState, structured
+from pyengine.sampling.structured import TokenMatcher
 
 
 class FakeMatcher:
@@ -184,3 +186,18 @@ def test_a_device_unpacks_masks_as_the_host_does(width: int) -> None:
     assert (on_device.numpy() == on_host).all()
     assert not on_host[:, 128:].any()
     assert not logits.any()
+
+
+def test_a_matcher_walks_drafts_and_stays_where_it_is() -> None:
+    grammar = llguidance.LLMatcher.grammar_from_regex("ab(c|d)e")
+    matcher = TokenMatcher(llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar))
+    a, b, c, x, e = b"abcxe"
+    for drafts, count in (([a, b, c], 3), ([a, b, x, e], 2), ([x], 0), ([], 0)):
+        assert matcher.num_allowed(drafts) == count
+    assert matcher.num_allowed([a, b, c, e]) == 3, "what ends the answer leaves nothing to follow"
+    ahead = matcher.ahead()
+    ahead.append(a)
+    assert (ahead.num_allowed([b]), matcher.num_allowed([b]), matcher.num_allowed([a])) == (1, 0, 1)
+    masks = np.zeros((1, 9), np.int32)
+    ahead.fill(masks, 0)
+    assert ahead._spent is matcher._spent and matcher._spent.num_masks == 1

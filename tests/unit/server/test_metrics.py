@@ -18,6 +18,7 @@ from pyengine.engine import StepResult
 from pyengine.server.metrics import EngineMetrics, metrics_router, one_two_five
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT, table
+from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, GREEDY
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
@@ -179,6 +180,23 @@ def test_the_figures_of_a_run_are_right(monkeypatch: pytest.MonkeyPatch, depth: 
     assert scraped.value("vllm:prompt_tokens_cached_total") > 0
     assert scraped.value("pyengine:kv_blocks", state="active") == 0
     assert scraped.value("pyengine:kv_blocks", state="idle") == run.bench.manager.ledger().idle
+
+
+def test_tokens_that_were_drafted_count(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    run = Run(monkeypatch, depth=depth)
+    speculate(run.bench.engine, MixedDrafter(1))
+    run.bench.submit({str(at): [at, 7, 8] for at in range(6)}, GREEDY)
+    scraped, stats = run.finish(), run.bench.engine.stats()
+    assert scraped.value("vllm:generation_tokens_total") == sum(run.tokens()) == 6 * 8
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    found = [scraped.value(f"vllm:spec_decode_{name}_total") for name in names]
+    counters = stats.counters
+    assert found == [
+        stats.num_drafts,
+        counters["draft_tokens"],
+        counters["accepted_draft_tokens"],
+    ]
+    assert all(found)
 
 
 def test_aborted_requests_count_what_they_got(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:

@@ -1,0 +1,249 @@
+"""Speculation on real text, on the CPU: with drafts, without, and transformers' prompt look-up.
+
+    .venv/bin/python -m benches.engine.speculative [--batch 1,8,32] [--rounds 3]
+
+from the root of the repository, with the archive `bbh_text.tar.gz` in `PYENGINE_TRACES`. The
+embedded model answers, and ends where it ends: a model that loops would flatter a drafter.
+
+- `copying`: functions of this repository, to be written again with a comment; greedy.
+- `examples`: questions of BIG-Bench-Hard behind three worked examples; greedy.
+- `prose`: stories and explanations, temperature 0.8 with a seed for each.
+- `forms`: profiles of people as lists of fields, which `suffix` knows after a round; greedy.
+
+Every round has other prompts. The engines are in one process and take turns in an order that
+changes; a ratio is the median of those of the same rounds. Decoding is what is timed: prompts are
+computed before, and are in the cache; of transformers' `generate`, which takes one request at a
+time here, the time that it takes for a single token is subtracted. A table in markdown goes to
+standard output, the figures to `benches/results/speculative.json`.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from benches.peers.report import libraries, machine
+from pyengine import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+TRACES = Path(os.environ.get("PYENGINE_TRACES", ROOT.parent / "shared/data/traces"))
+RESULTS = ROOT / "benches/results/speculative.json"
+PLAIN, NGRAM, SUFFIX = "without", "ngram", "suffix"
+LOOKUP, GENERATE = "transformers, look-up", "transformers"
+DRAFTS = 7
+NAMES = [
+    *("Ada", "Bruno", "Chen", "Dana", "Emil", "Farah", "Goran"),
+    *("Abara", "Brandt", "Costa", "Dahl", "Egger", "Fischer", "Gruber"),
+]
+JOBS = ["a baker", "a pilot", "a nurse", "a carpenter", "a teacher", "a diver"]
+TOPICS = [
+    *("a lighthouse keeper", "two sisters and a boat", "why the sky is blue", "a winter market"),
+    *("how bread is made", "an old violin", "a letter that came too late", "what tides are"),
+]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts as token ids, and how they are answered."""
+
+    name: str
+    prompts: list[list[int]]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One engine on one work, once."""
+
+    work: str
+    batch: int
+    engine: str
+    seconds: float
+    tokens: int
+    per_step: float
+    """Tokens per decode that had drafts; 1 without any."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def chat(llm: LLM, text: str) -> list[int]:
+    """A conversation that asks for this."""
+    return llm.apply_chat_template([{"role": "user", "content": text}])
+
+
+def functions() -> list[str]:
+    """Functions of this repository of 300 to 900 characters."""
+    found: list[str] = []
+    for path in sorted((ROOT / "pyengine").rglob("*.py")):
+        found += re.findall(r"^def [^\n]+:\n(?:    [^\n]*\n|\n)+", path.read_text(), re.MULTILINE)
+    return [one.strip() for one in found if 300 <= len(one) <= 900]
+
+
+def questions(first: int, count: int) -> list[str]:
+    """So many questions, of one task after the other, behind their worked examples."""
+    texts = []
+    with tarfile.open(TRACES / "bbh_text.tar.gz") as archive:
+
+        def read(name: str) -> str:
+            member = archive.extractfile(name)
+            assert member is not None
+            return member.read().decode()
+
+        names = sorted(name for name in archive.getnames() if "cot-prompts/" in name)
+        tasks = [Path(name).stem for name in names if name.endswith(".txt")]
+        for at in range(first, first + count):
+            task = tasks[at % len(tasks)]
+            head = read(f"cot-prompts/{task}.txt").split("-----\n", 1)[-1].strip()
+            asked = json.loads(read(f"bbh/{task}.json"))["examples"][at // len(tasks)]["input"]
+            texts.append(f"{head}\n\nQ: {asked}\nA: Let's think step by step.\n")
+    return texts
+
+
+def works(llm: LLM, number: int, count: int, max_tokens: int) -> list[Work]:
+    """`count` prompts of each kind, others in every round."""
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    drawn = SamplingParams(temperature=0.8, max_tokens=max_tokens)
+    places = range(number * count, (number + 1) * count)
+    shuffled = Random(1).sample(functions(), len(functions()))
+    copy = "Write this Python function again, with a comment before it and nothing else changed:"
+    form = "as a list of the fields Name, Profession, City, Favourite food, Motto and Summary."
+    people = [f"{NAMES[at % 7]} {NAMES[at // 7 % 7 + 7]}, {JOBS[at % len(JOBS)]}" for at in places]
+    return [
+        Work(
+            "copying",
+            [chat(llm, f"{copy}\n\n{shuffled[at % len(shuffled)]}") for at in places],
+            greedy,
+        ),
+        Work(
+            "examples",
+            [llm.tokenizer.encode(text)[-1500:] for text in questions(places.start, count)],
+            replace(greedy, stop=["\n\nQ:"]),
+        ),
+        Work(
+            "prose",
+            [chat(llm, f"Tell me about {TOPICS[at % len(TOPICS)]} ({at}).") for at in places],
+            drawn,
+        ),
+        Work("forms", [chat(llm, f"Make up a profile of {one}, {form}") for one in people], greedy),
+    ]
+
+
+def ours(llm: LLM, name: str, batch: int, work: Work) -> Figure:
+    """All prompts of a work, `batch` at a time, each of them in the cache."""
+    seconds, tokens, before = 0.0, 0, llm.stats()
+    for first in range(0, len(work.prompts), batch):
+        prompts = work.prompts[first : first + batch]
+        params = [replace(work.params, seed=first + at) for at in range(len(prompts))]
+        first_token = SamplingParams(temperature=0, max_tokens=1, speculate=False)
+        llm.generate(prompts, first_token, use_tqdm=False)
+        start = perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds += perf_counter() - start
+        tokens += sum(len(one.outputs[0].token_ids) for one in outputs)
+    after = llm.stats()
+    accepted = after.counters["accepted_draft_tokens"] - before.counters["accepted_draft_tokens"]
+    decodes = after.num_drafts - before.num_drafts
+    per_step = 1 + accepted / decodes if decodes else 1.0
+    return Figure(work.name, batch, name, seconds, tokens, per_step)
+
+
+def theirs(model: Any, name: str, options: Mapping[str, Any], work: Work) -> Figure:
+    """transformers' `generate`, one prompt after the other."""
+    seconds, tokens = 0.0, 0
+    sampled = work.params.temperature > 0
+    if sampled:
+        options = {**options, "temperature": work.params.temperature}
+    for prompt in work.prompts:
+        for times, length in ((-1, 1), (1, work.params.max_tokens)):
+            torch.manual_seed(0)
+            start = perf_counter()
+            with torch.inference_mode():
+                found = model.generate(
+                    torch.tensor([prompt]), do_sample=sampled, max_new_tokens=length, **options
+                )
+            seconds += times * (perf_counter() - start)
+        tokens += found.shape[1] - len(prompt)
+    return Figure(work.name, 1, name, seconds, tokens, 1.0)
+
+
+def rows(found: Sequence[Sequence[Figure]]) -> list[str]:
+    """Tokens per second of each engine and how often that of the first, in one line per engine."""
+    lines = []
+    for column in zip(*found, strict=True):
+        one = column[0]
+        pairs = zip(column, found, strict=True)
+        ratio = median(each.rate / first[0].rate for each, first in pairs)
+        per_step = median(each.per_step for each in column)
+        rate = median(each.rate for each in column)
+        lines.append(
+            f"| {one.work} | {one.batch} | {one.engine} | {rate:.1f} | {ratio:.2f} "
+            f"| {per_step:.2f} |"
+        )
+    return lines
+
+
+def reference(llm: LLM, dtype: str) -> Any:
+    """The same model in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=getattr(torch, dtype))
+    return model.eval()
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--batch", default="1,8,32", help="requests at once (1,8,32)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (3)")
+    parser.add_argument("--requests", type=int, default=8, help="requests of a kind, at least (8)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (128)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights (bfloat16)")
+    parser.add_argument("--no-transformers", action="store_true", help="this engine alone")
+    options = parser.parse_args()
+    shared: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "num_blocks": 4000}
+    shared |= {"num_speculative_tokens": DRAFTS}
+    drafting: dict[str, Any] = {PLAIN: None, NGRAM: "ngram", SUFFIX: "suffix"}
+    llms = {name: LLM(**shared, speculation=one) for name, one in drafting.items()}
+    model = None if options.no_transformers else reference(llms[PLAIN], options.dtype)
+    found: dict[tuple[int, str], list[list[Figure]]] = {}
+    for batch in map(int, options.batch.split(",")):
+        engines: dict[str, Callable[[Work], Figure]] = {
+            name: partial(ours, llm, name, batch) for name, llm in llms.items()
+        }
+        if model is not None and batch == 1:
+            engines[GENERATE] = partial(theirs, model, GENERATE, {})
+            engines[LOOKUP] = partial(theirs, model, LOOKUP, {"prompt_lookup_num_tokens": DRAFTS})
+        count = max(batch, options.requests)
+        for number in range(options.rounds):
+            for work in works(llms[PLAIN], number, count, options.max_tokens):
+                names = Random(number).sample(list(engines), len(engines))
+                by_name = {name: engines[name](work) for name in names}
+                column = [by_name[name] for name in engines]
+                found.setdefault((batch, work.name), []).append(column)
+                print(f"round {number + 1}: {column}", file=sys.stderr, flush=True)
+    print("| work | batch | engine | tok/s | times | tokens per decode with drafts |")
+    print("|---|---:|---|---:|---:|---:|")
+    for each in found.values():
+        print("\n".join(rows(each)))
+    figures = [asdict(one) for each in found.values() for column in each for one in column]
+    about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
+    RESULTS.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Drafts are computed where they gain time, and nowhere else."""
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from pyengine.speculation import Draft, PayingDrafts, StepCosts, StepSize
+from tests.unit.speculation.test_ngram import Text
+
+LINEAR = StepCosts([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018])
+"""45 ms for a row and 1.8 ms for each more."""
+
+
+def test_costs_are_straight_lines_that_never_fall() -> None:
+    costs = StepCosts([1, 4, 8, 16], [2.0, 1.0, 4.0, 8.0])
+    assert costs.of(np.array([1, 3, 4, 6, 16, 31])).tolist() == [2, 2, 2, 3, 8, 14]
+
+
+def trained(right: float, *, steps: int, costs: StepCosts = LINEAR, batch: int = 1) -> list[int]:
+    """Drafts kept per step, of 7 each that are right so often, for `batch` requests."""
+    random, policy = Random(1), PayingDrafts(costs)
+    texts = [Text([1, 2]) for _ in range(batch)]
+    kept: list[int] = []
+    for _ in range(steps):
+        drafts = [Draft([7] * 7, 3) for _ in texts]
+        counts = policy.keep(texts, drafts, StepSize(batch, batch))
+        kept.append(sum(counts))
+        for text, count in zip(texts, counts, strict=True):
+            for _ in range(count + 1):
+                is_right = random.random() < right
+                text.token_ids.append(7 if is_right else 8)
+                if not is_right:
+                    break
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("right", "batch", "least", "most"),
+    [
+        (1.0, 1, 6.5, 7),
+        (0.0, 1, 0, 0.5),
+        (0.5, 1, 2, 5),  # a draft pays that is reached and right in 4 % of the cases: 0.5 ** 4
+        (0.9, 32, 2 * 32, 4 * 32),  # time is worth more when most are right: 0.9 ** 3 is the last
+        (0.5, 32, 0, 32),  # ... in 57 %: none, or the first where it went well for a while
+        (0.1, 32, 0, 3),
+    ],
+)
+def test_as_many_are_kept_as_pay(right: float, batch: int, least: float, most: float) -> None:
+    kept = trained(right, steps=200, batch=batch)[100:]
+    assert least <= sum(kept) / len(kept) <= most
+
+
+def test_where_rows_cost_as_much_as_steps_nothing_is_kept_for_long() -> None:
+    costs = StepCosts([1, 2], [1.0, 2.0])
+    assert sum(trained(0.9, steps=100, costs=costs)) == 0
+
+
+def test_it_comes_back_when_drafts_are_right_again() -> None:
+    """What was not computed is compared with what came, too."""
+    policy, text = PayingDrafts(LINEAR), Text([1, 2])
+
+    def step(token: int) -> int:
+        (count,) = policy.keep([text], [Draft([7] * 7, 3)], StepSize(1, 1))
+        text.token_ids.append(token)
+        return count
+
+    for _ in range(100):
+        step(8)
+    assert step(8) == 0
+    assert [step(7) for _ in range(60)][-1] >= 4
+
+
+def test_a_request_with_good_drafts_is_served_before_one_with_bad_ones() -> None:
+    policy = PayingDrafts(LINEAR)
+    good, bad = Text([1]), Text([2])
+    counts: Sequence[int] = ()
+    for _ in range(100):
+        counts = policy.keep([good, bad], [Draft([7] * 7, 3)] * 2, StepSize(2, 2))
+        good.token_ids += [7] * (1 + counts[0])
+        bad.token_ids += [8]
+    assert counts[0] == 7 and counts[1] <= 1
+    policy.forget(good)
+    policy.forget(bad)
+    assert not policy._followed
+
+
+def test_a_prompt_beside_it_does_not_make_time_cheap() -> None:
+    """Rows that are free in a small step are not in one that computes a prompt."""
+    costs = StepCosts([1, 16, 64, 128], [1.0, 1.0, 4.0, 8.0])
+    policy = PayingDrafts(costs)
+    text, draft = Text([1]), Draft([7] * 7, 3)
+    assert policy.keep([text], [draft], StepSize(1, 1)) == [7]
+    (beside,) = policy.keep([text], [draft], StepSize(101, 1))
+    assert 1 <= beside < 7
+    assert policy.keep([], [], StepSize(5, 0)) == []
+    assert policy.keep([text], [Draft()], StepSize(5, 1)) == [0]

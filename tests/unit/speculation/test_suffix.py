@@ -1,0 +1,62 @@
+"""The suffix drafter: own tokens, earlier answers, namespaces. The search is tested in Rust."""
+
+import pytest
+
+from pyengine.cache import Suffixes, TokenError
+from pyengine.speculation import Draft, SuffixDrafter
+from tests.unit.speculation.test_ngram import Text
+
+
+def text(prompt: list[int], namespace: bytes = b"") -> Text:
+    made = Text(prompt)
+    made.request.namespace = namespace
+    return made
+
+
+def test_it_follows_the_request_s_own_tokens() -> None:
+    drafter, one = SuffixDrafter(), text([1, 2, 3, 4, 5, 6, 1, 2])
+    assert drafter.propose([one], [4]) == [Draft()]
+    one.token_ids.append(3)
+    assert drafter.propose([one], [3]) == [Draft([4, 5, 6], 3)]
+    one.token_ids += [4, 5]
+    assert drafter.propose([one], [1]) == [Draft([6], 5)]
+
+
+def test_it_follows_earlier_answers_of_the_same_namespace_alone() -> None:
+    drafter, first = SuffixDrafter(), text([1, 2, 3], b"a")
+    drafter.propose([first], [3])
+    first.token_ids += [4, 5, 6, 7]  # what came since it was last asked counts, too
+    drafter.forget(first)
+    same, other = text([9, 1, 2, 3], b"a"), text([9, 1, 2, 3], b"b")
+    assert drafter.propose([same, other], [9, 9]) == [Draft([4, 5, 6, 7], 3), Draft()]
+    drafter.forget(same)
+    drafter.forget(same)
+    drafter.forget(other)
+    assert not drafter._texts and drafter._suffixes.num_growing == 0
+
+
+def test_the_oldest_answers_are_forgotten() -> None:
+    drafter = SuffixDrafter(max_tokens=20)
+    for at in range(30):
+        one = text([100 * at, 100 * at + 1, 100 * at + 2])
+        drafter.propose([one], [1])
+        one.token_ids += [100 * at + 3] * 5
+        drafter.forget(one)
+        assert drafter._suffixes.num_archived <= 20
+    assert drafter.propose([text([0, 1, 2]), text([2900, 2901, 2902])], [1, 1]) == [
+        Draft(),
+        Draft([2903], 3),
+    ]
+
+
+def test_misuse_is_named() -> None:
+    suffixes = Suffixes(10)
+    with pytest.raises(TokenError):
+        suffixes.begin([-1])
+    name = suffixes.begin([1, 2])
+    with pytest.raises(TokenError):
+        suffixes.extend(name, [2**40])
+    assert suffixes.extend(name + 1, [1]) is False
+    assert suffixes.guess(name + 1, 3) == ([], 0)
+    suffixes.end(name + 1)
+    assert suffixes.num_growing == 1
