@@ -86,8 +86,9 @@ class ServerContext:
         self.live.pop(name, None)
 
 
-def context_of(request: Request) -> ServerContext:
-    """The context of the server that a request came to."""
+async def context_of(request: Request) -> ServerContext:
+    """The context of the server that a request came to. (Were it no coroutine, FastAPI would have
+    a thread call it, for each request.)"""
     context: ServerContext = request.app.state.context
     return context
 

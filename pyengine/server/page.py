@@ -188,7 +188,7 @@ def page_router(watch: PoolWatch) -> APIRouter:
     html = files("pyengine.server").joinpath("page", "kv.html").read_text(encoding="utf-8")
 
     @router.get("/kv")
-    def page() -> HTMLResponse:
+    async def page() -> HTMLResponse:
         headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
         return HTMLResponse(html, headers=headers)
 

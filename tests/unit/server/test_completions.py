@@ -1,5 +1,7 @@
 """POST /v1/completions: what the engine says, in OpenAI's shape, streamed and not."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -272,3 +274,13 @@ def test_the_id_of_a_request_is_its_own_or_its_headers(client: Client) -> None:
 
 def test_priorities_are_taken(client: Client) -> None:
     assert client.complete([5], max_tokens=1, priority=-3)["choices"]
+
+
+def test_no_thread_is_taken_for_a_request(client: Client) -> None:
+    async def use(one: Any) -> list[str]:
+        body = {"prompt": [5, 6], "max_tokens": 2}
+        calls = [one.post("/v1/completions", json=body) for _ in range(8)]
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        return [thread.name for thread in threading.enumerate()]
+
+    assert not [name for name in client.run(use) if "AnyIO" in name]

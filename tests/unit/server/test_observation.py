@@ -11,7 +11,7 @@ from pyengine.core import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
 from pyengine.server import create_app
-from tests.support.serving import Client, error_of, make_client
+from tests.support.serving import Client, assert_soon, error_of, make_client
 
 KEY = {"authorization": "Bearer one"}
 
@@ -19,7 +19,6 @@ KEY = {"authorization": "Bearer one"}
 def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> None:
     before = client.get("/metrics").text
     client.complete("one two three", max_tokens=5, ignore_eos=True, n=2)
-    after = client.get("/metrics").text
     name = client.get("/v1/models").json()["data"][0]["id"]
     labels = f'{{engine="0",model_name="{name}"}}'
 
@@ -27,8 +26,12 @@ def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> N
         [line] = [one for one in text.splitlines() if one.startswith(f"{metric}{labels}")]
         return float(line.split()[-1])
 
-    metric = "vllm:generation_tokens_total"
-    assert value(after, metric) - value(before, metric) == 10
+    def count(text: str) -> float:
+        return value(text, "vllm:generation_tokens_total")
+
+    # A step is counted when its answers have been given.
+    assert_soon(lambda: count(client.get("/metrics").text) - count(before) == 10)
+    after = client.get("/metrics").text
     assert value(after, "vllm:num_requests_running") == 0
     assert value(after, "pyengine:kv_committed_steps_total") == float(
         engine.stats().counters["committed_steps"]
