@@ -26,7 +26,8 @@ PLACES = (
     ("starlette and fastapi", ("starlette/", "fastapi/", "anyio/")),
     ("pyengine/server: chunks of answers", ("pyengine/server/",)),
     ("pyengine/engine: outputs to streams", ("pyengine/engine/",)),
-    ("asyncio, sockets", ("asyncio/", "selectors.py", "socket.py", "ssl.py")),
+    ("sockets: the system's send", ("asyncio/selector_events.py", "socket.py", "ssl.py")),
+    ("asyncio: the next event, and its turn", ("asyncio/", "selectors.py")),
 )
 """Where the innermost frame of a sample lies that is of any of these."""
 OTHER = "else"
