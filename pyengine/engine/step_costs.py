@@ -1,6 +1,5 @@
 """How long steps of some sizes take: what drafts may cost follows from it."""
 
-from statistics import median
 from time import perf_counter
 
 from pyengine.cache import BlockManager, NoBudget, NoRoom, StepPlan
@@ -30,7 +29,7 @@ def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) 
             break
         _run(runner, plan)  # what is made at first use is made now
         sizes.append(size)
-        seconds.append(median(_run(runner, plan) for _ in range(_RUNS)))
+        seconds.append(min(_run(runner, plan) for _ in range(_RUNS)))
         plan.rollback()
     if len(sizes) < 2:  # no step has room for a draft
         return StepCosts([1, 2], [1.0, 2.0])

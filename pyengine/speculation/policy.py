@@ -53,13 +53,14 @@ class EveryDraft:
 class StepCosts:
     """Seconds that a step of n tokens takes: measured for some n, straight lines between them.
 
-    Beyond the last one it goes on like the last line. A longer step never takes less.
+    Beyond the last one it goes on as steeply as from the first to the last. A step never takes more
+    than a longer one: what else the machine did meanwhile only ever adds to what is measured.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """`sizes` rise; there are two of them at least."""
         self._sizes = np.array(sizes, dtype=np.float64)
-        self._seconds = np.maximum.accumulate(np.array(seconds, dtype=np.float64))
+        self._seconds = np.minimum.accumulate(np.array(seconds[::-1], dtype=np.float64))[::-1]
         rise = self._seconds[-1] - self._seconds[0]
         self._slope = rise / (self._sizes[-1] - self._sizes[0])
 

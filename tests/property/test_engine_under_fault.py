@@ -77,8 +77,11 @@ class Case:
         self.live.append(name)
 
     def maybe_abort(self, moment: str) -> None:
-        if self.live and self.random.random() < self.setting.aborts:
-            name = self.live.pop(self.random.randrange(len(self.live)))
+        states = self.bench.states  # one that ended in this very step is still in `live`
+        live = [name for name in self.live if states[name].finished_time is None]
+        if live and self.random.random() < self.setting.aborts:
+            name = self.random.choice(live)
+            self.live.remove(name)
             (output,) = self.bench.abort([name, "unknown"])
             assert self.bench.abort([name]) == []
             del self.bench.states[name]

@@ -53,10 +53,10 @@ struct Namespace {
 }
 
 impl Suffixes {
-    /// An archive of at most so many tokens.
+    /// An archive of at most so many tokens, one at least.
     pub fn new(max_tokens: usize) -> Self {
         Suffixes {
-            archive: Log::new(max_tokens),
+            archive: Log::new(max_tokens.max(1)),
             namespaces: HashMap::new(),
             texts: HashMap::new(),
             next: 0,

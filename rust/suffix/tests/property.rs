@@ -174,3 +174,14 @@ fn another_namespace_is_never_seen() {
     };
     assert_eq!(suffixes.guess(same, 3), expected);
 }
+
+#[test]
+fn an_archive_of_nothing_stays_small() {
+    let mut suffixes = Suffixes::new(0);
+    for _ in 0..3 {
+        let text = suffixes.begin(b"", &[1, 2, 3]);
+        suffixes.extend(text, &[4, 5, 6, 7]);
+        suffixes.end(text);
+        assert_eq!(suffixes.num_archived(), 1);
+    }
+}

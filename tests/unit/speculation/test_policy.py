@@ -15,7 +15,7 @@ LINEAR = StepCosts([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018])
 
 def test_costs_are_straight_lines_that_never_fall() -> None:
     costs = StepCosts([1, 4, 8, 16], [2.0, 1.0, 4.0, 8.0])
-    assert costs.of(np.array([1, 3, 4, 6, 16, 31])).tolist() == [2, 2, 2, 3, 8, 14]
+    assert costs.of(np.array([1, 3, 4, 6, 16, 31])).tolist() == [1, 1, 1, 2.5, 8, 15]
 
 
 def trained(right: float, *, steps: int, costs: StepCosts = LINEAR, batch: int = 1) -> list[int]:
