@@ -166,7 +166,7 @@ impl BlockManager {
         self.core.with(py, |core| Ok(core.ledger())).map(Ledger)
     }
 
-    /// The counters so far. O(1).
+    /// The counters so far. With events on, what was stored since they were last taken is named first.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
         self.core.with(py, |core| Ok(core.stats())).map(Stats)
     }
