@@ -274,7 +274,8 @@ impl Step {
             let model = runs.first().map(|&run| table(&self.runs[run]));
             for &run in &runs {
                 let run = &self.runs[run];
-                let is_before = to.saturating_mul(self.block_size) <= run.position;
+                // A row sees its own position, too: that of a full hit ends its last block.
+                let is_before = to.saturating_mul(self.block_size) <= run.position + 1;
                 if !is_before || table(run).is_none() || Some(table(run)) != model {
                     return Err(refused);
                 }

@@ -45,8 +45,8 @@ impl Watch {
 
 /// Groups of rows of a batch that have leading blocks in common, in one layer group: a tree.
 ///
-/// A prefix counts as far as every position that a row computes comes after it, so that no row needs a
-/// mask there.
+/// A prefix counts as far as every row sees it as a whole, so that no row needs a mask there: its last
+/// position comes before the first one that a row computes, or is it.
 #[derive(Debug)]
 pub struct SharedPrefixes {
     group: usize,
