@@ -122,7 +122,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         seed=settings.seed,
     )
     if settings.speculation is not None:
-        engine.speculate(_speculator(settings, facts, runner, plan))
+        engine.speculate(_speculator(settings, facts, runner, plan, limits))
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
@@ -291,11 +291,14 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
 
 
 def _speculator(
-    settings: EngineSettings, facts: ModelFacts, runner: Runner, plan: CachePlan
+    settings: EngineSettings,
+    facts: ModelFacts,
+    runner: Runner,
+    plan: CachePlan,
+    limits: RunnerLimits,
 ) -> Speculator:
     """The drafter that was asked for; of its drafts those are computed that gain time here."""
     drafter = NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()
-    limits = _runner_limits(settings, facts.max_model_len, plan.block_size, plan.groups)
     costs = measured_costs(runner, plan.manager(), limits)
     return Speculator(
         drafter,

@@ -17,25 +17,27 @@ _BEARER = "send it as the header Authorization: Bearer KEY"
 _PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any name"
 
 
-def key_of(scope: Any) -> bytes:
-    """The key that a request brings; empty where it brings none."""
+def _authorization(scope: Any, scheme: bytes) -> bytes:
+    """What the header Authorization says behind its scheme; empty for another one, or none."""
     for name, value in scope["headers"]:
         if name == b"authorization":
-            kind, _, key = bytes(value).partition(b" ")
-            return key.strip() if kind.lower() == b"bearer" else b""
+            kind, _, said = bytes(value).partition(b" ")
+            return said.strip() if kind.lower() == scheme else b""
     return b""
+
+
+def key_of(scope: Any) -> bytes:
+    """The key that a request brings; empty where it brings none."""
+    return _authorization(scope, b"bearer")
 
 
 def _password_of(scope: Any) -> bytes:
     """The password of a request that brings one, by RFC 7617; empty where it brings none."""
-    for name, value in scope["headers"]:
-        kind, _, coded = bytes(value).partition(b" ")
-        if name == b"authorization" and kind.lower() == b"basic":
-            try:
-                return base64.b64decode(coded.strip(), validate=True).partition(b":")[2]
-            except ValueError:
-                return b""
-    return b""
+    try:
+        coded = base64.b64decode(_authorization(scope, b"basic"), validate=True)
+    except ValueError:
+        return b""
+    return coded.partition(b":")[2]
 
 
 def path_of(scope: Any) -> str:
