@@ -98,7 +98,13 @@ def loads(count: int, clients: int, crowd: int) -> tuple[Load, ...]:
 
 
 class Child:
-    """A process in a group of its own, which is ended with it; what it says is kept for errors."""
+    """A process in a group of its own, which is ended with it; what it says is kept for errors.
+
+    It answers questions on its standard output, unless it `serves`: then that is what it says, too.
+    A pipe that nobody reads would stop it after 64 KiB of log.
+    """
+
+    serves = False
 
     def __init__(self, command: list[str], **environment: str) -> None:
         self._said = TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
@@ -107,7 +113,7 @@ class Child:
             cwd=ROOT,
             env=os.environ | environment,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._said if self.serves else subprocess.PIPE,
             stderr=self._said,
             text=True,
             start_new_session=True,
@@ -149,6 +155,8 @@ class Child:
 
 class Server(Child):
     """A server that answers. Raises `RuntimeError` where it does not come up."""
+
+    serves = True
 
     def __init__(self, name: str, dtype: str) -> None:
         self.name = name
