@@ -79,7 +79,6 @@ class CpuStep:
         seq_lens: _Array,
         block_tables: _Array,
         slots: _Array,
-        most_rows: int,
         order: _Array | None = None,
         prefixes: _Array | None = None,
     ) -> Self: ...

@@ -1,9 +1,8 @@
-"""Attention on the CPU in float32 or bfloat16: the Rust kernel for short rows, SDPA for prefills.
+"""Attention on the CPU in float32 or bfloat16: the Rust kernel.
 
 The kernel (`rust/cpu-attention`) writes the new keys and values into their slots and attends with
-the sequences that have few new tokens, reading the blocks where they lie. Longer prefills are
-matrix products, at which torch's SDPA is good: those go the way of the gather backend. Blocks that
-several sequences share are read once for all of them; what a row gives keeps its bits.
+all rows of the step, reading the blocks where they lie. Blocks that several sequences share are
+read once for all of them. What a row gives has the same bits in every batch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
-from pyengine.attention.gather import Scratch, SpanPiece, StepLayout
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
@@ -32,11 +30,6 @@ def cpu_obstacle(needs: AttentionNeeds) -> str | None:
     return cache_dtype_obstacle(needs)
 
 
-MOST_ROWS = 9
-"""New tokens of a sequence up to which the kernel attends, as a decode with eight drafts has them;
-beyond, SDPA is faster."""
-
-
 class CpuBackend:
     """Attention over a `KVPool` in host memory, with as many threads as torch has."""
 
@@ -49,7 +42,7 @@ class CpuBackend:
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         threads = CpuAttention(torch.get_num_threads(), _openmp())
-        self._memory = _Memory(pool, caches, threads, Scratch(pool.device))
+        self._memory = _Memory(pool, caches, threads)
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group: int | None = full[0] if full else None
         """In a group with a window nothing is shared."""
@@ -89,7 +82,6 @@ class _Memory:
     pool: KVPool
     caches: list[CpuCache]
     threads: CpuAttention
-    scratch: Scratch
 
 
 class CpuPlan:
@@ -97,27 +89,19 @@ class CpuPlan:
 
     def __init__(self, memory: _Memory, inputs: StepInputs) -> None:
         self._memory = memory
-        self._layouts = [
-            StepLayout(
-                inputs.host_query_start_loc, inputs.host_seq_lens, tables, memory.pool.block_size
-            )
-            for tables in inputs.host_block_tables
-        ]
         self._steps = [
             CpuStep(
                 memory.caches[0],
-                query_start_loc=layout.query_start_loc,
-                seq_lens=layout.seq_lens,
-                block_tables=layout.block_tables,
+                query_start_loc=inputs.host_query_start_loc,
+                seq_lens=inputs.host_seq_lens,
+                block_tables=tables,
                 slots=slots.numpy(),
-                most_rows=MOST_ROWS,
                 **_shared(inputs, group),
             )
-            for group, (layout, slots) in enumerate(
-                zip(self._layouts, inputs.slot_mapping, strict=True)
+            for group, (tables, slots) in enumerate(
+                zip(inputs.host_block_tables, inputs.slot_mapping, strict=True)
             )
         ]
-        self._spans: dict[tuple[int, int | None], list[SpanPiece]] = {}
 
     def forward(
         self,
@@ -144,17 +128,4 @@ class CpuPlan:
             softcap=options.softcap,
             sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
         )
-        keys, values = memory.pool.keys[layer], memory.pool.values[layer]
-        for piece in self._pieces(group, options.sliding_window):
-            k, v = piece.gather(keys, values, memory.scratch)
-            piece.attend(query, k, v, options, out)
         return out
-
-    def _pieces(self, group: int, window: int | None) -> list[SpanPiece]:
-        """The rows that are left to SDPA, made when a layer first asks for its window."""
-        pieces = self._spans.get((group, window))
-        if pieces is None:
-            spans = self._layouts[group].spans(window, more_than=MOST_ROWS)
-            pieces = [SpanPiece(span, window, self._memory.pool.device) for span in spans]
-            self._spans[group, window] = pieces
-        return pieces

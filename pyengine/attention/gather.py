@@ -194,10 +194,10 @@ class StepLayout:
     block_tables: Int32Array
     block_size: int
 
-    def spans(self, window: int | None, more_than: int = 1) -> Iterator[Span]:
-        """Pieces of the sequences that have more new tokens than `more_than`."""
+    def spans(self, window: int | None) -> Iterator[Span]:
+        """Pieces of the sequences that have several new tokens."""
         lengths = np.diff(self.query_start_loc)
-        for row in np.flatnonzero(lengths > more_than).tolist():
+        for row in np.flatnonzero(lengths > 1).tolist():
             begin, end = self.query_start_loc[row : row + 2].tolist()
             context = int(self.seq_lens[row]) - (end - begin)
             for start in range(begin, end, MAX_SPAN_ROWS):

@@ -2,18 +2,26 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
 
 use crate::element::Element;
 use crate::error::Error;
-use crate::kernel::{self, Isa, state_len};
+use crate::isa::Isa;
+use crate::kernel::{self, state_len};
 use crate::openmp::OpenMp;
 use crate::step::{CacheShape, PART, Run, Step, above_zero, same_length};
 
-/// Runs of a shared part that a thread takes at a time.
-const MOST_RUNS: usize = 32;
+/// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
+const MOST_ROWS: usize = 64;
+
+/// Floats that a thread brings together at a time, about.
+const MOST_FLOATS: usize = 10_000;
+
+/// Floats of what is found in parts before it is brought together, about: long prefills over long contexts would
+/// need a gigabyte.
+const MOST_STATES: usize = 4 << 20;
 
 /// Products of a step below which other threads are not woken: about ten microseconds of work.
 const SMALL: usize = 200_000;
@@ -66,6 +74,37 @@ impl<E> Job<'_, E> {
     fn parts(&self, run: &Run) -> Range<usize> {
         self.low(run.position) / PART..(run.position + run.count).div_ceil(PART)
     }
+
+    /// Floats of what one row finds in a part.
+    fn per_row(&self) -> usize {
+        self.heads * state_len(self.shape.dim_v)
+    }
+
+    /// Floats of what a run finds in all of its parts.
+    fn size(&self, run: &Run) -> usize {
+        self.parts(run).len() * run.count * self.per_row()
+    }
+
+    /// Runs from `first` on that are worked on at a time, one at least, and the floats of what they find.
+    fn slab(&self, first: usize) -> (Range<usize>, usize) {
+        let (mut end, mut size) = (first, 0);
+        for run in &self.step.runs[first..] {
+            let more = self.size(run);
+            if end > first && size + more > MOST_STATES {
+                break;
+            }
+            (end, size) = (end + 1, size + more);
+        }
+        (first..end, size)
+    }
+
+    /// Multiplications of these runs, about.
+    fn products(&self, runs: Range<usize>) -> usize {
+        let per_key = self.heads * (self.shape.dim_k + self.shape.dim_v);
+        let seen = |run: &Run| run.count * (run.position + run.count - self.low(run.position));
+        let seen = self.step.runs[runs].iter().map(seen);
+        seen.sum::<usize>().saturating_mul(per_key)
+    }
 }
 
 /// A run over one part: which run, and where what it finds goes.
@@ -91,6 +130,8 @@ pub struct Attention {
     others: Others,
     num_threads: usize,
     isa: Isa,
+    /// What runs found in their parts, kept from layer to layer: fresh pages would cost as much as the work.
+    states: Mutex<Vec<f32>>,
 }
 
 impl Attention {
@@ -124,6 +165,7 @@ impl Attention {
             others,
             num_threads,
             isa,
+            states: Mutex::default(),
         })
     }
 
@@ -140,11 +182,12 @@ impl Attention {
             others: Others::OpenMp(OpenMp::load(runtime).map_err(refused)?),
             num_threads,
             isa: Isa::detect(),
+            states: Mutex::default(),
         })
     }
 
     /// Attends with the rows of `step` over the cache's `keys` and `values`, which lie as `shape` says,
-    /// into `out` `[rows, heads, dim_v]`. Rows that the step leaves to others are not written.
+    /// into `out` `[rows, heads, dim_v]`.
     ///
     /// # Errors
     ///
@@ -175,29 +218,57 @@ impl Attention {
             softcap: options.softcap,
             window: options.window,
         };
-        let per_row = query.heads * state_len(shape.dim_v);
-        let size = |run: &Run| job.parts(run).len() * run.count * per_row;
-        let mut states = vec![0.0; step.runs.iter().map(size).sum()];
-        let mut work = Work::new(&job, per_row, &mut states);
-        self.run_tasks(&job, work.tasks());
-        finish(&job, per_row, &states, options.sinks, out);
+        let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = 0;
+        while first < step.runs.len() {
+            let (runs, size) = job.slab(first);
+            if states.len() < size {
+                states.resize(size, 0.0);
+            }
+            self.attend_slab(
+                &job,
+                runs.clone(),
+                &mut states[..size],
+                (options.sinks, out),
+            );
+            first = runs.end;
+        }
         Ok(())
     }
 
+    fn attend_slab<E: Element>(
+        &self,
+        job: &Job<'_, E>,
+        runs: Range<usize>,
+        states: &mut [f32],
+        (sinks, out): (Option<&[f32]>, &mut [E]),
+    ) {
+        let mut work = Work::new(job, runs.clone(), states);
+        let tasks = work.tasks();
+        let num_threads = match tasks.len() > 1 && job.products(runs.clone()) > SMALL {
+            true => self.num_threads.min(tasks.len()),
+            false => 1,
+        };
+        self.each(num_threads, tasks, |task| {
+            let part = task.part * PART..(task.part + 1) * PART;
+            E::attend(self.isa, job, task.members, part);
+        });
+        let found = results(job, runs, states, out);
+        self.each(num_threads.min(found.len()), found, |found| {
+            for (run, states, out) in found {
+                finish(job, run, (states, sinks), out);
+            }
+        });
+    }
+
     /// Every thread takes the next task until none is left.
-    fn run_tasks<E: Element>(&self, job: &Job<'_, E>, tasks: Vec<Task<'_, '_>>) {
-        let num_tasks = tasks.len();
+    fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         let queue = Mutex::new(tasks.into_iter());
         let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
         let work = || {
             while let Some(task) = next() {
-                let part = task.part * PART..(task.part + 1) * PART;
-                E::attend(self.isa, job, task.members, part);
+                work(task);
             }
-        };
-        let num_threads = match num_tasks > 1 && products(job) > SMALL {
-            true => self.num_threads.min(num_tasks),
-            false => 1,
         };
         match &self.others {
             Others::Own(pool) if num_threads > 1 => pool.in_place_scope(|scope| {
@@ -263,12 +334,13 @@ struct Work<'a> {
 impl<'a> Work<'a> {
     /// Parts that runs share, then every other part of each run, each with its share of `states`. With a
     /// window nothing is shared: what a row sees moves on with every token.
-    fn new<E>(job: &Job<'_, E>, per_row: usize, states: &'a mut [f32]) -> Self {
+    fn new<E>(job: &Job<'_, E>, runs: Range<usize>, states: &'a mut [f32]) -> Self {
         let (mut rest, mut pieces, mut firsts) = (states, vec![], vec![]);
-        for run in &job.step.runs {
+        for run in &job.step.runs[runs.clone()] {
             firsts.push(pieces.len());
             for _ in job.parts(run) {
-                let (state, others) = std::mem::take(&mut rest).split_at_mut(run.count * per_row);
+                let (state, others) =
+                    std::mem::take(&mut rest).split_at_mut(run.count * job.per_row());
                 pieces.push(Some(state));
                 rest = others;
             }
@@ -276,17 +348,25 @@ impl<'a> Work<'a> {
         let (mut members, mut tasks) = (Vec::with_capacity(pieces.len()), vec![]);
         let groups = job.step.groups.iter().filter(|_| job.window.is_none());
         for group in groups {
+            let here = group.runs.iter().copied().filter(|run| runs.contains(run));
+            let here: Vec<usize> = here.collect();
+            let each = MOST_ROWS.div_ceil(
+                here.iter()
+                    .map(|&run| job.step.runs[run].count)
+                    .max()
+                    .unwrap_or(1),
+            );
             for part in group.parts.clone() {
-                for runs in group.runs.chunks(MOST_RUNS) {
-                    members.extend(runs.iter().map(|&run| {
-                        let state = pieces[firsts[run] + part].take();
+                for together in here.chunks(each) {
+                    members.extend(together.iter().map(|&run| {
+                        let state = pieces[firsts[run - runs.start] + part].take();
                         (run, state.expect("a part of a run is in one group"))
                     }));
-                    tasks.push((runs.len(), part));
+                    tasks.push((together.len(), part));
                 }
             }
         }
-        for (run, &first) in firsts.iter().enumerate() {
+        for (run, &first) in runs.zip(&firsts) {
             let parts = job.parts(&job.step.runs[run]);
             for (part, piece) in parts.clone().zip(&mut pieces[first..][..parts.len()]) {
                 if let Some(state) = piece.take() {
@@ -309,36 +389,54 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Multiplications of the job, about.
-fn products<E>(job: &Job<'_, E>) -> usize {
-    let per_key = job.heads * (job.shape.dim_k + job.shape.dim_v);
-    let runs = job.step.runs.iter();
-    let seen = runs.map(|run| run.count * (run.position + run.count - job.low(run.position)));
-    seen.sum::<usize>().saturating_mul(per_key)
+/// A run, what it found in its parts, and where its rows go.
+type Found<'a, E> = (&'a Run, &'a [f32], &'a mut [E]);
+
+/// What there is to bring together, cut into tasks.
+fn results<'a, E>(
+    job: &Job<'a, E>,
+    runs: Range<usize>,
+    states: &'a [f32],
+    out: &'a mut [E],
+) -> Vec<Vec<Found<'a, E>>> {
+    let per_out = job.heads * job.shape.dim_v;
+    let (mut tasks, mut task) = (vec![], vec![]);
+    let (mut rest, mut others, mut first, mut size) = (states, out, 0, 0);
+    for run in &job.step.runs[runs] {
+        let (own, after) = rest.split_at(job.size(run));
+        let (_, from) = others.split_at_mut((run.first_row - first) * per_out);
+        let (out, beyond) = from.split_at_mut(run.count * per_out);
+        (rest, others, first) = (after, beyond, run.first_row + run.count);
+        task.push((run, own, out));
+        size += own.len();
+        if size > MOST_FLOATS {
+            tasks.push(std::mem::take(&mut task));
+            size = 0;
+        }
+    }
+    tasks.push(task);
+    tasks
 }
 
-/// Brings the parts of every query together.
+/// Brings the parts of every query of a run together.
 fn finish<E: Element>(
     job: &Job<'_, E>,
-    per_row: usize,
-    states: &[f32],
-    sinks: Option<&[f32]>,
+    run: &Run,
+    (states, sinks): (&[f32], Option<&[f32]>),
     out: &mut [E],
 ) {
     let (size, dim_v) = (state_len(job.shape.dim_v), job.shape.dim_v);
     let mut row = vec![0.0; dim_v];
-    let mut rest = states;
-    for run in &job.step.runs {
-        let stride = run.count * per_row;
-        let (own, others) = rest.split_at(job.parts(run).len() * stride);
-        rest = others;
-        let rows = &mut out[run.first_row * job.heads * dim_v..][..run.count * job.heads * dim_v];
-        for (at, out) in rows.chunks_exact_mut(dim_v).enumerate() {
-            let sink = sinks.map(|sinks| sinks[at % job.heads]);
-            kernel::finish(&own[at * size..], stride, sink, &mut row);
-            for (element, &float) in out.iter_mut().zip(&row) {
-                *element = E::narrow(float);
-            }
+    for (at, out) in out.chunks_exact_mut(dim_v).enumerate() {
+        let sink = sinks.map(|sinks| sinks[at % job.heads]);
+        kernel::finish(
+            &states[at * size..],
+            run.count * job.per_row(),
+            sink,
+            &mut row,
+        );
+        for (element, &float) in out.iter_mut().zip(&row) {
+            *element = E::narrow(float);
         }
     }
 }

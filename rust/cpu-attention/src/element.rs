@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use crate::attention::{Job, Member};
-use crate::kernel::{self, Isa, TILE};
+use crate::isa::{Isa, in_floats, in_halves};
+use crate::kernel::TILE;
 
 /// A number as queries, keys, values and results have it in memory.
 pub trait Element: Copy + Send + Sync + private::Sealed {
@@ -39,13 +40,13 @@ mod private {
 
     impl Sealed for f32 {
         fn attend(isa: Isa, job: &Job<'_, f32>, members: &mut [Member<'_>], part: Range<usize>) {
-            kernel::attend(isa, job, members, part);
+            in_floats(isa, job, members, part);
         }
     }
 
     impl Sealed for u16 {
         fn attend(isa: Isa, job: &Job<'_, u16>, members: &mut [Member<'_>], part: Range<usize>) {
-            kernel::attend(isa, job, members, part);
+            in_halves(isa, job, members, part);
         }
     }
 }

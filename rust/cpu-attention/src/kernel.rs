@@ -1,47 +1,15 @@
-//! The arithmetic: the rows of a run over a part of their keys, and how parts come together.
+//! The softmax: the rows of a run over a part of their keys, and how parts come together.
 
 use std::ops::Range;
 
 use crate::attention::{Job, Member};
 use crate::element::Element;
-#[cfg(target_arch = "x86_64")]
-use crate::lanes::Avx2;
-use crate::lanes::{LANES, Lanes, Plain, Shuffles, dot8, exp, larger, largest, sum_all};
-use crate::step::Run;
+use crate::lanes::{Scratch, exp, larger};
+use crate::step::{CacheShape, Run};
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
 /// from one query to the next.
 pub(crate) const TILE: usize = 32;
-
-/// Which build of the arithmetic runs. They give the same bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Isa {
-    /// What the target has in any case.
-    Portable,
-    /// x86-64 with AVX2 and FMA.
-    Avx2,
-}
-
-impl Isa {
-    /// The best that this machine has.
-    #[must_use]
-    pub fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            return Self::Avx2;
-        }
-        Self::Portable
-    }
-
-    /// Whether this machine has an instruction that multiplies and adds with one rounding. Without,
-    /// the kernel is right, and slow.
-    #[must_use]
-    pub fn is_fast() -> bool {
-        cfg!(target_feature = "fma")
-            || cfg!(target_arch = "aarch64")
-            || Self::detect() == Self::Avx2
-    }
-}
 
 /// What a query has found so far: the largest score, the sum of `e ^ (score - largest)`, and the sum of
 /// the values so weighted. In memory one after the other.
@@ -52,117 +20,188 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
     HEADER + dim_v
 }
 
+/// Products of queries with keys and of weights with values, for vectors of `L` rows.
+pub(crate) trait Arithmetic<E, const L: usize> {
+    /// A tile of keys and values, ready for any number of vectors.
+    type Tile<'t>: Products<L>
+    where
+        Self: 't,
+        E: 't;
+
+    /// Whether the sums of a vector of which so many lanes are used are `[lanes, dim_v]` instead of `[dim_v, lanes]`.
+    fn is_narrow(num_rows: usize) -> bool;
+
+    /// For so many vectors.
+    fn new(shape: &CacheShape, num_vectors: usize) -> Self;
+
+    /// Takes the queries of a KV head: those of vector `number` are at `places` of the step's.
+    fn take_queries(&mut self, number: usize, places: impl Iterator<Item = usize>, query: &[E]);
+
+    /// Keys and values beside those in `near` repeat others.
+    fn tile<'t>(
+        &'t mut self,
+        near: &Range<usize>,
+        keys: [&'t [E]; TILE],
+        values: [&'t [E]; TILE],
+    ) -> Self::Tile<'t>;
+}
+
+/// What a tile is for.
+pub(crate) trait Products<const L: usize> {
+    /// The products of a vector of queries with, at least, the keys in `near`.
+    fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]);
+
+    /// Adds the values, weighted, to the `sums` of so many rows, which count `faded` times from now on. Where
+    /// the tile is not `whole`, some lanes do not see some of the keys in `near`; the weight is 0 then.
+    fn weigh(
+        &self,
+        weights: &[[f32; L]; TILE],
+        near_and_whole: (&Range<usize>, bool),
+        faded: &[f32; L],
+        rows_and_sums: (usize, &mut [[f32; L]]),
+    );
+}
+
 /// Attends with the rows of some runs over the keys of a part, from nothing.
 ///
 /// The state of each is `[rows, query heads, state_len]`. Where there are several runs, they have the blocks
 /// of the part in common. What is computed for a row does not depend on who else is there.
-pub(crate) fn attend<E: Element>(
-    isa: Isa,
-    job: &Job<'_, E>,
-    members: &mut [Member<'_>],
-    part: Range<usize>,
-) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx2 && Isa::detect() == Isa::Avx2 {
-        #[target_feature(enable = "avx2,fma")]
-        fn avx2<E: Element>(job: &Job<'_, E>, members: &mut [Member<'_>], part: Range<usize>) {
-            attend_lanes::<E, Avx2>(job, members, part);
-        }
-        // SAFETY: the machine has AVX2 and FMA, as was looked up.
-        #[allow(unsafe_code)]
-        return unsafe { avx2(job, members, part) };
-    }
-    let _ = isa;
-    attend_lanes::<E, Plain>(job, members, part);
-}
-
-/// The keys and values of one head that a tile holds, as floats. Beside those that are seen, some are
-/// repeated.
-struct Tile<'a> {
-    start: usize,
-    keys: [&'a [f32]; TILE],
-    values: [&'a [f32]; TILE],
-}
-
+///
+/// A lane of a vector is one query head of one row; whatever is added up for it is added up in the order of
+/// the dimensions and of the keys.
 #[inline(always)]
-fn attend_lanes<E: Element, S: Shuffles>(
+pub(crate) fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,
     members: &mut [Member<'_>],
     part: Range<usize>,
 ) {
     let (shape, size) = (job.shape, state_len(job.shape.dim_v));
-    let per_row = job.heads * shape.dim_k;
-    let (mut wide_keys, mut wide_values) = (vec![], vec![]);
-    let mut wide_queries = vec![vec![]; members.len()];
-    let mut queries = Vec::with_capacity(members.len());
-    let (mut low, mut high) = (usize::MAX, 0);
-    for ((run, state), wide) in members.iter_mut().zip(&mut wide_queries) {
-        let run = &job.step.runs[*run];
-        let rows = &job.query[run.first_row * per_row..][..run.count * per_row];
-        queries.push(E::floats(rows, wide));
-        low = low.min(job.low(run.position));
-        high = high.max(run.position + run.count);
-        for one in state.chunks_exact_mut(size) {
-            one.fill(0.0);
-            one[0] = f32::NEG_INFINITY;
-        }
-    }
+    let rows = rows(job, members);
+    let vectors: Vec<Bounds<L>> = rows.chunks(L).map(|rows| bounds(job, rows)).collect();
+    let low = rows.iter().map(|row| job.low(row.position)).min();
+    let high = rows.iter().map(|row| row.position + 1).max();
+    let seen = part.start.max(low.unwrap_or(0))..part.end.min(high.unwrap_or(0));
+    let mut arithmetic = A::new(&shape, vectors.len());
+    let mut states = Scratch::zeros(vectors.len() * size * L);
+    let states = &mut states.floats_mut().as_chunks_mut::<L>().0[..vectors.len() * size];
     let model = &job.step.runs[members[0].0];
-    for start in part.clone().step_by(TILE) {
-        let seen = start.max(low)..(start + TILE).min(part.end).min(high);
-        if seen.is_empty() {
-            continue;
+    for kv_head in 0..shape.kv_heads {
+        for (number, rows) in rows.chunks(L).enumerate() {
+            let head = |row: &Row| row.first_query + kv_head * job.group + row.head;
+            let places = rows.iter().map(|row| head(row) * shape.dim_k);
+            arithmetic.take_queries(number, places, job.query);
         }
-        let slots = slots(job, model, start, &seen);
-        let near = seen.start - start..seen.end - start;
-        for kv_head in 0..shape.kv_heads {
-            let rows = slots.map(|slot| slot * shape.kv_heads + kv_head);
-            let keys = rows.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
-            let values = rows.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
-            let tile = Tile {
-                start,
-                keys: E::tile(keys, &near, &mut wide_keys),
-                values: E::tile(values, &near, &mut wide_values),
-            };
-            for ((run, state), queries) in members.iter_mut().zip(&queries) {
-                attend_run::<E, S>(
-                    job,
-                    &tile,
-                    (&job.step.runs[*run], &seen),
-                    kv_head,
-                    (queries, state),
-                );
+        for state in states.chunks_exact_mut(size) {
+            state.fill([0.0; L]);
+            state[0] = [f32::NEG_INFINITY; L];
+        }
+        let first = seen.start / TILE * TILE; // parts begin with a tile
+        for start in (first..seen.end).step_by(TILE) {
+            let near = seen.start.max(start)..seen.end.min(start + TILE);
+            let at = slots(job, model, start, &near).map(|slot| slot * shape.kv_heads + kv_head);
+            let keys = at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
+            let values = at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
+            let near = near.start - start..near.end - start;
+            let tile = arithmetic.tile(&near, keys, values);
+            let how = (job.scaling, job.softcap);
+            for (number, state) in states.chunks_exact_mut(size).enumerate() {
+                attend_tile(how, (&tile, start), (number, &vectors[number]), state);
             }
         }
+        give_states::<E, A, L>(job, &rows, kv_head, states, members);
     }
 }
 
-/// The rows of a run over a tile, of one KV head.
+/// One query head of one row, by its place in its run.
+struct Row {
+    member: usize,
+    /// Where the query of the first KV head's first head lies in the step.
+    first_query: usize,
+    row: usize,
+    /// Among the heads that share a KV head.
+    head: usize,
+    position: usize,
+}
+
+/// What all lanes of a task stand for, in their order: the same for every KV head.
 #[inline(always)]
-fn attend_run<E: Element, S: Shuffles>(
-    job: &Job<'_, E>,
-    tile: &Tile<'_>,
-    (run, seen): (&Run, &Range<usize>),
-    kv_head: usize,
-    (queries, state): (&[f32], &mut [f32]),
-) {
-    let (dim_k, size) = (job.shape.dim_k, state_len(job.shape.dim_v));
-    for row in 0..run.count {
-        let position = run.position + row;
-        let sees = seen.start.max(job.low(position))..seen.end.min(position + 1);
-        if sees.is_empty() {
-            continue;
+fn rows<E>(job: &Job<'_, E>, members: &[Member<'_>]) -> Vec<Row> {
+    let mut rows = vec![];
+    for (member, (run, _)) in members.iter().enumerate() {
+        let run = &job.step.runs[*run];
+        for row in 0..run.count {
+            rows.extend((0..job.group).map(|head| Row {
+                member,
+                first_query: (run.first_row + row) * job.heads,
+                row,
+                head,
+                position: run.position + row,
+            }));
         }
-        for head in kv_head * job.group..(kv_head + 1) * job.group {
-            let at = row * job.heads + head;
-            let query = &queries[at * dim_k..][..dim_k];
-            attend_tile::<E, S>(
-                job,
-                tile,
-                sees.clone(),
-                query,
-                &mut state[at * size..][..size],
-            );
+    }
+    rows
+}
+
+/// Which positions the lanes of a vector see.
+struct Bounds<const L: usize> {
+    /// Lanes that stand for something.
+    num_rows: usize,
+    lows: [i32; L],
+    highs: [i32; L],
+    /// Those that any of them sees.
+    any: Range<usize>,
+    /// Those that each of them sees.
+    all: Range<usize>,
+}
+
+/// Lanes that stand for nothing see what the first one sees.
+#[inline(always)]
+fn bounds<E, const L: usize>(job: &Job<'_, E>, rows: &[Row]) -> Bounds<L> {
+    let sees = |row: &Row| job.low(row.position)..row.position + 1;
+    let (mut any, mut all) = (sees(&rows[0]), sees(&rows[0]));
+    let (mut lows, mut highs) = ([any.start as i32; L], [any.end as i32; L]);
+    for (at, row) in rows.iter().enumerate() {
+        let sees = sees(row);
+        (lows[at], highs[at]) = (sees.start as i32, sees.end as i32);
+        any = any.start.min(sees.start)..any.end.max(sees.end);
+        all = all.start.max(sees.start)..all.end.min(sees.end);
+    }
+    Bounds {
+        num_rows: rows.len(),
+        lows,
+        highs,
+        any,
+        all,
+    }
+}
+
+/// Writes what the lanes have found where it belongs.
+#[inline(always)]
+fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
+    job: &Job<'_, E>,
+    rows: &[Row],
+    kv_head: usize,
+    states: &[[f32; L]],
+    members: &mut [Member<'_>],
+) {
+    let (dim, size) = (job.shape.dim_v, state_len(job.shape.dim_v));
+    for (rows, lanes) in rows.chunks(L).zip(states.chunks_exact(size)) {
+        let (header, sums) = lanes.split_at(HEADER);
+        for (lane, row) in rows.iter().enumerate() {
+            let at = row.row * job.heads + kv_head * job.group + row.head;
+            let state = &mut members[row.member].1[at * size..][..size];
+            let (own, found) = state.split_at_mut(HEADER);
+            for (float, lanes) in own.iter_mut().zip(header) {
+                *float = lanes[lane];
+            }
+            match A::is_narrow(rows.len()) {
+                true => found.copy_from_slice(&sums.as_flattened()[lane * dim..][..dim]),
+                false => {
+                    for (float, lanes) in found.iter_mut().zip(sums) {
+                        *float = lanes[lane];
+                    }
+                }
+            }
         }
     }
 }
@@ -184,107 +223,82 @@ fn slots<E: Element>(
     slots
 }
 
-/// One query over one tile, of which it sees the positions `sees`.
+/// A vector of rows over the tile that begins at `start`.
 #[inline(always)]
-fn attend_tile<E: Element, S: Shuffles>(
-    job: &Job<'_, E>,
-    tile: &Tile<'_>,
-    sees: Range<usize>,
-    query: &[f32],
-    state: &mut [f32],
+fn attend_tile<const L: usize>(
+    (scaling, softcap): (f32, Option<f32>),
+    (tile, start): (&impl Products<L>, usize),
+    (number, bounds): (usize, &Bounds<L>),
+    state: &mut [[f32; L]],
 ) {
-    let sees = sees.start - tile.start..sees.end - tile.start;
-    let mut weights = scores::<E, S>(job, tile, &sees, query);
-    let (header, sum) = state.split_at_mut(HEADER);
-    let before = header[0];
-    let now = larger(before, largest(&weights));
-    let faded = if now == before {
-        1.0
-    } else {
-        exp(before - now)
-    };
-    for weight in &mut weights {
-        let power = exp(*weight - now);
-        *weight = if *weight == f32::NEG_INFINITY {
-            0.0
-        } else {
-            power
-        };
+    let end = start + TILE;
+    let seen = bounds.any.start.max(start)..bounds.any.end.min(end);
+    if seen.is_empty() {
+        return;
     }
-    header[0] = now;
-    header[1] = header[1].mul_add(faded, sum_all(&weights));
-    let (weights, values) = (&weights[sees.clone()], &tile.values[sees]);
-    let (wide, rest) = sum.split_at_mut(sum.len() / WIDE * WIDE);
-    for (at, sum) in wide.chunks_exact_mut(WIDE).enumerate() {
-        weigh::<8>(weights, values, at * WIDE, faded, sum);
+    let near = seen.start - start..seen.end - start;
+    let whole = bounds.all.start <= start && end <= bounds.all.end;
+    let mut weights = [[f32::NEG_INFINITY; L]; TILE];
+    tile.scores(number, &near, &mut weights);
+    for score in weights[near.clone()].as_flattened_mut() {
+        *score *= scaling;
     }
-    let first = wide.len();
-    let (narrow, rest) = rest.split_at_mut(rest.len() / LANES * LANES);
-    for (at, sum) in narrow.chunks_exact_mut(LANES).enumerate() {
-        weigh::<1>(weights, values, first + at * LANES, faded, sum);
-    }
-    let first = first + narrow.len();
-    for (at, sum) in rest.iter_mut().enumerate() {
-        *sum *= faded;
-        for (&weight, value) in weights.iter().zip(values) {
-            *sum = weight.mul_add(value[first + at], *sum);
-        }
-    }
-}
-
-/// The scores of a query in a tile; negative infinity for what it does not see.
-#[inline(always)]
-fn scores<E: Element, S: Shuffles>(
-    job: &Job<'_, E>,
-    tile: &Tile<'_>,
-    sees: &Range<usize>,
-    query: &[f32],
-) -> [f32; TILE] {
-    let mut scores = [f32::NEG_INFINITY; TILE];
-    let (eights, _) = scores.as_chunks_mut::<LANES>();
-    let (keys, _) = tile.keys.as_chunks::<LANES>();
-    for at in sees.start / LANES..sees.end.div_ceil(LANES) {
-        eights[at] = dot8::<S>(query, &keys[at]).scale(job.scaling).0;
-    }
-    if let Some(cap) = job.softcap {
-        for score in &mut scores[sees.clone()] {
+    if let Some(cap) = softcap {
+        for score in weights[near.clone()].as_flattened_mut() {
             *score = cap * (*score / cap).tanh();
         }
     }
-    for (at, score) in scores.iter_mut().enumerate() {
-        let is_seen = at >= sees.start && at < sees.end;
-        *score = if is_seen { *score } else { f32::NEG_INFINITY };
-    }
-    scores
-}
-
-/// Elements of a value that are added up at a time: as many as registers hold.
-const WIDE: usize = 8 * LANES;
-
-/// Adds weighted values, from element `first` on, to `sum`, which is `N` times eight elements.
-#[inline(always)]
-fn weigh<const N: usize>(
-    weights: &[f32],
-    values: &[&[f32]],
-    first: usize,
-    faded: f32,
-    sum: &mut [f32],
-) {
-    let (sum, _) = sum.as_chunks_mut::<LANES>();
-    let mut lanes = [Lanes::splat(0.0); N];
-    for (lanes, sum) in lanes.iter_mut().zip(&*sum) {
-        *lanes = Lanes(*sum).scale(faded);
-    }
-    for (&weight, value) in weights.iter().zip(values) {
-        let (value, _) = value[first..][..N * LANES].as_chunks::<LANES>();
-        let weight = Lanes::splat(weight);
-        for at in 0..N {
-            lanes[at] = weight.mul_add(&value[at], lanes[at]);
+    if !whole {
+        for (at, score) in weights.iter_mut().enumerate() {
+            let position = (start + at) as i32;
+            for lane in 0..L {
+                let is_seen = bounds.lows[lane] <= position && position < bounds.highs[lane];
+                score[lane] = if is_seen {
+                    score[lane]
+                } else {
+                    f32::NEG_INFINITY
+                };
+            }
         }
     }
-    for (sum, lanes) in sum.iter_mut().zip(lanes) {
-        *sum = lanes.0;
+    let (header, sums) = state.split_at_mut(HEADER);
+    let faded = soften(&mut weights, header);
+    tile.weigh(&weights, (&near, whole), &faded, (bounds.num_rows, sums));
+}
+
+/// Turns scores into weights `e ^ (score - largest)` and brings the header up to them; how much what was found
+/// before counts now.
+#[inline(always)]
+fn soften<const L: usize>(weights: &mut [[f32; L]; TILE], header: &mut [[f32; L]]) -> [f32; L] {
+    let (before, mut now) = (header[0], header[0]);
+    for score in &*weights {
+        for lane in 0..L {
+            now[lane] = larger(score[lane], now[lane]);
+        }
     }
+    let mut faded = [1.0; L];
+    for lane in 0..L {
+        let less = exp(before[lane] - now[lane]);
+        faded[lane] = if now[lane] == before[lane] { 1.0 } else { less };
+    }
+    header[0] = now;
+    let mut total = header[1];
+    for lane in 0..L {
+        total[lane] *= faded[lane];
+    }
+    for weight in weights {
+        for lane in 0..L {
+            let power = exp(weight[lane] - now[lane]);
+            weight[lane] = if weight[lane] == f32::NEG_INFINITY {
+                0.0
+            } else {
+                power
+            };
+            total[lane] += weight[lane];
+        }
+    }
+    header[1] = total;
+    faded
 }
 
 /// Brings the parts of one query together and divides: `states` are `[parts, stride]`, of which the

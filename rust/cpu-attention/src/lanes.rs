@@ -1,47 +1,8 @@
-//! Eight floats at a time, in plain Rust that the compiler turns into vector instructions.
+//! What is done to all lanes of a vector, in plain Rust that the compiler turns into vector instructions.
 //!
 //! Every function is inlined into its caller and takes the instructions of that one. `mul_add` rounds
-//! once on every machine, so all builds give the same bits; without an FMA instruction it is slow.
-
-/// How many floats are worked on at once.
-pub(crate) const LANES: usize = 8;
-
-/// Eight floats.
-#[derive(Clone, Copy)]
-#[repr(align(32))]
-pub(crate) struct Lanes(pub(crate) [f32; LANES]);
-
-impl Lanes {
-    #[inline(always)]
-    pub(crate) fn splat(value: f32) -> Self {
-        Self([value; LANES])
-    }
-
-    /// `self * factor + addend`, rounded once.
-    #[inline(always)]
-    pub(crate) fn mul_add(mut self, factor: &[f32; LANES], addend: Self) -> Self {
-        for lane in 0..LANES {
-            self.0[lane] = self.0[lane].mul_add(factor[lane], addend.0[lane]);
-        }
-        self
-    }
-
-    #[inline(always)]
-    pub(crate) fn scale(mut self, factor: f32) -> Self {
-        for lane in 0..LANES {
-            self.0[lane] *= factor;
-        }
-        self
-    }
-
-    #[inline(always)]
-    pub(crate) fn add(mut self, other: Self) -> Self {
-        for lane in 0..LANES {
-            self.0[lane] += other.0[lane];
-        }
-        self
-    }
-}
+//! once on every machine, so all builds give the same bits; without an FMA instruction it is slow. Products have
+//! vectors of their own ([`Vector`]): left to itself the compiler turns rows into columns there.
 
 /// `f32::max` as one instruction: of a NaN and a number, the second.
 #[inline(always)]
@@ -73,133 +34,176 @@ pub(crate) fn exp(x: f32) -> f32 {
     e * f32::from_bits(power)
 }
 
-/// The dot products of `query` with eight keys, all of one length.
-#[inline(always)]
-pub(crate) fn dot8<S: Shuffles>(query: &[f32], keys: &[&[f32]; LANES]) -> Lanes {
-    let (chunks, tail) = query.as_chunks::<LANES>();
-    let mut sums = [Lanes::splat(0.0); LANES];
-    let rows = keys.map(|key| &key.as_chunks::<LANES>().0[..chunks.len()]);
-    for (at, part) in chunks.iter().enumerate() {
-        for key in 0..LANES {
-            sums[key] = Lanes(*part).mul_add(&rows[key][at], sums[key]);
-        }
-    }
-    let mut dots = S::sum_each(sums);
-    for (key, row) in keys.iter().enumerate() {
-        let rest = &row[row.len() - tail.len()..];
-        for (&a, &b) in tail.iter().zip(rest) {
-            dots.0[key] = a.mul_add(b, dots.0[key]);
-        }
-    }
-    dots
-}
-
-/// What the compiler does not find by itself: a shuffle of many vectors at once.
-pub(crate) trait Shuffles {
-    /// The sums of eight times eight lanes, each `((0 + 2) + (1 + 3)) + ((4 + 6) + (5 + 7))`.
-    fn sum_each(sums: [Lanes; LANES]) -> Lanes;
+/// `L` floats that are multiplied and added at once.
+pub(crate) trait Vector<const L: usize>: Copy {
+    fn load(from: &[f32; L]) -> Self;
+    fn store(self, to: &mut [f32; L]);
+    fn splat(one: f32) -> Self;
+    fn multiply(self, factor: Self) -> Self;
+    /// `self * factor + addend`, rounded once.
+    fn multiply_add(self, factor: Self, addend: Self) -> Self;
+    /// The lanes of `self` for which `weights` is not 0, the others from `instead`.
+    fn where_it_weighs(self, weights: Self, instead: Self) -> Self;
 }
 
 /// In plain Rust.
-pub(crate) struct Plain;
-
-impl Shuffles for Plain {
+impl Vector<8> for [f32; 8] {
     #[inline(always)]
-    fn sum_each(sums: [Lanes; LANES]) -> Lanes {
-        let mut found = [0.0; LANES];
-        for (sum, Lanes(a)) in found.iter_mut().zip(sums) {
-            *sum = ((a[0] + a[2]) + (a[1] + a[3])) + ((a[4] + a[6]) + (a[5] + a[7]));
-        }
-        Lanes(found)
+    fn load(from: &[f32; 8]) -> Self {
+        *from
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; 8]) {
+        *to = self;
+    }
+
+    #[inline(always)]
+    fn splat(one: f32) -> Self {
+        [one; 8]
+    }
+
+    #[inline(always)]
+    fn multiply(self, factor: Self) -> Self {
+        std::array::from_fn(|lane| self[lane] * factor[lane])
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, factor: Self, addend: Self) -> Self {
+        std::array::from_fn(|lane| self[lane].mul_add(factor[lane], addend[lane]))
+    }
+
+    #[inline(always)]
+    fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+        let pick = |lane| match weights[lane] == 0.0 {
+            true => instead[lane],
+            false => self[lane],
+        };
+        std::array::from_fn(pick)
     }
 }
-
-#[cfg(target_arch = "x86_64")]
-pub(crate) use x86::Avx2;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    #![allow(unsafe_code)]
     use std::arch::x86_64::*;
-    use std::mem::transmute;
 
-    use super::{LANES, Lanes, Shuffles};
+    use super::Vector;
 
-    /// With AVX2: to be used only where the machine has it.
-    pub(crate) struct Avx2;
-
-    impl Shuffles for Avx2 {
+    /// To be used only where the machine has AVX2 and FMA, as `isa` sees to it: that is what makes the calls below
+    /// safe.
+    impl Vector<8> for __m256 {
         #[inline(always)]
-        #[allow(unsafe_code)]
-        fn sum_each(sums: [Lanes; LANES]) -> Lanes {
-            // SAFETY: `kernel::attend` looks for AVX2 before it chooses this type.
-            unsafe { sum_each(sums) }
+        fn load(from: &[f32; 8]) -> Self {
+            // SAFETY: see above; eight floats are read.
+            unsafe { _mm256_loadu_ps(from.as_ptr()) }
         }
-    }
 
-    #[target_feature(enable = "avx2")]
-    #[inline]
-    #[allow(unsafe_code)]
-    fn sum_each(sums: [Lanes; LANES]) -> Lanes {
-        // SAFETY: eight floats, aligned alike, are a vector of eight floats.
-        let s: [__m256; LANES] = unsafe { transmute(sums) };
-        let pairs = |a, b| _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-        let fours = |a, b| {
-            let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
-            let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
-            _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high))
-        };
-        let first = fours(pairs(s[0], s[1]), pairs(s[2], s[3]));
-        let last = fours(pairs(s[4], s[5]), pairs(s[6], s[7]));
-        let low = _mm256_permute2f128_ps::<0x20>(first, last);
-        let high = _mm256_permute2f128_ps::<0x31>(first, last);
-        // SAFETY: as above.
-        unsafe { transmute(_mm256_add_ps(low, high)) }
-    }
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 8]) {
+            // SAFETY: see above; eight floats are written.
+            unsafe { _mm256_storeu_ps(to.as_mut_ptr(), self) }
+        }
 
-    #[cfg(test)]
-    mod tests {
-        use super::super::Plain;
-        use super::*;
+        #[inline(always)]
+        fn splat(one: f32) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm256_set1_ps(one) }
+        }
 
-        #[test]
-        fn sums_have_the_same_bits() {
-            if !is_x86_feature_detected!("avx2") {
-                return;
+        #[inline(always)]
+        fn multiply(self, factor: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm256_mul_ps(self, factor) }
+        }
+
+        #[inline(always)]
+        fn multiply_add(self, factor: Self, addend: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm256_fmadd_ps(self, factor, addend) }
+        }
+
+        #[inline(always)]
+        fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                let weighs = _mm256_cmp_ps::<_CMP_NEQ_UQ>(weights, _mm256_setzero_ps());
+                _mm256_blendv_ps(instead, self, weighs)
             }
-            let lanes = |row: usize| std::array::from_fn(|at| (row * 8 + at) as f32 * 0.37 - 11.1);
-            let sums = std::array::from_fn(|row| Lanes(lanes(row)));
-            let bits = |Lanes(found): Lanes| found.map(f32::to_bits);
-            assert_eq!(bits(Avx2::sum_each(sums)), bits(Plain::sum_each(sums)));
+        }
+    }
+
+    /// To be used only where the machine has AVX-512, as above.
+    impl Vector<16> for __m512 {
+        #[inline(always)]
+        fn load(from: &[f32; 16]) -> Self {
+            // SAFETY: see above; 16 floats are read.
+            unsafe { _mm512_loadu_ps(from.as_ptr()) }
+        }
+
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 16]) {
+            // SAFETY: see above; 16 floats are written.
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), self) }
+        }
+
+        #[inline(always)]
+        fn splat(one: f32) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_set1_ps(one) }
+        }
+
+        #[inline(always)]
+        fn multiply(self, factor: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_mul_ps(self, factor) }
+        }
+
+        #[inline(always)]
+        fn multiply_add(self, factor: Self, addend: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_fmadd_ps(self, factor, addend) }
+        }
+
+        #[inline(always)]
+        fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                let weighs = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weights, _mm512_setzero_ps());
+                _mm512_mask_blend_ps(weighs, instead, self)
+            }
         }
     }
 }
 
-/// The largest of a multiple of eight floats, or negative infinity.
-#[inline(always)]
-pub(crate) fn largest(floats: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    for eight in floats.as_chunks::<LANES>().0 {
-        for lane in 0..LANES {
-            lanes[lane] = larger(eight[lane], lanes[lane]);
-        }
-    }
-    for half in [4, 2, 1] {
-        for lane in 0..half {
-            lanes[lane] = larger(lanes[lane + half], lanes[lane]);
-        }
-    }
-    lanes[0]
+/// Floats that begin a line of the processor's cache: vectors of them do not cross two.
+pub(crate) struct Scratch {
+    memory: Vec<f32>,
+    first: usize,
 }
 
-/// The sum of a multiple of eight floats: lane by lane, then of the lanes.
-#[inline(always)]
-pub(crate) fn sum_all(floats: &[f32]) -> f32 {
-    let mut lanes = Lanes::splat(0.0);
-    for eight in floats.as_chunks::<LANES>().0 {
-        lanes = lanes.add(Lanes(*eight));
+impl Scratch {
+    /// So many zeros.
+    #[inline(always)]
+    pub(crate) fn zeros(count: usize) -> Self {
+        const LINE: usize = 64;
+        let memory = vec![0.0; count + LINE / size_of::<f32>()];
+        let first = memory.as_ptr().align_offset(LINE);
+        Self {
+            first: first.min(LINE / size_of::<f32>()),
+            memory,
+        }
     }
-    let a = lanes.0;
-    ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + (a[6] + a[7]))
+
+    #[inline(always)]
+    pub(crate) fn floats(&self) -> &[f32] {
+        &self.memory[self.first..]
+    }
+
+    #[inline(always)]
+    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
+        &mut self.memory[self.first..]
+    }
 }
 
 #[cfg(test)]
@@ -217,35 +221,5 @@ mod tests {
         assert_eq!(exp(0.0), 1.0);
         assert_eq!(exp(f32::NEG_INFINITY), exp(-87.0));
         assert!(exp(f32::NAN).is_nan());
-    }
-
-    #[test]
-    fn dots_of_every_length() {
-        for length in 0..40 {
-            let row = |seed: usize| -> Vec<f32> {
-                (0..length)
-                    .map(|at| ((at * 7 + seed * 13) % 11) as f32 - 5.0)
-                    .collect()
-            };
-            let (query, keys): (_, Vec<_>) = (row(99), (0..LANES).map(row).collect());
-            let dots = dot8::<Plain>(&query, &std::array::from_fn(|key| &keys[key][..]));
-            for (key, dot) in keys.iter().zip(dots.0) {
-                let exact: f32 = query.iter().zip(key).map(|(a, b)| a * b).sum();
-                assert_eq!(dot, exact, "integers are exact");
-            }
-        }
-    }
-
-    #[test]
-    fn sums_of_many() {
-        let floats: Vec<f32> = (0..32).map(|at| (at * at) as f32).collect();
-        assert_eq!(sum_all(&floats), 10_416.0);
-        assert_eq!(sum_all(&[]), 0.0);
-        for at in 0..32 {
-            let mut floats = [-7.0; 32];
-            floats[at] = -3.0;
-            assert_eq!(largest(&floats), -3.0);
-        }
-        assert_eq!(largest(&[]), f32::NEG_INFINITY);
     }
 }

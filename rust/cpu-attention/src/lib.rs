@@ -1,18 +1,22 @@
 //! Attention over a paged KV cache on the CPU, in float32 or bfloat16.
 //!
-//! For rows of sequences with few new tokens, foremost decodes: keys and values are read where they
-//! lie, through the block table, once for all the query heads that share them. The softmax is computed
-//! online (Milakov and Gimelshein, 2018, arXiv:1805.02867); long contexts are cut into parts that
-//! threads share and that are merged at the end (Flash-Decoding, Dao et al., 2023).
+//! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
+//! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
+//! and Gimelshein, 2018, arXiv:1805.02867); long contexts are cut into parts that threads share and that
+//! are merged at the end (Flash-Decoding, Dao et al., 2023).
 //!
 //! # The contract in short
 //!
 //! * **A row depends on itself alone.** Where tiles and parts begin depends on positions only, so the
 //!   bits of a row are the same in every batch and with any number of threads.
-//! * **One source, two builds.** The arithmetic is written for eight lanes and compiled for AVX2 with
-//!   FMA, chosen when it runs, and for whatever the target has: both give the same bits.
+//! * **A lane is a row.** Vectors hold one number each of 8 or 16 rows that read the same keys: the query heads
+//!   that share a KV head, drafts, and all sequences that stand on the same blocks. A key is then multiplied with
+//!   all of them at once, as in a product of matrices.
+//! * **One source, three builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA and for
+//!   whatever the target has, chosen when it runs: all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
-//!   once at the end. A tile is widened once, for all rows and heads that read it.
+//!   once at the end. Not so with AMX, which multiplies bfloat16 itself: there the weights are rounded before they
+//!   meet the values, as torch and flash-attn do, and values have to be finite.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
@@ -26,7 +30,7 @@
 //! let (keys, values) = (vec![0.0; 4], vec![1.0, 2.0, 3.0, 9.0]);
 //! // One new token, the third of its sequence, whose first block is block 0.
 //! let sequences = Sequences { starts: &[0, 1], lens: &[3], tables: &[0, 1], width: 2 };
-//! let step = Step::new(&sequences, 2, 2, 1)?;
+//! let step = Step::new(&sequences, 2, 2)?;
 //! let (query, mut out) = ([5.0, 5.0], [0.0; 2]);
 //! let query = Query { rows: &query, heads: 2 };
 //! let options = Options { scaling: 1.0, window: None, softcap: None, sinks: None };
@@ -37,9 +41,14 @@
 #![deny(unsafe_code)]
 #![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
 
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // instructions that Rust has no name for
+mod amx;
 mod attention;
 mod element;
 mod error;
+mod floats;
+mod isa;
 mod kernel;
 mod lanes;
 #[allow(unsafe_code)] // a function of C is called
@@ -50,6 +59,6 @@ mod write;
 pub use attention::{Attention, Options, Query};
 pub use element::Element;
 pub use error::Error;
-pub use kernel::Isa;
+pub use isa::Isa;
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
 pub use write::write;

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::error::Error;
 
-/// Rows of one sequence that are worked on together: they read each key once. A token and eight drafts.
-const RUN_ROWS: usize = 9;
+/// Rows of one sequence that are worked on together: they read each key once.
+const RUN_ROWS: usize = 32;
 
 /// The sizes of a cache `[num_blocks, block_size, kv_heads, dim]`, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -133,8 +133,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// Takes the sequences that have at most `most_rows` new tokens; rows of the others are left to
-    /// somebody else.
+    /// Takes the sequences of a step.
     ///
     /// # Errors
     ///
@@ -143,7 +142,6 @@ impl Step {
         sequences: &Sequences<'_>,
         num_blocks: usize,
         block_size: usize,
-        most_rows: usize,
     ) -> Result<Self, Error> {
         above_zero("block_size", block_size)?;
         let Sequences {
@@ -203,10 +201,6 @@ impl Step {
                         });
                     }
                 }
-            }
-            if new > most_rows {
-                step.blocks.truncate(begin);
-                continue;
             }
             let blocks = begin..step.blocks.len();
             for done in (0..new).step_by(RUN_ROWS) {
@@ -294,7 +288,7 @@ impl Step {
         Ok(self)
     }
 
-    /// Rows of the step, those of sequences that it leaves to others included.
+    /// Rows of the step.
     #[must_use]
     pub fn num_rows(&self) -> usize {
         self.num_rows

@@ -30,7 +30,6 @@ fn step(starts: &[i32], lens: &[i32], tables: &[i32], width: usize) -> Result<St
         },
         3,
         2,
-        1,
     )
 }
 
@@ -89,7 +88,7 @@ fn prefixes_that_overlap() {
         tables: &tables,
         width: 257,
     };
-    let step = || Step::new(&sequences, 257, 2, 1).expect("it fits");
+    let step = || Step::new(&sequences, 257, 2).expect("it fits");
     let refused = |order: &[i32], prefixes: &[i32]| {
         let shared = SharedPrefixes { order, prefixes };
         step().share(&shared).expect_err("it is refused")
@@ -129,11 +128,11 @@ fn steps() {
         width: usize::MAX,
     };
     assert!(matches!(
-        Step::new(&sequences, 3, 2, 1),
+        Step::new(&sequences, 3, 2),
         Err(Error::Length { .. })
     ));
     assert_eq!(
-        Step::new(&sequences, 3, 0, 1).expect_err("it is refused"),
+        Step::new(&sequences, 3, 0).expect_err("it is refused"),
         Error::Zero("block_size")
     );
     let sequences = Sequences {
@@ -142,7 +141,7 @@ fn steps() {
         ..sequences
     };
     assert_eq!(
-        Step::new(&sequences, 3, 2, 1).expect_err("it is refused"),
+        Step::new(&sequences, 3, 2).expect_err("it is refused"),
         Error::TooLarge
     );
     assert_eq!(

@@ -134,7 +134,7 @@ impl CpuCache {
     }
 }
 
-/// The sequences of one step, copied and checked; those with at most `most_rows` new tokens attend.
+/// The sequences of one step, copied and checked.
 ///
 /// With T tokens and B sequences: `query_start_loc` int32 `[B + 1]`, `seq_lens` int32 `[B]`,
 /// `block_tables` int32 `[B, W]`, `slots` int64 `[T]` (-1: the keys and values are there already), all as
@@ -155,7 +155,7 @@ pub(crate) struct CpuStep {
 #[pymethods]
 impl CpuStep {
     #[new]
-    #[pyo3(signature = (cache, *, query_start_loc, seq_lens, block_tables, slots, most_rows, order = None, prefixes = None))]
+    #[pyo3(signature = (cache, *, query_start_loc, seq_lens, block_tables, slots, order = None, prefixes = None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -164,7 +164,6 @@ impl CpuStep {
         seq_lens: &Bound<'_, PyAny>,
         block_tables: &Bound<'_, PyAny>,
         slots: &Bound<'_, PyAny>,
-        most_rows: &Bound<'_, PyAny>,
         order: Option<&Bound<'_, PyAny>>,
         prefixes: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
@@ -177,14 +176,12 @@ impl CpuStep {
             tables: &tables.to_vec(py)?,
             width: tables.shape()[1],
         };
-        let most_rows = number("most_rows", most_rows)?;
         let CacheShape {
             num_blocks,
             block_size,
             ..
         } = cache.shape;
-        let mut step =
-            Step::new(&sequences, num_blocks, block_size, most_rows).map_err(raise_attention)?;
+        let mut step = Step::new(&sequences, num_blocks, block_size).map_err(raise_attention)?;
         if order.is_some() != prefixes.is_some() {
             return Err(BufferError::new_err(
                 "one of the arrays order and prefixes is missing: give both or neither",
@@ -246,8 +243,7 @@ impl CpuAttention {
     ///
     /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
     /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all C-contiguous and of the
-    /// cache's type; rows of sequences with more than `most_rows` tokens are left in `out` as they were.
-    /// `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
+    /// cache's type. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
     /// score per head, without a value. No other thread may write to the arrays meanwhile; the GIL is
     /// released.
     ///

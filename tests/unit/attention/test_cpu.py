@@ -58,7 +58,7 @@ shapes = st.builds(
     block=st.sampled_from([1, 4, 16]),
 )
 steps = st.lists(
-    st.tuples(st.integers(1, 9) | st.just(1), st.integers(0, 300)), min_size=1, max_size=5
+    st.tuples(st.integers(1, 80) | st.just(1), st.integers(0, 300)), min_size=1, max_size=5
 )
 
 
@@ -69,7 +69,6 @@ def tables_of(lengths: list[tuple[int, int]], block: int) -> tuple[list[list[int
     return [[ids.pop() for _ in range(width)] for width in widths], sum(widths) + 2
 
 
-@pytest.mark.parametrize("most_rows", [1, 4])
 @settings(max_examples=60, deadline=None)
 @given(
     shape=shapes,
@@ -78,7 +77,7 @@ def tables_of(lengths: list[tuple[int, int]], block: int) -> tuple[list[list[int
     softcap=st.none() | st.floats(0.5, 5.0),
     sinks=st.booleans(),
 )
-def test_it_gives_what_gather_gives(most_rows, shape, lengths, window, softcap, sinks):
+def test_it_gives_what_gather_gives(shape, lengths, window, softcap, sinks):
     torch.manual_seed(0)
     tables, num_blocks = tables_of(lengths, shape.block)
     inputs = inputs_of(lengths, tables, block=shape.block)
@@ -91,9 +90,7 @@ def test_it_gives_what_gather_gives(most_rows, shape, lengths, window, softcap, 
     )
     rows = shape.rows(sum(new for new, _ in lengths))
     ours, theirs = shape.pools(num_blocks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "MOST_ROWS", most_rows)
-        found = CpuBackend(ours).plan(inputs).forward(0, *rows, options)
+    found = CpuBackend(ours).plan(inputs).forward(0, *rows, options)
     expected = GatherBackend(theirs).plan(inputs).forward(0, *rows, options)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     for written, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
@@ -126,11 +123,8 @@ def test_bfloat16_is_float32_that_was_rounded(shape, lengths, window, softcap, s
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
     plan = CpuBackend(exact).plan(inputs)
     rounded = plan.forward(0, *(row.float() for row in rows), options).bfloat16()
-    row = 0
-    for new, _ in lengths:
-        if new <= cpu.MOST_ROWS:  # longer ones are SDPA's
-            assert torch.equal(found[row : row + new], rounded[row : row + new])
-        row += new
+    if shape.dim_k % 32 or shape.dim_v % 16:  # else AMX multiplies them, where there is some
+        assert torch.equal(found, rounded)
     for written, other in ((ours.keys, gathered.keys), (ours.values, gathered.values)):
         assert torch.equal(written[0][:-1], other[0][:-1])
 

@@ -24,7 +24,6 @@ def step(where: CpuCache, **changed: object) -> CpuStep:
         "seq_lens": np.array([3], np.int32),
         "block_tables": np.array([[2, 0]], np.int32),
         "slots": np.array([0]),
-        "most_rows": 1,
     }
     return CpuStep(where, **{**arrays, **changed})  # type: ignore[arg-type]
 
@@ -71,18 +70,6 @@ def test_bfloat16_comes_as_its_bits():
         forward(where)
     with pytest.raises(BufferError, match="array values has format"):
         CpuCache(keys, values.astype(np.float32))
-
-
-def test_rows_of_longer_sequences_are_left_alone():
-    where = cache()
-    two = step(
-        where,
-        query_start_loc=np.array([0, 2], np.int32),
-        slots=np.array([-1, -1]),
-    )
-    query, out = floats(2, HEADS, DIM_K), np.full((2, HEADS, DIM_V), 5, np.float32)
-    rows = {"key": floats(2, KV_HEADS, DIM_K), "value": floats(2, KV_HEADS, DIM_V)}
-    assert (forward(where, two, query=query, out=out, **rows) == 5).all()
 
 
 @pytest.mark.parametrize(

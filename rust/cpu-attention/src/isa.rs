@@ -1,0 +1,104 @@
+//! Which instructions compute.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
+use std::ops::Range;
+
+#[cfg(target_arch = "x86_64")]
+use crate::amx::{self, Amx};
+use crate::attention::{Job, Member};
+use crate::element::Element;
+use crate::floats::Floats;
+use crate::kernel::attend;
+
+/// Which build of the arithmetic runs. All but the last give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Isa {
+    /// What the target has in any case.
+    Portable,
+    /// x86-64 with AVX2 and FMA.
+    Avx2,
+    /// x86-64 with the parts of AVX-512 that servers have had since 2017.
+    Avx512,
+    /// The same with AMX, for bfloat16.
+    Amx,
+}
+
+impl Isa {
+    /// The best that this machine has.
+    #[must_use]
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            let is_wide = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl");
+            return match is_wide {
+                true if amx::is_there() => Self::Amx,
+                true => Self::Avx512,
+                false => Self::Avx2,
+            };
+        }
+        Self::Portable
+    }
+
+    /// Whether this machine has an instruction that multiplies and adds with one rounding. Without,
+    /// the kernel is right, and slow.
+    #[must_use]
+    pub fn is_fast() -> bool {
+        cfg!(target_feature = "fma")
+            || cfg!(target_arch = "aarch64")
+            || Self::detect() >= Self::Avx2
+    }
+}
+
+/// [`attend`] in floats with these instructions, or with the best that the machine has.
+pub(crate) fn in_floats<E: Element>(
+    isa: Isa,
+    job: &Job<'_, E>,
+    members: &mut [Member<'_>],
+    part: Range<usize>,
+) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2<E: Element>(job: &Job<'_, E>, members: &mut [Member<'_>], part: Range<usize>) {
+            attend::<E, Floats<__m256, 8, 8>, 8>(job, members, part);
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn avx512<E: Element>(job: &Job<'_, E>, members: &mut [Member<'_>], part: Range<usize>) {
+            attend::<E, Floats<__m512, 16, 16>, 16>(job, members, part);
+        }
+        #[allow(unsafe_code)]
+        match isa.min(Isa::detect()) {
+            // SAFETY: the machine has these instructions, as was looked up.
+            Isa::Amx | Isa::Avx512 => return unsafe { avx512(job, members, part) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(job, members, part) },
+            Isa::Portable => {}
+        }
+    }
+    let _ = isa;
+    attend::<E, Floats<[f32; 8], 8, 8>, 8>(job, members, part);
+}
+
+/// [`attend`] in bfloat16 where the machine can, else in floats.
+pub(crate) fn in_halves(
+    isa: Isa,
+    job: &Job<'_, u16>,
+    members: &mut [Member<'_>],
+    part: Range<usize>,
+) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.min(Isa::detect()) == Isa::Amx && Amx::takes(&job.shape) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn amx(job: &Job<'_, u16>, members: &mut [Member<'_>], part: Range<usize>) {
+            attend::<u16, Amx, 16>(job, members, part);
+        }
+        // SAFETY: the machine has these instructions, as was looked up.
+        #[allow(unsafe_code)]
+        return unsafe { amx(job, members, part) };
+    }
+    in_floats(isa, job, members, part);
+}
