@@ -102,14 +102,16 @@ def _with_config(
         _config.reset(token)
 
 
-def _with_merged_rows(original: Any, scheduler: Any, running: Any, *args: Any) -> Any:
+def _with_merged_rows(
+    original: Any, scheduler: Any, running_reqs: Any, *args: Any, **kwargs: Any
+) -> Any:
     """`_make_cached_request_data`: the workers are told of merged blocks, where each step ends
     before the next one is planned. Ids in `resumed_req_ids` replace a request's whole table."""
-    data = original(scheduler, running, *args)
+    data = original(scheduler, running_reqs, *args, **kwargs)
     manager = scheduler.kv_cache_manager
     if isinstance(manager, KVCacheManager) and takes_whole_rows(scheduler):
-        rows = manager.merged_rows(running)
-        for index, request in enumerate(running if rows else ()):
+        rows = manager.merged_rows(running_reqs)
+        for index, request in enumerate(running_reqs if rows else ()):
             row = rows.get(request.request_id)
             if row is not None:
                 data.new_block_ids[index] = (row,)
@@ -187,6 +189,8 @@ def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
         yield "drafters of several modules compute the end of a prompt again"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
+    if cache.prefix_cache_retention_interval is not None:
+        yield "prefix_cache_retention_interval is for sparse caches"
     if cache.hisparse_host_num_blocks:
         yield "HiSparse keeps blocks on the host"
     if config is not None:

@@ -28,6 +28,9 @@ class Placeholder:
     token: int
 
 
+TEXT = ""  # stands for a token that is none, beside images
+
+
 def namespace_of(request: Any) -> bytes:
     """What separates this request from others: the adapter's name and the salt."""
     adapter = request.lora_request.lora_name if request.lora_request else None
@@ -62,12 +65,16 @@ class PseudoTokens:
 
         Raises `OverflowError` if there is no number left.
         """
-        tokens: list[int] = request._all_token_ids[start:end]
+        tokens: list[int] = [
+            token if token >= 0 else self._number(Placeholder(TEXT, 0, token))
+            for token in request._all_token_ids[start:end]
+        ]
         for feature in request.mm_features:
             offset, length = feature.mm_position.offset, feature.mm_position.length
             for at in range(max(offset, start), min(offset + length, end)):
                 begin = offset - at // self._block_size * self._block_size
-                placeholder = Placeholder(feature.identifier, begin, tokens[at - start])
+                token = request._all_token_ids[at]
+                placeholder = Placeholder(feature.identifier, begin, token)
                 tokens[at - start] = self._number(placeholder)
         return tokens
 
@@ -98,10 +105,11 @@ class EventWriter:
         self._block_size = block_size
         self._images = images
         self._adapter_ids = adapter_ids
+        self._written: list[Any] = []
 
-    def write(self, events: list[Stored | Removed | Cleared]) -> list[Any]:
-        """The same in vLLM's classes, in the same order."""
-        written: list[Any] = []
+    def collect(self, events: list[Stored | Removed | Cleared], session: str | None = None) -> None:
+        """Take these in, which a request of this session caused."""
+        written = self._written
         last: bytes | None = None  # the block at whose end the event before may go on
         space = b""
         for event in events:
@@ -110,7 +118,7 @@ class EventWriter:
                     if last is not None and event.parent == last and event.namespace == space:
                         self._go_on(written[-1], event)
                     else:
-                        written.append(self._begin(event))
+                        written.append(self._begin(event, session))
                     last, space = event.hash, event.namespace
                 case Removed():
                     removed = self._classes.BlockRemoved
@@ -119,9 +127,13 @@ class EventWriter:
                 case Cleared():
                     written.append(self._classes.AllBlocksCleared())
                     last = None
-        return written
 
-    def _begin(self, event: Stored) -> Any:
+    def take(self) -> list[Any]:
+        """What was taken in since the last call, in vLLM's classes and in the same order."""
+        taken, self._written = self._written, []
+        return taken
+
+    def _begin(self, event: Stored, session: str | None) -> Any:
         adapter, _ = self._keys(event)
         tokens, extra = self._block(event)
         return self._classes.BlockStored(
@@ -135,6 +147,7 @@ class EventWriter:
             extra_keys=[extra],
             group_idx=0,
             kv_cache_spec_kind=FULL_ATTENTION,
+            session_id=session,
         )
 
     def _go_on(self, written: Any, event: Stored) -> None:
@@ -158,7 +171,9 @@ class EventWriter:
             token if image is None else image.token
             for token, image in zip(event.tokens, found, strict=True)
         ]
-        images = dict.fromkeys((each.identifier, each.offset) for each in found if each)
+        images = dict.fromkeys(
+            (each.identifier, each.offset) for each in found if each and each.identifier
+        )
         keys: list[Any] = [*([adapter] if adapter else []), *images]
         if salt and event.parent is None:
             keys.append(salt)

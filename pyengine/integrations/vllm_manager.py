@@ -143,6 +143,8 @@ class KVCacheManager:
         self._not_running = (classes.RequestStatus.WAITING, classes.RequestStatus.PREEMPTED)
         images, adapter_ids = self.tables.images, self.tables.adapter_ids
         self._events = EventWriter(classes, scheduler_block_size, images, adapter_ids)
+        if enable_kv_cache_events:
+            self.tables.events = self._events
         self._zeroed = kv_cache_config.needs_kv_cache_zeroing
         self._new_blocks: list[int] = []
 
@@ -316,4 +318,5 @@ class KVCacheManager:
         """What was stored, removed and cleared since the last call, in vLLM's classes."""
         if not self.enable_kv_cache_events:
             return []
-        return self._events.write(self.tables.kv.take_events())
+        self._events.collect(self.tables.kv.take_events())
+        return self._events.take()

@@ -7,11 +7,12 @@ workers have been told (`merged_rows`) or the request ends.
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.cache import BlockManager, Extended, Lease, Redirect, Sequence
-from pyengine.integrations.vllm_contents import PseudoTokens, namespace_of
+from pyengine.cache import BlockManager, Extended, Lease, Redirect, Sequence, TokenError
+from pyengine.integrations.vllm_contents import EventWriter, PseudoTokens, namespace_of
 
 NEVER = math.inf
 
@@ -97,6 +98,7 @@ class Tables:
         self.rows: dict[str, Row] = {}
         self.images = PseudoTokens(block_size)
         self.adapter_ids: dict[str, int] = {}
+        self.events: EventWriter | None = None
         self._lookup: Lookup | None = None
         self._due: dict[str, tuple[Row, Any, int]] = {}
         self._copies: dict[str, tuple[int, int, Lease]] = {}
@@ -157,20 +159,17 @@ class Tables:
     def _sequence(self, request: Any, num_tokens: int) -> tuple[Sequence, bool]:
         """A sequence of its first tokens, without blocks; and whether others may share them.
 
-        They may not where contents have no name: without a cache, and where embeddings stand for
-        tokens.
+        They may not where contents have no name: without a cache, where embeddings stand for
+        tokens, where no number is left for an image or a token is none.
         """
-        if self.caching and request.prompt_embeds is None:
-            try:
-                tokens = self._tokens(request, 0, num_tokens)
-            except OverflowError:
-                return self.kv.sequence([0], read_cache=False), False
+        if self.caching and num_tokens and request.prompt_embeds is None:
             if request.lora_request:
                 adapter = request.lora_request
                 self.adapter_ids[adapter.lora_name] = adapter.adapter_id
-            read = not request.skip_reading_prefix_cache
-            space = namespace_of(request)
-            return self.kv.sequence(tokens, namespace=space, read_cache=read), True
+            read, space = not request.skip_reading_prefix_cache, namespace_of(request)
+            with suppress(OverflowError, TokenError):
+                tokens = self._tokens(request, 0, num_tokens)
+                return self.kv.sequence(tokens, namespace=space, read_cache=read), True
         return self.kv.sequence([0], read_cache=False), False
 
     def _tokens(self, request: Any, start: int, end: int) -> list[int]:
@@ -275,12 +274,16 @@ class Tables:
         end = num_tokens // self.block_size * self.block_size
         if end <= row.published:
             return
+        if self.events is not None:
+            self.events.collect(self.kv.take_events())
         try:
             tokens = self._tokens(request, row.known, end) if end > row.known else None
-        except OverflowError:
+            redirects = row.sequence.publish(end - row.published, tokens)
+        except (OverflowError, TokenError):
             row.next_publish = NEVER
             return
-        redirects = row.sequence.publish(end - row.published, tokens)
+        if self.events is not None:
+            self.events.collect(self.kv.take_events(), request.session_id)
         if self._in_step:
             first, last = row.published // self.block_size, end // self.block_size
             self._fresh.update(row.blocks[first:last])

@@ -44,6 +44,7 @@ class BlockStored:
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    session_id: str | None = None
 
 
 @dataclass
@@ -97,6 +98,7 @@ class Request:
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
     num_preemptions: int = 0
+    session_id: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +113,11 @@ def image(identifier: str, offset: int, length: int) -> Any:
 
 def cache_config(num_blocks: int, spec: Any = None, **more: Any) -> Any:
     groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())]
-    settings = {"needs_kv_cache_zeroing": False, "hisparse_host_num_blocks": None}
+    settings = {
+        "needs_kv_cache_zeroing": False,
+        "hisparse_host_num_blocks": None,
+        "prefix_cache_retention_interval": None,
+    }
     return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups, **(settings | more))
 
 

@@ -130,6 +130,37 @@ def test_events_of_images_have_vllms_tokens_and_keys() -> None:
     assert stored.extra_keys == [(("cat", 2),), (("cat", -2),)]
 
 
+def test_events_name_the_session_that_caused_them() -> None:
+    manager = make(enable_kv_cache_events=True)
+    admit(manager, Request("a", list(range(9)), session_id="first"))
+    admit(manager, Request("b", [*range(8), 50, 51, 52, 53, 54], session_id="second"))
+    admit(manager, Request("c", [60, 61, 62, 63]))
+    sessions = [event.session_id for event in manager.take_events()]
+    assert sessions == ["first", "second", None]
+
+
+def test_tokens_that_are_none_are_not_shared_but_beside_images() -> None:
+    manager = make()
+    for name in "ab":
+        request = Request(name, [1, 2, 3, 4, -1, 6, 7, 8])
+        assert manager.get_computed_blocks(request)[1] == 0
+        admit(manager, request)
+    late = Request("c", [1, 2, 3])
+    admit(manager, late)
+    decode(manager, late, -7), decode(manager, late)
+    assert manager.estimate_cached_tokens(late) == 0
+    for name, hit in (("d", 0), ("e", 7)):
+        request = Request(name, [1, 2, -1, 4, -1, -1, 7, 8], mm_features=[image("cat", 4, 2)])
+        assert manager.get_computed_blocks(request)[1] == hit
+        admit(manager, request)
+
+
+def test_a_request_without_tokens() -> None:
+    manager, request = make(), Request("a", [])
+    assert manager.allocate_slots(request, 3, num_lookahead_tokens=2) is not None
+    assert manager.get_block_ids("a") == ([1, 2],)
+
+
 def test_events_off_are_none() -> None:
     manager = make()
     admit(manager, Request("a", list(range(9))))

@@ -55,10 +55,10 @@ class Scheduler:
         module = sys.modules["vllm.v1.core.sched.scheduler"]
         self.kv_cache_manager: Any = module.KVCacheManager(**settings())
 
-    def _make_cached_request_data(self, running: list[Any], *rest: Any) -> Any:
+    def _make_cached_request_data(self, running_reqs: list[Any], *rest: Any) -> Any:
         return SimpleNamespace(
-            req_ids=[request.request_id for request in running],
-            new_block_ids=[None for _ in running],
+            req_ids=[request.request_id for request in running_reqs],
+            new_block_ids=[None for _ in running_reqs],
             resumed_req_ids=set(),
         )
 
@@ -183,6 +183,7 @@ OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("pcp_world_size is 4", {"pcp_world_size": 4}, {}),
     ("kv_cache_metrics", {"metrics_collector": object()}, {}),
     ("HiSparse", {"host": 5}, {}),
+    ("prefix_cache_retention_interval", {"retention": 64}, {}),
     ("pooling", {}, {"model": {"runner_type": "pooling"}}),
     ("encoder and a decoder", {}, {"model": {"is_encoder_decoder": True}}),
     ("diffusion", {}, {"model": {"is_diffusion": True}}),
@@ -198,9 +199,10 @@ def test_what_is_in_scope(more: dict[str, Any], engine: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("reason", "more", "engine"), OUT_OF_SCOPE)
 def test_what_is_out_of_scope(reason: str, more: dict[str, Any], engine: dict[str, Any]) -> None:
-    groups, host = more.pop("groups", 1), more.pop("host", None)
+    groups, host, retention = (more.pop(name, None) for name in ("groups", "host", "retention"))
     given = settings(**more)
-    given["kv_cache_config"].kv_cache_groups *= groups
+    given["kv_cache_config"].kv_cache_groups *= groups or 1
+    given["kv_cache_config"].prefix_cache_retention_interval = retention
     given["kv_cache_config"].hisparse_host_num_blocks = host
     found = plugin.out_of_scope(given, engine_config(**engine), CLASSES)
     assert found is not None
@@ -223,7 +225,7 @@ def duplicates(scheduler: Any) -> tuple[Any, Any]:
 def test_workers_are_told_of_merged_blocks_where_steps_do_not_overlap(vllm: Any) -> None:
     plugin.register()
     scheduler = vllm.Scheduler(engine_config())
-    data = scheduler._make_cached_request_data([*duplicates(scheduler)], [])
+    data = scheduler._make_cached_request_data(running_reqs=[*duplicates(scheduler)])
     assert data.resumed_req_ids == {"b"}
     assert data.new_block_ids == [None, ([1, 2, 6],)]
     assert data.req_ids == ["a", "b"]
