@@ -243,14 +243,16 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
 
 
 def hasher(block_size: int, ours: bool) -> Any:
-    """What the engine gives its requests to hash their blocks with."""
-    from vllm.utils.hashing import sha256_cbor
+    """What the engine gives its requests to hash their blocks with, by vLLM's default."""
+    from vllm.config import CacheConfig
+    from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
     if ours:
         return None
-    init_none_hash(sha256_cbor)
-    return get_request_block_hasher(block_size, sha256_cbor)
+    function = get_hash_fn_by_name(CacheConfig().prefix_caching_hash_algo)
+    init_none_hash(function)
+    return get_request_block_hasher(block_size, function)
 
 
 def make_request(name: str, tokens: list[int], block_hasher: Any, **settings: Any) -> Any:

@@ -127,8 +127,8 @@ def run(python: Path, root: Path, ours: bool, options: list[str]) -> dict[str, A
 
 
 def function(name: str) -> str:
-    """A test's name without its file's folder and its parameters."""
-    return name.rpartition("/")[2].partition("[")[0]
+    """The file and the function of a test."""
+    return name.partition("[")[0]
 
 
 def main() -> None:
@@ -158,8 +158,8 @@ def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
             control.append(f"{name}: {stock[name]['outcome']} with vLLM's own, too")
         elif each["outcome"] == "passed":
             passed.append(name)
-        elif function(name) in READS_INSIDES:
-            insides.append(f"{name}: {READS_INSIDES[function(name)]}")
+        elif (bare := function(name).rpartition("::")[2]) in READS_INSIDES:
+            insides.append(f"{name}: {READS_INSIDES[bare]}")
         else:
             broken.append(f"{name}: {each.get('error', each['outcome'])}")
     outside = {
