@@ -86,19 +86,23 @@ class BlockManager:
 
     def can_append(self, seq: Any) -> bool:
         """Whether there is a block for its next token, if it needs one."""
+        if seq.num_tokens % self.block_size != 1:
+            return True
         self._drop_found()
-        return len(seq) % self.block_size != 1 or self.kv.ledger().available > 0
+        return self.kv.ledger().available > 0
 
     def may_append(self, seq: Any) -> None:
         """That block."""
-        if len(seq) % self.block_size == 1:
+        if seq.num_tokens % self.block_size == 1:
             seq.block_table.extend(self._extend(self._rows[seq.seq_id]))
 
     def hash_blocks(self, seq: Any) -> None:
         """Its scheduled tokens are computed: what is full is registered, or merged."""
         row = self._rows[seq.seq_id]
-        self._publish(row)
-        if seq.num_cached_tokens + seq.num_scheduled_tokens >= seq.num_tokens:
+        end = seq.num_cached_tokens + seq.num_scheduled_tokens
+        if end - row.published >= self.block_size:
+            self._publish(row)
+        if self._prefilling and end >= seq.num_tokens:
             self._prefilling.pop(seq.seq_id, None)
 
     def deallocate(self, seq: Any) -> None:
