@@ -32,7 +32,7 @@ OUT ?= target/gpu
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients test check wheel soak loom fuzz mutants bench gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve clients test check wheel soak loom fuzz mutants bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -90,6 +90,11 @@ mutants: ## changes kv-core in every way that cargo-mutants knows: which ones do
 bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; installs those (6.5 GB)
 	$(BIN)/python benches/peers/env.py
 	$(PEERS)/bin/python -m benches.peers $(BENCH)
+
+vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both engines, step by step; 15 minutes
+	$(BIN)/python benches/peers/env.py
+	$(BIN)/python tests/peers/vllm_own/run.py --python $(PEERS)/bin/python
+	PYTHONPATH=target/vllm-own/site $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini --rootdir . tests/peers
 
 gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
 	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md

@@ -1,0 +1,1 @@
+"""Other engines with the block manager inside."""

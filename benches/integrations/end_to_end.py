@@ -1,0 +1,150 @@
+"""Whole generations of vLLM on the CPU, with its own KV-cache manager and with ours, in one run.
+
+    .venv/bin/python -m benches.integrations.end_to_end            # 20 minutes on two cores
+    .venv/bin/python -m benches.integrations.end_to_end --quick    # does it run
+
+from the root of the repository; vLLM is in `.venv-peers`. The rows are those of
+`benches.engine.end_to_end`. Blocks are of 128 (vLLM's choice on a CPU) or of 32; two processes
+each, one with `PYENGINE_BLOCK_MANAGER=1`, which take turns. A ratio is the median of the ratios of
+the same rounds; greedy rows must have the same tokens. That ours is engaged is read in vLLM's log.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from benches.engine.end_to_end import ROOT, VLLM, VLLM32, Engine
+from benches.engine.works import WORKS, Work
+from benches.peers.report import libraries, machine
+
+SIZES = {"128": VLLM, "32": VLLM32}
+ENGAGED = "KV-cache blocks are managed by pyengine"
+
+
+def plugin_folder(folder: Path) -> Path:
+    """What an installed wheel would tell vLLM: the entry point, in a folder for `PYTHONPATH`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    about = folder / "pyengine_kv-0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pyengine-kv\nVersion: 0\n")
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@contextmanager
+def environment(**settings: str) -> Iterator[None]:
+    """These variables, for a process that is started inside."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def start(size: str, dtype: str, ours: bool, folder: Path) -> Engine:
+    """vLLM with one of the two managers. Raises `RuntimeError` if ours did not step in."""
+    settings = {
+        "PYENGINE_BLOCK_MANAGER": "1" if ours else "0",
+        "PYTHONPATH": f"{folder / 'plugin'}{os.pathsep}{ROOT}",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    with environment(**settings):
+        engine = Engine(SIZES[size], dtype, folder)
+    engine._errors.seek(0)
+    said = ENGAGED in engine._errors.read()
+    if said is not ours:
+        engine.close()
+        raise RuntimeError(
+            f"blocks of {size}: our manager {'did not step' if ours else 'stepped'} in"
+        )
+    return engine
+
+
+def measure(pair: list[Engine], work: Work, rounds: int) -> dict[str, Any]:
+    """Seconds of each, the ratio, and how many sequences have the same tokens."""
+    random, seconds, same, count = Random(work.name), ([], []), 0, 0
+    for turn in range(-1, rounds):
+        asked = work.asked(random)
+        if turn < 0:
+            asked = replace(asked, max_tokens=min(work.max_tokens, 4))
+        found: list[dict[str, Any]] = [{}, {}]
+        for index in (0, 1) if turn % 2 else (1, 0):
+            found[index] = pair[index].generate(asked)
+        if turn >= 0:
+            for index in (0, 1):
+                seconds[index].append(found[index]["seconds"])
+            stock, ours = (each["tokens"] for each in found)
+            same += sum(a == b for a, b in zip(stock, ours, strict=True))
+            count += len(stock)
+    ratio = median([a / b for a, b in zip(*seconds, strict=True)])
+    rates = [work.tokens / median(each) for each in seconds]
+    return {"rates": rates, "ratio": ratio, "same": same, "of": count, "seconds": seconds}
+
+
+def main() -> None:
+    """Measure, print a table in markdown, keep the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--sizes", default="128,32")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="one round of the smallest row")
+    parser.add_argument("--json", type=Path, help="where the figures are kept")
+    options = parser.parse_args()
+    works = [work for work in WORKS if options.only in work.name]
+    works, rounds = (works[:1], 1) if options.quick else (works, options.rounds)
+    about = {"machine": machine(), "libraries": libraries(), "dtype": options.dtype}
+    kept: dict[str, Any] = {"about": about, "rows": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plugin_folder(folder / "plugin")
+        for size in options.sizes.split(","):
+            pair: list[Engine] = []
+            try:
+                for ours in (False, True):
+                    pair.append(start(size, options.dtype, ours, folder))
+                for work in works:
+                    kept["rows"].setdefault(work.name, {})[size] = measure(pair, work, rounds)
+            finally:
+                for engine in pair:
+                    engine.close()
+    show(kept["rows"], options.sizes.split(","))
+    if options.json:
+        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def show(rows: dict[str, Any], sizes: list[str]) -> None:
+    """A table: tokens per second, ratio, and equal sequences, for both sizes of blocks."""
+    head = "".join(f" stock, {size} | ours, {size} | ratio | same tokens |" for size in sizes)
+    print(f"| |{head}\n|---|" + "---:|" * 4 * len(sizes))
+    for name, row in rows.items():
+        cells = []
+        for size in sizes:
+            found = row[size]
+            stock, ours = found["rates"]
+            equal = f"{found['same']} of {found['of']}"
+            cells += [f"{stock:,.0f}", f"{ours:,.0f}", f"{found['ratio']:.2f}", equal]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

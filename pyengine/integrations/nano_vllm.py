@@ -1,0 +1,140 @@
+"""nano-vllm with our block manager:
+
+    import pyengine.integrations.nano_vllm
+    pyengine.integrations.nano_vllm.patch()
+
+before an `LLM` is made. Its Scheduler alone calls the manager, and its model runner takes a
+sequence's whole block table at every step, so blocks that are merged are simply written into it.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from pyengine.cache import BlockManager as Blocks
+from pyengine.cache import Extended, NoRoom, Sequence
+
+NO_ROOM = -1  # what nano-vllm's Scheduler compares with
+
+
+def patch() -> None:
+    """Let nano-vllm's Scheduler make our manager. Nothing is done twice."""
+    scheduler: Any = importlib.import_module("nanovllm.engine.scheduler")
+    scheduler.BlockManager = BlockManager
+
+
+@dataclass(slots=True)
+class Row:
+    """A sequence of nano-vllm and its blocks; `published` tokens of it are registered, `known` ones
+    has ours."""
+
+    owner: Any
+    blocks: Sequence
+    known: int
+    published: int
+
+
+class BlockManager:
+    """nano-vllm's `BlockManager`. It keeps `block_table` and `num_cached_tokens` of the sequences.
+
+    A prompt always computes a token at least, and its last block, if that is whole: there is no way
+    to tell the runner not to write. `settings` are those of our block manager.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, **settings: Any) -> None:
+        if block_size < 2:
+            raise ValueError(f"block_size is {block_size}; it must be 2 at least")
+        self.block_size = block_size
+        self.kv = Blocks(num_blocks, block_size, **settings)
+        self._rows: dict[int, Row] = {}
+        self._prefilling: dict[int, Row] = {}
+        self._found: Row | None = None
+
+    def can_allocate(self, seq: Any) -> int:
+        """How many blocks of its prompt are cached, or -1 if there is no room for the others.
+
+        Prompts before it in the same batch count: the runner writes the whole batch's keys and
+        values before it reads any.
+        """
+        self._drop_found()
+        for row in self._prefilling.values():
+            self._publish(row)
+        known = seq.num_tokens - (seq.num_tokens % self.block_size == 0)
+        tokens = seq.token_ids if known == seq.num_tokens else seq.token_ids[:known]
+        blocks = self.kv.sequence(tokens)
+        hit = blocks.adopt()
+        cached = hit // self.block_size
+        self._found = Row(seq, blocks, known, hit)
+        if seq.num_blocks - cached > self.kv.ledger().available:
+            self._drop_found()
+            return NO_ROOM
+        return cached
+
+    def allocate(self, seq: Any, num_cached_blocks: int) -> None:
+        """Its blocks, for the whole prompt. `can_allocate` has said how many are cached."""
+        row, self._found = self._found, None
+        if (
+            row is None
+            or row.owner is not seq
+            or row.published // self.block_size != num_cached_blocks
+        ):
+            raise RuntimeError(f"sequence {seq.seq_id} is allocated without can_allocate before it")
+        self._extend(row)
+        self._rows[seq.seq_id] = self._prefilling[seq.seq_id] = row
+        seq.block_table.extend(row.blocks.block_table)
+        seq.num_cached_tokens = row.published
+
+    def can_append(self, seq: Any) -> bool:
+        """Whether there is a block for its next token, if it needs one."""
+        if seq.num_tokens % self.block_size != 1:
+            return True
+        self._drop_found()
+        return self.kv.ledger().available > 0
+
+    def may_append(self, seq: Any) -> None:
+        """That block."""
+        if seq.num_tokens % self.block_size == 1:
+            seq.block_table.extend(self._extend(self._rows[seq.seq_id]))
+
+    def hash_blocks(self, seq: Any) -> None:
+        """Its scheduled tokens are computed: what is full is registered, or merged."""
+        row = self._rows[seq.seq_id]
+        end = seq.num_cached_tokens + seq.num_scheduled_tokens
+        if end - row.published >= self.block_size:
+            self._publish(row)
+        if self._prefilling and end >= seq.num_tokens:
+            self._prefilling.pop(seq.seq_id, None)
+
+    def deallocate(self, seq: Any) -> None:
+        """Its blocks are given back."""
+        self._drop_found()
+        self._prefilling.pop(seq.seq_id, None)
+        row = self._rows.pop(seq.seq_id, None)
+        if row is not None:
+            row.blocks.free()
+        seq.num_cached_tokens = 0
+        seq.block_table.clear()
+
+    def _extend(self, row: Row) -> list[int]:
+        answer = row.blocks.extend(len(row.owner) - row.published)
+        if not isinstance(answer, Extended):
+            assert isinstance(answer, NoRoom)
+            raise RuntimeError(f"sequence {row.owner.seq_id} needs {answer.needed} blocks more")
+        return answer.blocks[0]
+
+    def _publish(self, row: Row) -> None:
+        seq = row.owner
+        end = seq.num_cached_tokens + seq.num_scheduled_tokens
+        end -= end % self.block_size
+        if end <= row.published:
+            return
+        tokens = seq.token_ids[row.known : end] if end > row.known else None
+        redirects = row.blocks.publish(end - row.published, tokens)
+        row.published, row.known = end, max(row.known, end)
+        for redirect in redirects:
+            seq.block_table[redirect.index] = redirect.new_block
+
+    def _drop_found(self) -> None:
+        if self._found is not None:
+            self._found.blocks.free()
+            self._found = None

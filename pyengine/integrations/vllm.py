@@ -1,0 +1,226 @@
+"""A plugin for vLLM 0.32: its KV-cache manager is ours.
+
+    PYENGINE_BLOCK_MANAGER=1 vllm serve MODEL
+
+vLLM calls `register` (entry point `vllm.general_plugins`) in every process, and in the engine's
+before it makes its Scheduler. Whatever the block manager does not cover goes back to vLLM's own
+manager, with a line in the log that says why.
+"""
+
+import importlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+from pyengine.integrations.vllm_manager import KVCacheManager
+
+SWITCH = "PYENGINE_BLOCK_MANAGER"
+PLUGIN = "pyengine-vllm"
+SERIES = "0.32"
+
+logger = logging.getLogger("vllm.pyengine")  # among vLLM's own, to be formatted as they are
+
+_config: ContextVar[Any] = ContextVar("vllm_config", default=None)
+
+
+class State:
+    """What became of it in this process: how many managers are ours, and why the others are not."""
+
+    engaged = 0
+    reasons: list[str]
+
+    def __init__(self) -> None:
+        self.reasons = []
+        self.latest_is_ours = False
+
+
+state = State()
+
+
+def wanted() -> bool:
+    """Whether somebody asked for it: by the switch, or by naming the plugin in `VLLM_PLUGINS`."""
+    switch = os.environ.get(SWITCH)
+    if switch is not None:
+        return switch not in ("", "0")
+    return PLUGIN in os.environ.get("VLLM_PLUGINS", "").split(",")
+
+
+def register() -> None:
+    """The entry point."""
+    if not wanted():
+        return
+    version = vllm_version()
+    if version.rpartition(".")[0] != SERIES:
+        logger.warning(
+            "pyengine's block manager is for vLLM %s.x, this is %s: vLLM's own is used",
+            SERIES,
+            version,
+        )
+        return
+    install()
+
+
+def vllm_version() -> str:
+    """The version of the vLLM that is installed, without what its builds add."""
+    version: str = importlib.import_module("vllm").__version__
+    return ".".join(version.partition("+")[0].split(".")[:3])
+
+
+def install() -> None:
+    """Put our manager in place of vLLM's. Nothing is done twice."""
+    scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
+    if getattr(scheduler.KVCacheManager, "_pyengine", False):
+        return
+    scheduler.KVCacheManager = manager_in_place_of(scheduler.KVCacheManager)
+    _wrap(scheduler.Scheduler, "__init__", _with_config)
+    _wrap(scheduler.Scheduler, "_make_cached_request_data", _with_merged_rows)
+    _wrap(importlib.import_module("vllm.v1.engine.core"), "get_request_block_hasher", _if_needed)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped.__wrapped__ = original  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _with_config(
+    original: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """`Scheduler.__init__`: the manager is made inside, and is not told of the configuration."""
+    token = _config.set(vllm_config)
+    try:
+        original(scheduler, vllm_config, *args, **kwargs)
+    finally:
+        _config.reset(token)
+
+
+def _with_merged_rows(
+    original: Any, scheduler: Any, running_reqs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`_make_cached_request_data`: the workers are told of merged blocks, where each step ends
+    before the next one is planned. Ids in `resumed_req_ids` replace a request's whole table."""
+    data = original(scheduler, running_reqs, *args, **kwargs)
+    manager = scheduler.kv_cache_manager
+    if isinstance(manager, KVCacheManager) and takes_whole_rows(scheduler):
+        rows = manager.merged_rows(running_reqs)
+        for index, request in enumerate(running_reqs if rows else ()):
+            row = rows.get(request.request_id)
+            if row is not None:
+                data.new_block_ids[index] = (row,)
+                data.resumed_req_ids.add(request.request_id)
+    return data
+
+
+def takes_whole_rows(scheduler: Any) -> bool:
+    """Whether running requests' tables can be replaced: one step at a time, vLLM's first runner."""
+    overlapping = scheduler.scheduler_config.async_scheduling or scheduler.use_pp
+    return not overlapping and not scheduler.use_v2_model_runner
+
+
+def _if_needed(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """`get_request_block_hasher`: nobody asks for vLLM's hashes where the manager is ours."""
+    return None if state.latest_is_ours else original(*args, **kwargs)
+
+
+def manager_in_place_of(own: type) -> Callable[..., Any]:
+    """What the Scheduler calls `KVCacheManager`."""
+    classes = vllm_classes()
+
+    def make(kv_cache_config: Any, **settings: Any) -> Any:
+        settings["kv_cache_config"] = kv_cache_config
+        reason = out_of_scope(settings, _config.get(), classes)
+        state.latest_is_ours = reason is None
+        if reason is not None:
+            state.reasons.append(reason)
+            logger.warning("pyengine's block manager is not used: %s", reason)
+            return own(**settings)
+        state.engaged += 1
+        logger.info("KV-cache blocks are managed by pyengine")
+        return KVCacheManager(**settings, classes=classes)
+
+    make._pyengine = True  # type: ignore[attr-defined]
+    return make
+
+
+def vllm_classes() -> SimpleNamespace:
+    """vLLM's own classes that we hand back to it, or look at."""
+    places = {
+        "vllm.distributed.kv_events": ("AllBlocksCleared", "BlockRemoved", "BlockStored"),
+        "vllm.v1.core.kv_cache_utils": ("KVCacheBlockCopy",),
+        "vllm.v1.kv_cache_interface": ("FullAttentionSpec", "MLAAttentionSpec"),
+        "vllm.v1.metrics.stats": ("PrefixCacheStats",),
+        "vllm.v1.request": ("RequestStatus",),
+    }
+    return SimpleNamespace(
+        **{
+            name: getattr(importlib.import_module(place), name)
+            for place, names in places.items()
+            for name in names
+        }
+    )
+
+
+def out_of_scope(settings: dict[str, Any], config: Any, classes: Any) -> str | None:
+    """Why vLLM's own manager has to do it; None if ours can."""
+    return next((reason for reason in _reasons(settings, config, classes) if reason), None)
+
+
+def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
+    cache = settings["kv_cache_config"]
+    groups = cache.kv_cache_groups
+    if len(groups) != 1:
+        yield f"the layers are of {len(groups)} groups, not of one"
+        return
+    yield from _reasons_of_the_layers(settings, groups[0].kv_cache_spec, classes)
+    for name in ("dcp_world_size", "pcp_world_size"):
+        if settings.get(name, 1) > 1:
+            yield f"context parallelism ({name} is {settings[name]})"
+    if settings.get("use_eagle"):
+        yield "EAGLE drops the last block of a hit"
+    if settings.get("num_prefill_lookahead"):
+        yield "drafters of several modules compute the end of a prompt again"
+    if settings.get("metrics_collector") is not None:
+        yield "kv_cache_metrics follows vLLM's own blocks"
+    if cache.prefix_cache_retention_interval is not None:
+        yield "prefix_cache_retention_interval is for sparse caches"
+    if cache.hisparse_host_num_blocks:
+        yield "HiSparse keeps blocks on the host"
+    if config is not None:
+        yield from _reasons_of_the_engine(config)
+
+
+def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) -> Any:
+    if type(spec) not in (classes.FullAttentionSpec, classes.MLAAttentionSpec):
+        yield f"the layers' cache is a {type(spec).__name__}, not one of full attention"
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(spec, name, None) is not None:
+            yield f"{name} is {getattr(spec, name)}"
+    if getattr(spec, "non_causal", False):
+        yield "the layers see what is to come"
+    block_size = settings["scheduler_block_size"]
+    if not block_size == settings["hash_block_size"] == spec.block_size:
+        yield "blocks have several sizes"
+    if block_size == 1:
+        yield "a block holds one token"
+
+
+def _reasons_of_the_engine(config: Any) -> Any:
+    model = config.model_config
+    if config.kv_transfer_config is not None:
+        yield f"the connector {config.kv_transfer_config.kv_connector} reads vLLM's own blocks"
+    if model.runner_type == "pooling":
+        yield "a pooling model"
+    if model.is_encoder_decoder:
+        yield "an encoder and a decoder"
+    if model.is_diffusion:
+        yield "a diffusion model"
+    if config.parallel_config.prefill_context_parallel_size > 1:
+        yield "context parallelism (prefill_context_parallel_size)"

@@ -1,0 +1,205 @@
+"""vLLM's own tests of its block management, with our manager and with vLLM's.
+
+    python tests/peers/vllm_own/run.py --python .venv-peers/bin/python
+
+They are in its source distribution on PyPI, which is fetched once. A test is in scope if it makes
+a manager and every one that it makes is ours; one for which any goes back to vLLM's is listed with
+the reason. It fails if a test in scope that passes with vLLM's manager fails with ours, but for
+those of `READS_INSIDES`, which look at vLLM's own structures.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+VERSION = "0.32.0"
+DIST = f"vllm-{VERSION}"
+TESTS = "tests/v1/core"
+TORCHVISION = "torchvision==0.28.*"  # that of torch 2.13
+JSON = "application/vnd.pypi.simple.v1+json"
+
+READS_INSIDES: dict[str, str] = json.loads(
+    (HERE / "reads_insides.json").read_text(encoding="utf-8")
+)
+
+
+def index_url() -> str:
+    """The package index that pip uses."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return os.environ.get("PIP_INDEX_URL") or found or "https://pypi.org/simple"
+
+
+def fetch(folder: Path) -> Path:
+    """The source distribution, fetched if it is not there; its digest is the index's."""
+    target = folder / f"{DIST}.tar.gz"
+    if target.exists():
+        return target
+    request = urllib.request.Request(f"{index_url().rstrip('/')}/vllm/", headers={"Accept": JSON})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        files = json.load(answer)["files"]
+    [file] = [file for file in files if file["filename"] == target.name]
+    print(f"fetching {target.name}", flush=True)
+    with urllib.request.urlopen(file["url"], timeout=600) as answer:
+        data = answer.read()
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != file["hashes"]["sha256"]:
+        raise SystemExit(f"{target.name} has the digest {digest}, not {file['hashes']['sha256']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    return target
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Its tests, beside the models that they name."""
+    root = folder / DIST
+    if not (root / TESTS).exists():
+        with tarfile.open(archive) as tar:
+            members = [each for each in tar if each.name.startswith(f"{DIST}/tests/")]
+            tar.extractall(folder, members, filter="data")
+    return root
+
+
+def folder_of_packages(root: Path) -> Path:
+    """Where the packages are that the tests need beside vLLM's own."""
+    return root.parent / "site"
+
+
+def install(python: Path, root: Path) -> None:
+    """pytest, and torchvision for llava's images, in a folder of their own."""
+    site = folder_of_packages(root)
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--target",
+        site,
+    ]
+    if not (site / "pytest").exists():
+        subprocess.run([*command, "pytest", "pytest-asyncio"], check=True)
+    if not (site / "torchvision").exists():
+        subprocess.run([*command, "--no-deps", TORCHVISION], check=True)
+
+
+def run(python: Path, root: Path, ours: bool, options: list[str]) -> dict[str, Any]:
+    """All of them; what came of each."""
+    report = root.parent / f"vllm-own-{'ours' if ours else 'stock'}.json"
+    report.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYENGINE_BLOCK_MANAGER": "1" if ours else "0",
+        "PYENGINE_REPORT": str(report),
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, folder_of_packages(root), ROOT))),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    command = [
+        python,
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "-rN",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += ["-p", "pyengine_plugin", "-c", os.devnull, "--rootdir", str(root)]
+    command += ["--confcutdir", TESTS, *(options or [TESTS])]
+    print(f"vLLM's tests with {'our' if ours else 'its own'} manager", flush=True)
+    subprocess.run(command, cwd=root, env=environment, check=False)
+    if not report.exists():
+        raise SystemExit("pytest wrote no report")
+    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return found
+
+
+def function(name: str) -> str:
+    """The file and the function of a test."""
+    return name.partition("[")[0]
+
+
+def main() -> None:
+    """Fetch, run both, compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--python", type=Path, default=ROOT / ".venv-peers/bin/python")
+    parser.add_argument("--folder", type=Path, default=ROOT / "target/vllm-own")
+    parser.add_argument("tests", nargs="*", help=f"some of {TESTS}, as pytest takes them")
+    options = parser.parse_args()
+    folder, python = options.folder.absolute(), options.python.absolute()
+    root = unpack(fetch(folder), folder)
+    install(python, root)
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import models, pathlib; "
+    code += f"models.write_all(pathlib.Path({str(root)!r}))"
+    subprocess.run([python, "-c", code], check=True)
+    stock = run(python, root, False, options.tests)
+    ours = run(python, root, True, options.tests)
+    raise SystemExit(compare(stock, ours, folder / "vllm-own.md"))
+
+
+def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
+    """Print and write what is in scope, what passes, and why the rest is not; 0 if all is well."""
+    scope = {name: each for name, each in ours.items() if each["ours"] and not each["reasons"]}
+    broken, insides, passed, control = [], [], [], []
+    for name, each in sorted(scope.items()):
+        if stock[name]["outcome"] != "passed":
+            control.append(f"{name}: {stock[name]['outcome']} with vLLM's own, too")
+        elif each["outcome"] == "passed":
+            passed.append(name)
+        elif (bare := function(name).rpartition("::")[2]) in READS_INSIDES:
+            insides.append(f"{name}: {READS_INSIDES[bare]}")
+        else:
+            broken.append(f"{name}: {each.get('error', each['outcome'])}")
+    outside = {
+        name: "; ".join(each["reasons"]) for name, each in sorted(ours.items()) if each["reasons"]
+    }
+    none = sorted(name for name, each in ours.items() if not each["ours"] and not each["reasons"])
+    functions = len({function(name) for name in passed})
+    made = sum(scope[name]["ours"] for name in passed)
+    lines = [
+        f"vLLM {VERSION}, {TESTS}: {len(ours)} tests",
+        f"in scope and passed with both: {len(passed)} tests of {functions} functions, in which "
+        f"{made} managers were made, all of them ours",
+        f"in scope, and they read vLLM's own structures: {len(insides)}",
+        *(f"  {line}" for line in insides),
+        f"in scope, but not even vLLM's own passes here: {len(control)}",
+        *(f"  {line}" for line in control),
+        f"in scope and BROKEN: {len(broken)}",
+        *(f"  {line}" for line in broken),
+    ]
+    print("\n".join(lines))
+    print(
+        f"back to vLLM's own manager: {len(outside)}; without a manager: {len(none)} (see {page})"
+    )
+    page.write_text(
+        "\n".join(
+            [
+                *lines,
+                f"back to vLLM's own manager: {len(outside)}",
+                *(f"  {name}: {reason}" for name, reason in outside.items()),
+                f"without a manager: {len(none)}",
+                *(f"  {name}" for name in none),
+                "passed:",
+                *(f"  {name}" for name in passed),
+            ]
+        )
+        + "\n",
+        encoding="utf-8",
+    )
+    return len(broken) or not passed
+
+
+if __name__ == "__main__":
+    main()

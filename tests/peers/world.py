@@ -1,0 +1,352 @@
+"""vLLM's real Scheduler with a stub model, whose KV cache is simulated and checks every read.
+
+A slot holds a number that stands for all tokens up to its position, in their namespace. A step
+writes what it computes and then reads, for every request, all positions up to the last: what is
+there must be what its own tokens give. The next token follows from it.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.peers.vllm_own import models
+
+MASK = (1 << 62) - 1
+EMPTY = -1
+
+
+def link(before: int, token: int) -> int:
+    """The number for a prefix that is longer by a token."""
+    return ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 >> 1) & MASK
+
+
+@dataclass
+class State:
+    """A request as the worker knows it. `chain[p]` stands for its tokens up to position p."""
+
+    tokens: list[int]
+    table: list[int]
+    root: int
+    chain: np.ndarray
+
+    def link_up_to(self, start: int, tokens: list[int], end: int) -> None:
+        """Compute `chain[start:end]` for these tokens."""
+        value = int(self.chain[start - 1]) if start else self.root
+        for position in range(start, end):
+            value = link(value, tokens[position])
+            self.chain[position] = value
+
+
+class Worker:
+    """Executes steps in the order in which they were scheduled, as a device does."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocabulary: int = 50) -> None:
+        self.block_size = block_size
+        self.vocabulary = vocabulary
+        self.kv = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.states: dict[str, State] = {}
+        self.roots: dict[str, int] = {}
+        self.reads = 0
+        self.wrong: list[str] = []
+
+    def run(self, step: Any) -> Any:
+        """The output of a step."""
+        for request_id in step.finished_req_ids:
+            self.states.pop(request_id, None)
+        if step.kv_cache_block_copies:
+            pairs = np.array(step.kv_cache_block_copies, np.int64)
+            self.kv[pairs[:, 1]] = self.kv[pairs[:, 0]]
+        starts = self._take_tables(step)
+        inputs = {}
+        for request_id, count in step.num_scheduled_tokens.items():
+            state, start = self.states[request_id], starts[request_id]
+            drafts = step.scheduled_spec_decode_tokens.get(request_id, [])
+            tokens = [*state.tokens, *drafts]
+            end = start + count
+            if end > len(tokens):
+                raise AssertionError(f"{request_id}: {end} tokens computed, {len(tokens)} known")
+            state.link_up_to(start, tokens, end)
+            slots = self._slots(state, start, end)
+            self.kv.reshape(-1)[slots] = state.chain[start:end]
+            inputs[request_id] = (start, end, drafts)
+        sampled = [self._read(request_id, *inputs[request_id]) for request_id in inputs]
+        outputs = importlib.import_module("vllm.v1.outputs")
+        ids = list(inputs)
+        return outputs.ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            pooler_output=[],
+        )
+
+    def _take_tables(self, step: Any) -> dict[str, int]:
+        """Takes note of new requests and blocks; how many tokens each has computed."""
+        starts = {}
+        for new in step.scheduled_new_reqs:
+            tokens = list(new.prompt_token_ids)
+            root = self.roots.get(new.req_id, 0)
+            state = State(tokens, list(new.block_ids[0]), root, np.zeros(2048, np.int64))
+            state.link_up_to(0, tokens, len(tokens))
+            self.states[new.req_id] = state
+            starts[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            state, blocks = self.states[request_id], cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                state.table = list(blocks[0])
+            elif blocks is not None:
+                state.table.extend(blocks[0])
+            if request_id in cached.all_token_ids:
+                state.tokens = list(cached.all_token_ids[request_id])
+                state.link_up_to(0, state.tokens, len(state.tokens))
+            starts[request_id] = cached.num_computed_tokens[index]
+        return starts
+
+    def _slots(self, state: State, start: int, end: int) -> np.ndarray:
+        positions = np.arange(start, end)
+        table = np.array(state.table, np.int64)
+        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def _read(self, request_id: str, start: int, end: int, drafts: list[int]) -> list[int]:
+        state = self.states[request_id]
+        found = self.kv.reshape(-1)[self._slots(state, 0, end)]
+        self.reads += end
+        wrong = np.flatnonzero(found != state.chain[:end])
+        if wrong.size:
+            self.wrong.append(f"{request_id}: position {wrong[0]} of {end}, computed from {start}")
+        known = len(state.tokens)
+        if end < known:
+            return []  # a chunk
+        sampled = []
+        for offset in range(end - known + 1):
+            token = int(state.chain[known - 1 + offset]) % self.vocabulary
+            sampled.append(token)
+            if offset >= len(drafts) or drafts[offset] != token:
+                break
+        state.tokens += sampled
+        return sampled
+
+
+@dataclass
+class Settings:
+    """Of a Scheduler."""
+
+    ours: bool
+    num_blocks: int = 100
+    block_size: int = 4
+    max_num_seqs: int = 16
+    budget: int = 256
+    max_model_len: int = 512
+    caching: bool = True
+    overlapping: bool = False
+    policy: str = "fcfs"
+    drafts: int = 0
+    events: bool = False
+    own: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_own: list[Any] = []
+
+
+def managers() -> tuple[Any, Callable[..., Any]]:
+    """vLLM's manager, and what stands in its place when ours does. Engages the plugin."""
+    from pyengine.integrations import vllm as integration
+
+    scheduler = importlib.import_module("vllm.v1.core.sched.scheduler")
+    if not _own:
+        own = scheduler.KVCacheManager
+        integration.install()
+        _own.extend((own, scheduler.KVCacheManager))
+    return _own[0], _own[1]
+
+
+def make_scheduler(settings: Settings, folder: Path) -> Any:
+    """A Scheduler over a configuration without weights, which is made in `folder`."""
+    import torch
+    from vllm.config import (
+        CacheConfig,
+        KVEventsConfig,
+        ModelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    model = folder / models.LONG
+    if not model.exists():
+        models.write_all(folder)
+    size, length = settings.block_size, settings.max_model_len
+    model_config = ModelConfig(
+        model=str(model), dtype="float16", seed=0, skip_tokenizer_init=True, max_model_len=length
+    )
+    drafts = None
+    if settings.drafts:
+        drafts = SpeculativeConfig(
+            method="ngram",
+            model="ngram",
+            num_speculative_tokens=settings.drafts,
+            prompt_lookup_max=2,
+            prompt_lookup_min=1,
+        )
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.budget,
+            max_model_len=length,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=settings.overlapping,
+            policy=settings.policy,
+            watermark=0.0,
+        ),
+        model_config=model_config,
+        cache_config=CacheConfig(
+            block_size=size, cache_dtype="auto", enable_prefix_caching=settings.caching
+        ),
+        speculative_config=drafts,
+        kv_events_config=events if settings.events else None,
+    )
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    cache = KVCacheConfig(
+        num_blocks=settings.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    config.cache_config.num_gpu_blocks = settings.num_blocks
+    register_all_kvcache_specs(config)
+    own, ours = managers()
+    module = importlib.import_module("vllm.v1.core.sched.scheduler")
+    module.KVCacheManager = ours if settings.ours else settings.own or own
+    try:
+        scheduler = (AsyncScheduler if settings.overlapping else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            block_size=size,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+        )
+    finally:
+        module.KVCacheManager = ours
+    scheduler.use_v2_model_runner = False
+    return scheduler
+
+
+def hasher(block_size: int, ours: bool) -> Any:
+    """What the engine gives its requests to hash their blocks with, by vLLM's default."""
+    from vllm.config import CacheConfig
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    if ours:
+        return None
+    function = get_hash_fn_by_name(CacheConfig().prefix_caching_hash_algo)
+    init_none_hash(function)
+    return get_request_block_hasher(block_size, function)
+
+
+def make_request(name: str, tokens: list[int], block_hasher: Any, **settings: Any) -> Any:
+    """A request for `max_tokens` tokens; `salt`, `priority`, `reads` (the cache) as given."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=settings.get("max_tokens", 8), ignore_eos=True)
+    if not settings.get("reads", True):
+        sampling.skip_reading_prefix_cache = True
+    request = Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=sampling,
+        pooling_params=None,
+        cache_salt=settings.get("salt"),
+        priority=settings.get("priority", 0),
+        arrival_time=settings.get("arrival", 0.0),
+        block_hasher=block_hasher,
+    )
+    return request
+
+
+class World:
+    """A Scheduler and a worker, which runs its steps; with overlapping ones a step behind."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings = settings
+        self.scheduler = make_scheduler(settings, folder)
+        self.manager = self.scheduler.kv_cache_manager
+        self.worker = Worker(settings.num_blocks, settings.block_size)
+        self.hasher = hasher(settings.block_size, settings.ours)
+        self.outputs: dict[str, list[int]] = {}
+        self.hits: dict[str, list[int]] = {}
+        self.waiting_output: list[tuple[Any, Any]] = []
+        self.preemptions = 0
+
+    def add(self, name: str, tokens: list[int], **settings: Any) -> None:
+        """A request arrives."""
+        salt = settings.get("salt")
+        self.worker.roots[name] = link(0, hash(salt) & 0xFFFF) if salt else 0
+        self.scheduler.add_request(make_request(name, tokens, self.hasher, **settings))
+        self.outputs[name], self.hits[name] = [], []
+
+    def abort(self, name: str) -> None:
+        """The caller goes away."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> Any:
+        """One call of `schedule()`, its work, and what came of the step before or of this one."""
+        step = self.scheduler.schedule()
+        for new in step.scheduled_new_reqs:
+            self.hits[new.req_id].append(new.num_computed_tokens)
+        self.preemptions += len(step.preempted_req_ids or ())
+        result = self.worker.run(step)
+        self.waiting_output.append((step, result))
+        keep = 1 if self.settings.overlapping and step.total_num_scheduled_tokens else 0
+        while len(self.waiting_output) > keep:
+            self._deliver(*self.waiting_output.pop(0))
+        return step
+
+    def _deliver(self, step: Any, result: Any) -> None:
+        for outputs in self.scheduler.update_from_output(step, result).values():
+            for output in outputs.outputs:
+                self.outputs[output.request_id] += output.new_token_ids
+        if self.settings.drafts:
+            self._draft()
+
+    def _draft(self) -> None:
+        """Guesses, of which some are right: the worker's own next tokens, spoilt now and then."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        ids, drafts = [], []
+        for request in self.scheduler.running:
+            state = self.worker.states.get(request.request_id)
+            if state is None or state.tokens != request._all_token_ids:
+                continue
+            value = int(state.chain[len(state.tokens) - 2])
+            value = link(value, state.tokens[-1])
+            guesses = []
+            for _ in range(self.settings.drafts):
+                token = value % self.worker.vocabulary
+                guesses.append(token if value & 12 else (token + 1) % self.worker.vocabulary)
+                value = link(value, token)
+            ids.append(request.request_id)
+            drafts.append(guesses)
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+    def drain(self, most: int = 100_000) -> None:
+        """Steps until nobody is left."""
+        for _ in range(most):
+            if not self.scheduler.has_requests() and not self.waiting_output:
+                return
+            self.step()
+        raise AssertionError(f"{self.scheduler.get_request_counts()} are still there")

@@ -1,0 +1,131 @@
+"""Small fakes of what the vLLM plugin touches; `tests/support/vllm_interface.json` names them."""
+
+from collections import namedtuple
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import SimpleNamespace
+from typing import Any
+
+KVCacheBlockCopy = namedtuple("KVCacheBlockCopy", "src_block_id dst_block_id")
+
+
+class RequestStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+
+
+@dataclass
+class PrefixCacheStats:
+    reset: bool = False
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:
+        self.requests += not preempted
+        self.preempted_requests += preempted
+        self.queries += num_tokens
+        self.hits += num_hits
+
+
+@dataclass
+class BlockStored:
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    session_id: str | None = None
+
+
+@dataclass
+class BlockRemoved:
+    block_hashes: list[Any]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared:
+    pass
+
+
+@dataclass
+class FullAttentionSpec:
+    block_size: int = 4
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    non_causal: bool = False
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+CLASSES = SimpleNamespace(
+    KVCacheBlockCopy=KVCacheBlockCopy,
+    RequestStatus=RequestStatus,
+    PrefixCacheStats=PrefixCacheStats,
+    BlockStored=BlockStored,
+    BlockRemoved=BlockRemoved,
+    AllBlocksCleared=AllBlocksCleared,
+    FullAttentionSpec=FullAttentionSpec,
+    MLAAttentionSpec=MLAAttentionSpec,
+)
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    _all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    mm_features: list[Any] = field(default_factory=list)
+    lora_request: Any = None
+    cache_salt: str | None = None
+    prompt_embeds: Any = None
+    skip_reading_prefix_cache: bool = False
+    num_preemptions: int = 0
+    session_id: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
+
+def image(identifier: str, offset: int, length: int) -> Any:
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
+
+
+def cache_config(num_blocks: int, spec: Any = None, **more: Any) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())]
+    settings = {
+        "needs_kv_cache_zeroing": False,
+        "hisparse_host_num_blocks": None,
+        "prefix_cache_retention_interval": None,
+    }
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups, **(settings | more))
+
+
+def engine_config(**more: Any) -> Any:
+    """A `VllmConfig` of an engine in our scope."""
+    model = {"runner_type": "generate", "is_encoder_decoder": False, "is_diffusion": False}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**(model | more.pop("model", {}))),
+        kv_transfer_config=more.pop("connector", None),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=more.pop("pcp", 1)),
+    )

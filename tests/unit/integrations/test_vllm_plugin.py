@@ -1,0 +1,247 @@
+"""When the plugin steps in, how, and what it leaves to vLLM's own manager."""
+
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyengine.integrations import vllm as plugin
+from pyengine.integrations.vllm_manager import KVCacheManager
+from tests.support import vllm_fakes
+from tests.support.vllm_fakes import (
+    CLASSES,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    Request,
+    cache_config,
+    engine_config,
+)
+from tests.unit.integrations.test_vllm_manager import admit, decode
+
+
+def settings(spec: Any = None, **more: Any) -> dict[str, Any]:
+    base = {
+        "kv_cache_config": cache_config(20, spec),
+        "max_model_len": 100,
+        "scheduler_block_size": 4,
+        "hash_block_size": 4,
+        "use_eagle": False,
+        "dcp_world_size": 1,
+        "pcp_world_size": 1,
+        "num_prefill_lookahead": 0,
+        "metrics_collector": None,
+        "enable_caching": True,
+    }
+    return base | more
+
+
+class OwnManager:
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+
+class Scheduler:
+    """As vLLM's, as far as the plugin looks: it makes its manager by the name in its module."""
+
+    use_pp = False
+    use_v2_model_runner = False
+
+    def __init__(self, vllm_config: Any, overlapping: bool = False) -> None:
+        self.scheduler_config = SimpleNamespace(async_scheduling=overlapping)
+        module = sys.modules["vllm.v1.core.sched.scheduler"]
+        self.kv_cache_manager: Any = module.KVCacheManager(**settings())
+
+    def _make_cached_request_data(self, running_reqs: list[Any], *rest: Any) -> Any:
+        return SimpleNamespace(
+            req_ids=[request.request_id for request in running_reqs],
+            new_block_ids=[None for _ in running_reqs],
+            resumed_req_ids=set(),
+        )
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A vLLM of a few fakes."""
+    modules: dict[str, Any] = {
+        "vllm": SimpleNamespace(__version__="0.32.0+cpu"),
+        "vllm.v1.core.sched.scheduler": SimpleNamespace(
+            KVCacheManager=OwnManager,
+            Scheduler=type("Scheduler", (Scheduler,), dict(vars(Scheduler))),
+        ),
+        "vllm.v1.engine.core": SimpleNamespace(get_request_block_hasher=lambda *_: "a hasher"),
+        "vllm.distributed.kv_events": vllm_fakes,
+        "vllm.v1.core.kv_cache_utils": vllm_fakes,
+        "vllm.v1.kv_cache_interface": vllm_fakes,
+        "vllm.v1.metrics.stats": vllm_fakes,
+        "vllm.v1.request": vllm_fakes,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(plugin, "state", plugin.State())
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    found: ModuleType = modules["vllm.v1.core.sched.scheduler"]
+    return found
+
+
+def test_the_entry_point_is_the_plugins() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = project["entry-points"]["vllm.general_plugins"]
+    assert points == {plugin.PLUGIN: f"{plugin.__name__}:{plugin.register.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("switch", "plugins", "wanted"),
+    [
+        (None, None, False),
+        ("1", None, True),
+        ("0", "pyengine-vllm", False),
+        ("", None, False),
+        (None, "other,pyengine-vllm", True),
+        (None, "other", False),
+    ],
+)
+def test_it_is_off_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, switch: str | None, plugins: str | None, wanted: bool
+) -> None:
+    for name, value in ((plugin.SWITCH, switch), ("VLLM_PLUGINS", plugins)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert plugin.wanted() is wanted
+
+
+def test_off_touches_nothing(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.SWITCH, "0")
+    plugin.register()
+    assert vllm.KVCacheManager is OwnManager
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0", "0.32"])
+def test_another_version_keeps_its_manager(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    plugin.register()
+    assert vllm.KVCacheManager is OwnManager
+    assert caplog.messages == [
+        f"pyengine's block manager is for vLLM 0.32.x, this is {version}: vLLM's own is used"
+    ]
+
+
+def test_in_scope_it_is_ours_and_nobody_hashes(vllm: Any) -> None:
+    core = sys.modules["vllm.v1.engine.core"]
+    plugin.register()
+    plugin.register()
+    assert core.get_request_block_hasher(16, hash) == "a hasher"
+    scheduler = vllm.Scheduler(engine_config())
+    assert isinstance(scheduler.kv_cache_manager, KVCacheManager)
+    assert (plugin.state.engaged, plugin.state.reasons) == (1, [])
+    assert core.get_request_block_hasher(16, hash) is None
+
+
+def test_out_of_scope_it_is_vllms_and_the_log_says_why(
+    vllm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin.register()
+    connector = SimpleNamespace(kv_connector="NixlConnector")
+    scheduler = vllm.Scheduler(engine_config(connector=connector))
+    assert isinstance(scheduler.kv_cache_manager, OwnManager)
+    assert scheduler.kv_cache_manager.settings["max_model_len"] == 100
+    [line] = caplog.messages
+    assert line == (
+        "pyengine's block manager is not used: the connector NixlConnector reads vLLM's own blocks"
+    )
+    assert sys.modules["vllm.v1.engine.core"].get_request_block_hasher(16, hash) == "a hasher"
+    assert isinstance(vllm.Scheduler(engine_config()).kv_cache_manager, KVCacheManager)
+
+
+IN_SCOPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"spec": MLAAttentionSpec()}, {}),
+    ({"enable_caching": False}, {}),
+]
+OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("of 2 groups", {"groups": 2}, {}),
+    ("MambaSpec", {"spec": MambaSpec()}, {}),
+    ("sliding_window is 8", {"spec": FullAttentionSpec(sliding_window=8)}, {}),
+    ("attention_chunk_size", {"spec": FullAttentionSpec(attention_chunk_size=8)}, {}),
+    ("what is to come", {"spec": FullAttentionSpec(non_causal=True)}, {}),
+    ("several sizes", {"hash_block_size": 2}, {}),
+    ("several sizes", {"spec": FullAttentionSpec(block_size=8)}, {}),
+    (
+        "one token",
+        {"spec": FullAttentionSpec(block_size=1), "hash_block_size": 1, "scheduler_block_size": 1},
+        {},
+    ),
+    ("EAGLE", {"use_eagle": True}, {}),
+    ("several modules", {"num_prefill_lookahead": 2}, {}),
+    ("dcp_world_size is 2", {"dcp_world_size": 2}, {}),
+    ("pcp_world_size is 4", {"pcp_world_size": 4}, {}),
+    ("kv_cache_metrics", {"metrics_collector": object()}, {}),
+    ("HiSparse", {"host": 5}, {}),
+    ("prefix_cache_retention_interval", {"retention": 64}, {}),
+    ("pooling", {}, {"model": {"runner_type": "pooling"}}),
+    ("encoder and a decoder", {}, {"model": {"is_encoder_decoder": True}}),
+    ("diffusion", {}, {"model": {"is_diffusion": True}}),
+    ("prefill_context_parallel_size", {}, {"pcp": 2}),
+]
+
+
+@pytest.mark.parametrize(("more", "engine"), IN_SCOPE)
+def test_what_is_in_scope(more: dict[str, Any], engine: dict[str, Any]) -> None:
+    assert plugin.out_of_scope(settings(**more), engine_config(**engine), CLASSES) is None
+    assert plugin.out_of_scope(settings(**more), None, CLASSES) is None
+
+
+@pytest.mark.parametrize(("reason", "more", "engine"), OUT_OF_SCOPE)
+def test_what_is_out_of_scope(reason: str, more: dict[str, Any], engine: dict[str, Any]) -> None:
+    groups, host, retention = (more.pop(name, None) for name in ("groups", "host", "retention"))
+    given = settings(**more)
+    given["kv_cache_config"].kv_cache_groups *= groups or 1
+    given["kv_cache_config"].prefix_cache_retention_interval = retention
+    given["kv_cache_config"].hisparse_host_num_blocks = host
+    found = plugin.out_of_scope(given, engine_config(**engine), CLASSES)
+    assert found is not None
+    assert reason in found
+
+
+def duplicates(scheduler: Any) -> tuple[Any, Any]:
+    """Two requests with one prompt that did not look into the cache, a step later."""
+    manager = scheduler.kv_cache_manager
+    first = Request("a", list(range(8)), skip_reading_prefix_cache=True)
+    second = Request("b", list(range(8)), skip_reading_prefix_cache=True)
+    manager.new_step_starts()
+    admit(manager, first), admit(manager, second)
+    manager.take_new_block_ids()
+    manager.new_step_starts()
+    decode(manager, first), decode(manager, second)
+    return first, second
+
+
+def test_workers_are_told_of_merged_blocks_where_steps_do_not_overlap(vllm: Any) -> None:
+    plugin.register()
+    scheduler = vllm.Scheduler(engine_config())
+    data = scheduler._make_cached_request_data(running_reqs=[*duplicates(scheduler)])
+    assert data.resumed_req_ids == {"b"}
+    assert data.new_block_ids == [None, ([1, 2, 6],)]
+    assert data.req_ids == ["a", "b"]
+
+
+@pytest.mark.parametrize("reason", ["overlapping", "use_pp", "use_v2_model_runner"])
+def test_elsewhere_duplicates_stay(vllm: Any, reason: str) -> None:
+    plugin.register()
+    scheduler = vllm.Scheduler(engine_config(), overlapping=reason == "overlapping")
+    setattr(scheduler, reason, True)
+    data = scheduler._make_cached_request_data([*duplicates(scheduler)], [])
+    assert (data.resumed_req_ids, data.new_block_ids) == (set(), [None, None])
+
+
+def test_a_scheduler_with_vllms_own_manager_is_left_alone(vllm: Any) -> None:
+    plugin.register()
+    scheduler = vllm.Scheduler(engine_config(model={"runner_type": "pooling"}))
+    data = scheduler._make_cached_request_data([Request("a", [1])], [])
+    assert data.new_block_ids == [None]
