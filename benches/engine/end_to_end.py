@@ -81,7 +81,10 @@ INT8_GOAL = 1.8
 class Engine:
     """A process that generates. Raises `RuntimeError` if it does not come up."""
 
-    def __init__(self, name: str, dtype: str, caches: Path) -> None:
+    def __init__(
+        self, name: str, dtype: str, caches: Path, options: dict[str, Any] | None = None
+    ) -> None:
+        """`options` are further ones of the engine."""
         self.name = name
         python = PEERS if name in (VLLM, VLLM32) else Path(sys.executable)
         if not python.exists():
@@ -97,7 +100,10 @@ class Engine:
         self.is_alive = True
         start = perf_counter()
         self._process = subprocess.Popen(
-            [str(python), "-m", "benches.engine.serve", name, str(embedded_model()), dtype],
+            [
+                *(str(python), "-m", "benches.engine.serve", name, str(embedded_model()), dtype),
+                json.dumps(options or {}),
+            ],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -134,7 +140,7 @@ class Engine:
         found = self._answer()
         if self.name in (VLLM, VLLM32):
             sleep(VLLM_SPINS_SECONDS)
-        if bool(found["characters"]) != asked.is_text:
+        if bool(found["characters"]) != (asked.is_text or bool(asked.stop)):
             raise RuntimeError(f"{self.name} gave {found['characters']} characters of text")
         return found
 

@@ -3,9 +3,9 @@
     python -m benches.engine.serve ENGINE MODEL_FOLDER DTYPE [MORE_OPTIONS_AS_JSON]
 
 It says `{"ready": version, "settings": ...}` once it has given a first token. Then each line of
-standard input is an `Asked`, and the answer a line with the seconds it took and the tokens. The end
-of sequence is ignored. Prompts that are text are tokenized and answered with text, inside the
-seconds; to token ids the answer is token ids alone.
+standard input is an `Asked`, and the answer a line with the seconds it took and the tokens. Unless
+`stops` says so, the end of sequence is ignored. Prompts that are text are tokenized and answered
+with text, inside the seconds; to token ids the answer is token ids alone.
 """
 
 import json
@@ -26,6 +26,10 @@ class Asked:
     max_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+    stops: bool = False
+    """Whether the end of sequence ends an answer, and so do the texts of `stop`."""
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
 
     @property
     def is_text(self) -> bool:
@@ -38,8 +42,10 @@ class Asked:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "max_tokens": self.max_tokens,
-            "ignore_eos": True,
-            "detokenize": self.is_text,
+            "ignore_eos": not self.stops,
+            "stop": list(self.stop),
+            "seed": self.seed,
+            "detokenize": self.is_text or bool(self.stop),
         }
 
 

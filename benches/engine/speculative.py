@@ -1,6 +1,7 @@
-"""Speculation on real text, on the CPU: with drafts, without, and transformers' prompt look-up.
+"""Speculation on real text, on the CPU: with drafts and without, beside vLLM's and transformers'.
 
     .venv/bin/python -m benches.engine.speculative [--batch 1,8,32] [--rounds 3]
+    .venv/bin/python -m benches.engine.speculative --plot    # of the last run
 
 from the root of the repository, with the archive `bbh_text.tar.gz` in `PYENGINE_TRACES`. The
 embedded model answers, and ends where it ends: a model that loops would flatter a drafter.
@@ -10,11 +11,13 @@ embedded model answers, and ends where it ends: a model that loops would flatter
 - `prose`: stories and explanations, temperature 0.8 with a seed for each.
 - `forms`: profiles of people as lists of fields, which `suffix` knows after a round; greedy.
 
-Every round has other prompts. The engines are in one process and take turns in an order that
-changes; a ratio is the median of those of the same rounds. Decoding is what is timed: prompts are
-computed before, and are in the cache; of transformers' `generate`, which takes one request at a
-time here, the time that it takes for a single token is subtracted. A table in markdown goes to
-standard output, the figures to `benches/results/speculative.json`.
+Every round has other prompts. Ours and transformers are in one process; vLLM with n-grams and
+without is looked for in `.venv-peers` (`benches/peers/env.py` makes it). They take turns in an
+order that changes, and a ratio is the median of those of the same rounds. Decoding is what is
+timed: prompts are computed before, and are in the cache; of transformers' `generate`, which takes
+one request at a time here, the time that it takes for a single token is subtracted. A table in
+markdown goes to standard output, the figures to `benches/results/speculative.json`; tokens per
+decode over the batch are plotted to `docs/images/speculation.svg`.
 """
 
 import argparse
@@ -24,16 +27,20 @@ import re
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from benches.engine.end_to_end import VLLM32, Engine
+from benches.engine.serve import Asked
 from benches.peers.report import libraries, machine
 from pyengine import LLM, SamplingParams
 
@@ -42,7 +49,10 @@ TRACES = Path(os.environ.get("PYENGINE_TRACES", ROOT.parent / "shared/data/trace
 RESULTS = ROOT / "benches/results/speculative.json"
 PLAIN, NGRAM, SUFFIX = "without", "ngram", "suffix"
 LOOKUP, GENERATE = "transformers, look-up", "transformers"
+VLLM, VLLM_NGRAM = "vLLM", "vLLM, ngram"
+PLOT = ROOT / "docs/images/speculation.svg"
 DRAFTS = 7
+COLOURS = ["#d1495b", "#00798c", "#edae49", "#5b5f97"]
 NAMES = [
     *("Ada", "Bruno", "Chen", "Dana", "Emil", "Farah", "Goran"),
     *("Abara", "Brandt", "Costa", "Dahl", "Egger", "Fischer", "Gruber"),
@@ -72,8 +82,8 @@ class Figure:
     engine: str
     seconds: float
     tokens: int
-    per_step: float
-    """Tokens per decode that had drafts; 1 without any."""
+    per_step: float | None
+    """Tokens per decode that had drafts; 1 without any, None where nobody says."""
 
     @property
     def rate(self) -> float:
@@ -178,7 +188,44 @@ def theirs(model: Any, name: str, options: Mapping[str, Any], work: Work) -> Fig
                 )
             seconds += times * (perf_counter() - start)
         tokens += found.shape[1] - len(prompt)
-    return Figure(work.name, 1, name, seconds, tokens, 1.0)
+    return Figure(work.name, 1, name, seconds, tokens, None)
+
+
+def peer(engine: Engine, name: str, batch: int, work: Work) -> Figure:
+    """vLLM, as `ours`; one seed for a batch."""
+    seconds, tokens, params = 0.0, 0, work.params
+    for first in range(0, len(work.prompts), batch):
+        prompts = work.prompts[first : first + batch]
+        engine.generate(Asked(prompts, 1))
+        answer = engine.generate(
+            Asked(
+                prompts,
+                params.max_tokens or 0,
+                temperature=params.temperature,
+                stops=True,
+                stop=tuple(params.stop),
+                seed=first,
+            )
+        )
+        seconds += answer["seconds"]
+        tokens += sum(map(len, answer["tokens"]))
+    return Figure(work.name, batch, name, seconds, tokens, None)
+
+
+def peers(dtype: str, caches: Path) -> dict[str, Engine]:
+    """vLLM without drafts and with n-grams; what refuses is said on standard error."""
+    ngram = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 4}
+    wanted: dict[str, dict[str, Any]] = {
+        VLLM: {},
+        VLLM_NGRAM: {"speculative_config": {**ngram, "prompt_lookup_min": 2}},
+    }
+    found = {}
+    for name, options in wanted.items():
+        try:
+            found[name] = Engine(VLLM32, dtype, caches, options)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return found
 
 
 def rows(found: Sequence[Sequence[Figure]]) -> list[str]:
@@ -188,11 +235,11 @@ def rows(found: Sequence[Sequence[Figure]]) -> list[str]:
         one = column[0]
         pairs = zip(column, found, strict=True)
         ratio = median(each.rate / first[0].rate for each, first in pairs)
-        per_step = median(each.per_step for each in column)
+        told = [each.per_step for each in column if each.per_step is not None]
+        per_step = f"{median(told):.2f}" if told else ""
         rate = median(each.rate for each in column)
         lines.append(
-            f"| {one.work} | {one.batch} | {one.engine} | {rate:.1f} | {ratio:.2f} "
-            f"| {per_step:.2f} |"
+            f"| {one.work} | {one.batch} | {one.engine} | {rate:.1f} | {ratio:.2f} | {per_step} |"
         )
     return lines
 
@@ -214,12 +261,26 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer (128)")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights (bfloat16)")
     parser.add_argument("--no-transformers", action="store_true", help="this engine alone")
+    parser.add_argument("--no-vllm", action="store_true", help="without vLLM")
+    parser.add_argument("--plot", action="store_true", help="only draw the last run again")
     options = parser.parse_args()
+    if not options.plot:
+        with ExitStack() as stack:
+            measure(options, stack)
+    plot(json.loads(RESULTS.read_text()))
+
+
+def measure(options: argparse.Namespace, stack: ExitStack) -> None:
+    """Run, print, and write the figures down."""
     shared: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "num_blocks": 4000}
     shared |= {"num_speculative_tokens": DRAFTS}
     drafting: dict[str, Any] = {PLAIN: None, NGRAM: "ngram", SUFFIX: "suffix"}
     llms = {name: LLM(**shared, speculation=one) for name, one in drafting.items()}
     model = None if options.no_transformers else reference(llms[PLAIN], options.dtype)
+    caches = Path(stack.enter_context(TemporaryDirectory()))
+    others = {} if options.no_vllm else peers(options.dtype, caches)
+    for each in others.values():
+        stack.callback(each.close)
     found: dict[tuple[int, str], list[list[Figure]]] = {}
     for batch in map(int, options.batch.split(",")):
         engines: dict[str, Callable[[Work], Figure]] = {
@@ -228,6 +289,7 @@ def main() -> None:
         if model is not None and batch == 1:
             engines[GENERATE] = partial(theirs, model, GENERATE, {})
             engines[LOOKUP] = partial(theirs, model, LOOKUP, {"prompt_lookup_num_tokens": DRAFTS})
+        engines |= {name: partial(peer, one, name, batch) for name, one in others.items()}
         count = max(batch, options.requests)
         for number in range(options.rounds):
             for work in works(llms[PLAIN], number, count, options.max_tokens):
@@ -238,11 +300,72 @@ def main() -> None:
                 print(f"round {number + 1}: {column}", file=sys.stderr, flush=True)
     print("| work | batch | engine | tok/s | times | tokens per decode with drafts |")
     print("|---|---:|---|---:|---:|---:|")
-    for each in found.values():
-        print("\n".join(rows(each)))
+    for rounds in found.values():
+        print("\n".join(rows(rounds)))
     figures = [asdict(one) for each in found.values() for column in each for one in column]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
     RESULTS.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")
+
+
+def plot(results: Mapping[str, Any]) -> None:
+    """Tokens per decode with drafts, and what they gain, over the batch."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    from benches.peers.plots import STYLE
+
+    figures = [Figure(**one) for one in results["figures"]]
+    works = list(dict.fromkeys(one.work for one in figures))
+    batches = sorted({one.batch for one in figures})
+    with mpl.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
+        for work, colour in zip(works, COLOURS, strict=False):
+            for engine, style in ((NGRAM, "o-"), (SUFFIX, "s--")):
+                label = f"{work}, {engine}"
+                for axes, value in ((left, per_decode), (right, gain)):
+                    points = [(batch, value(figures, work, batch, engine)) for batch in batches]
+                    known = [point for point in points if point[1] is not None]
+                    if known:
+                        axes.plot(
+                            *zip(*known, strict=True),
+                            style,
+                            color=colour,
+                            markersize=4,
+                            label=label,
+                        )
+        for axes, title in ((left, "tokens per decode with drafts"), (right, "times without")):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(batches, [str(batch) for batch in batches])
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("requests at a time")
+            axes.axhline(1, color="#777777", linewidth=0.8)
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=7, frameon=False, loc="center right")
+        about = results["about"]
+        caption = f"{about['cpu']}, {about['date']}; medians"
+        figure.text(0.99, 0.005, caption, ha="right", fontsize=5, color="#777777")
+        figure.tight_layout(rect=(0, 0.02, 0.84, 1))
+        figure.savefig(PLOT, metadata={"Date": None})
+        plt.close(figure)
+
+
+def per_decode(figures: Sequence[Figure], work: str, batch: int, engine: str) -> float | None:
+    """The median of tokens per decode with drafts."""
+    chosen = [one for one in figures if (one.work, one.batch, one.engine) == (work, batch, engine)]
+    told = [one.per_step for one in chosen if one.per_step is not None]
+    return median(told) if told else None
+
+
+def gain(figures: Sequence[Figure], work: str, batch: int, engine: str) -> float | None:
+    """The median of how often the tokens per second without drafts, in the same rounds."""
+    by_engine = [
+        [one for one in figures if (one.work, one.batch, one.engine) == (work, batch, name)]
+        for name in (engine, PLAIN)
+    ]
+    ratios = [one.rate / plain.rate for one, plain in zip(*by_engine, strict=True)]
+    return median(ratios) if ratios else None
 
 
 if __name__ == "__main__":

@@ -49,9 +49,13 @@ class GatherBackend:
         self._scratch = Scratch(pool.device)
         self._writer = KVWriter(pool)
 
-    def plan(self, inputs: StepInputs) -> "GatherPlan":
-        """Prepare a step; index tensors are made per sliding window, when first asked for."""
-        return GatherPlan(self._pool, inputs, self._scratch, self._writer)
+    def plan(self, inputs: StepInputs, *, first_key: int = 0) -> "GatherPlan":
+        """Prepare a step; index tensors are made per sliding window, when first asked for.
+
+        Positions before `first_key` have no keys in the layers that attend by this plan: they are
+        not seen, but by their own rows, whose results count for nothing.
+        """
+        return GatherPlan(self._pool, inputs, self._scratch, self._writer, first_key)
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Raises `ConfigurationError`: what is gathered differs in shape from step to step."""
@@ -98,9 +102,15 @@ class GatherPlan:
     """One step of the gather backend."""
 
     def __init__(
-        self, pool: KVPool, inputs: StepInputs, scratch: Scratch, writer: KVWriter
+        self,
+        pool: KVPool,
+        inputs: StepInputs,
+        scratch: Scratch,
+        writer: KVWriter,
+        first_key: int = 0,
     ) -> None:
         self._pool = pool
+        self._first_key = first_key
         self._scratch = scratch
         self._writer = writer
         self._layouts = [
@@ -139,10 +149,13 @@ class GatherPlan:
             max_blocks = _BATCH_BYTES[device.type] // max(
                 spec.bytes_per_block(self._pool.block_size) for spec in self._pool.specs
             )
-            pieces = [SpanPiece(span, window, device) for span in layout.spans(window)]
+            pieces = [
+                SpanPiece(span, window, device, first_key=self._first_key)
+                for span in layout.spans(window)
+            ]
             pieces += [
                 _BatchPiece(rows, self._pool.block_size, device)
-                for rows in layout.batches(window, max_blocks)
+                for rows in layout.batches(window, max_blocks, first_key=self._first_key)
             ]
             self._pieces[group, window] = pieces
         return pieces
@@ -215,7 +228,9 @@ class StepLayout:
                     blocks=self.block_tables[row, first_block : -(-last // self.block_size)],
                 )
 
-    def batches(self, window: int | None, max_blocks: int) -> Iterator[Batch]:
+    def batches(
+        self, window: int | None, max_blocks: int, *, first_key: int = 0
+    ) -> Iterator[Batch]:
         """Sequences with one new token, shortest first, at most `max_blocks` blocks a batch.
 
         A row that alone exceeds `max_blocks` is a batch of its own. Batches are kept small
@@ -237,7 +252,7 @@ class StepLayout:
             yield Batch(
                 rows=self.query_start_loc[decoding[chosen]].astype(np.int64),
                 blocks=self.block_tables[decoding[chosen, None], columns],
-                lows=first_keys[chosen] - base,
+                lows=np.maximum(first_keys, np.minimum(first_key, ends - 1))[chosen] - base,
                 highs=ends[chosen] - base,
             )
 
@@ -256,17 +271,22 @@ def _by_width(
 class SpanPiece:
     """Consecutive rows of one sequence."""
 
-    def __init__(self, span: Span, window: int | None, device: torch.device) -> None:
+    def __init__(
+        self, span: Span, window: int | None, device: torch.device, *, first_key: int = 0
+    ) -> None:
         self._rows = slice(span.start, span.start + span.count)
         self._num_keys = span.num_keys
         self._blocks = _block_index(span.blocks[None], device)
         self._visible: Visible = "causal"
-        if span.num_keys != span.count or (window is not None and span.num_keys > window):
+        is_cut = first_key > 0 or (window is not None and span.num_keys > window)
+        if span.num_keys != span.count or is_cut:
             positions = torch.arange(span.position, span.position + span.count, device=device)
             key_positions = torch.arange(span.num_keys, device=device) + span.first_key
             self._visible = key_positions <= positions[:, None]
             if window is not None:
                 self._visible &= key_positions > positions[:, None] - window
+            if first_key:
+                self._visible &= key_positions >= positions.clamp(max=first_key)[:, None]
 
     def gather(
         self, keys: torch.Tensor, values: torch.Tensor, scratch: Scratch

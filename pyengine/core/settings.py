@@ -129,14 +129,23 @@ class EngineSettings:
     )
     max_num_seqs: int = setting(256, "sequences in one step at most", least=1)
     max_num_batched_tokens: int = setting(2048, "tokens in one step at most", least=1)
-    speculation: Literal["ngram", "suffix"] | None = setting(
+    speculation: Literal["ngram", "suffix", "mtp", "draft"] | None = setting(
         None,
         "drafts of the next tokens, computed with decodes where that gains time; ngram: what came "
-        "after the last few tokens before, in prompt and answer; suffix: in earlier answers, too",
+        "after the last few tokens before, in prompt and answer; suffix: in earlier answers, too; "
+        "mtp: what the model's own heads say; draft: what draft_model says",
         parse=str | None,
     )
-    num_speculative_tokens: int = setting(
-        7, "tokens drafted for a sequence and step at most", least=1
+    draft_model: str | Path | None = setting(
+        None,
+        "the smaller model of speculation=draft, named as the model is; of the same tokenizer",
+        parse=str | None,
+    )
+    num_speculative_tokens: int | None = setting(
+        None,
+        "tokens drafted for a sequence and step at most; without it 7, and with mtp as many as the "
+        "model has heads",
+        least=1,
     )
     max_model_len: int | None = setting(
         None,
@@ -182,13 +191,23 @@ class EngineSettings:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
                 f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
             )
-        if self.num_speculative_tokens > _MOST_DRAFTS:
+        if (self.num_speculative_tokens or 0) > _MOST_DRAFTS:
             raise ConfigurationError(
                 f"num_speculative_tokens={self.num_speculative_tokens}: it must be at most "
                 f"{_MOST_DRAFTS}, as hardly ever so many are right in a row"
             )
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ConfigurationError(
+                f"speculation={self.speculation!r} and draft_model={self.draft_model!r}: a second "
+                "model drafts with speculation='draft' and its name, and not otherwise"
+            )
         if self.tensor_parallel_size != 1:
             self._check_divided()
+        if self.speculation == "mtp" and self.compile:
+            raise ConfigurationError(
+                "compile=True does not go together with speculation='mtp' yet: leave one of them "
+                "out"
+            )
 
     def _check_divided(self) -> None:
         for name in ("async_scheduling", "compile", "quantization"):
@@ -197,6 +216,11 @@ class EngineSettings:
                     f"{name}={value!r} does not go together with tensor_parallel_size="
                     f"{self.tensor_parallel_size} yet: leave one of them out"
                 )
+        if self.speculation in {"mtp", "draft"}:
+            raise ConfigurationError(
+                f"speculation={self.speculation!r} does not go together with tensor_parallel_size="
+                f"{self.tensor_parallel_size} yet: leave one of them out"
+            )
 
     @property
     def asked_block_size(self) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from pyengine.attention import AttentionNeeds, Choice, explain_backends, needs_of, select_backend
 from pyengine.attention.needs import dtype_name
 from pyengine.cache import BlockManager, ConfigError
-from pyengine.cache.kv_pool import KVPool, PoolSettings, kv_cache_specs, resolve_kv_cache_dtype
+from pyengine.cache.kv_pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.cache.layer_groups import LayerGroups
 from pyengine.cache.memory import available_memory
 from pyengine.core.distribution import package_version
@@ -25,26 +25,31 @@ from pyengine.engine.capacity import (
     CachePlan,
     CudaMeter,
     activation_bytes,
+    cache_specs,
     check_step_fits,
     keep_freed_memory,
     model_facts,
     plan_cache,
 )
+from pyengine.engine.draft_model import DraftModel, check_vocabularies
 from pyengine.engine.engine import Engine
 from pyengine.engine.executor import Executor
+from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.intake import ModelFacts
 from pyengine.engine.step_costs import measured_costs
-from pyengine.models import LoadedModel, load_model, resolve_source
+from pyengine.models import LoadedModel, load_model, resolve_source, with_heads
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.models.quantized import quantise_linears
 from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
-from pyengine.speculation import NgramDrafter, PayingDrafts, Speculator, SuffixDrafter
+from pyengine.speculation import Drafter, NgramDrafter, PayingDrafts, Speculator, SuffixDrafter
 
 _SOME_BLOCK_SIZE = 16
 """To check settings with, until the backend has said what it likes."""
+_DRAFTS = 7
+"""Tokens drafted at most for a sequence and step, where the model's heads do not say how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,9 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         eviction=settings.eviction,
     )
     facts = model_facts(loaded, pool, manager, most, asked)
-    limits = _runner_limits(settings, facts.max_model_len, plan.block_size, plan.groups)
+    limits = _runner_limits(
+        settings, facts.max_model_len, plan.block_size, plan.groups, loaded.num_heads
+    )
     if team is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits)
     else:
@@ -115,21 +122,26 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
-        Scheduler(manager, _scheduler_limits(settings)),
+        Scheduler(manager, _scheduler_limits(settings), replay=loaded.num_heads),
         executor,
         facts,
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
     if settings.speculation is not None:
-        engine.speculate(_speculator(settings, facts, runner, plan, limits))
+        costs = measured_costs(runner, plan.manager(), limits)
+        heads = HeadDrafter(executor, plan.block_size) if loaded.heads is not None else None
+        drafter = heads or _drafter(settings, loaded, plan, executor)
+        most, vocab_size = limits.rows_per_seq - 1, facts.vocab_size
+        speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
+        engine.speculate(speculator, heads)
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, facts, settings),
         "async_scheduling": executor.depth > 1,
-        **_about_speculation(settings),
+        **_about_speculation(settings, limits),
         "generation_config": about_sampling(settings, params),
     }
     return BuiltEngine(
@@ -177,7 +189,8 @@ def _pool_settings(
         max_model_len=min(settings.max_model_len or loaded.max_model_len, loaded.max_model_len),
         available_memory=team.available_memory if team else available_memory(loaded.device),
     )
-    least = _runner_limits(settings, pool.max_model_len, pool.block_size, LayerGroups.single(1))
+    one = LayerGroups.single(1)
+    least = _runner_limits(settings, pool.max_model_len, pool.block_size, one, loaded.num_heads)
     check_step_fits(least, pool, loaded)
     if _is_to_be_profiled(settings, loaded):
         memory = _memory_left(settings, pool, choice, needs.cache_dtype, loaded)
@@ -202,7 +215,7 @@ def _load(settings: EngineSettings) -> LoadedModel:
     )
     if settings.quantization is not None:
         quantise_linears(loaded.model, loaded.device)
-    return loaded
+    return with_heads(loaded) if settings.speculation == "mtp" else loaded
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
@@ -219,9 +232,10 @@ def _memory_left(
     loaded: LoadedModel,
 ) -> int:
     """Bytes that the largest step leaves on the device: it is run over a pool of one block."""
-    specs = kv_cache_specs(loaded.config, kv_dtype)
+    specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
-    limits = _runner_limits(settings, pool.max_model_len, pool.block_size, smallest.groups)
+    longest, groups = pool.max_model_len, smallest.groups
+    limits = _runner_limits(settings, longest, pool.block_size, groups, loaded.num_heads)
     runner = ModelRunner(loaded, smallest, choice.build(smallest), limits)
     meter = CudaMeter(loaded.device)
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
@@ -229,14 +243,15 @@ def _memory_left(
 
 
 def _runner_limits(
-    settings: EngineSettings, longest: int, block_size: int, groups: LayerGroups
+    settings: EngineSettings, longest: int, block_size: int, groups: LayerGroups, num_heads: int
 ) -> RunnerLimits:
+    drafts = settings.num_speculative_tokens or num_heads or _DRAFTS
     return RunnerLimits(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_blocks_per_seq=-(-longest // block_size),
         num_groups=len(groups.windows),
-        rows_per_seq=1 if settings.speculation is None else 1 + settings.num_speculative_tokens,
+        rows_per_seq=1 if settings.speculation is None else 1 + drafts,
     )
 
 
@@ -250,12 +265,14 @@ def _runner(
     """A runner in this process, compiled and captured as asked."""
     pool = plan.pool(loaded)
     backend = choice.build(pool)
-    graphs = loaded.device.type == "cuda" and backend.supports_graphs
+    graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.heads is None
     recorder = CudaRecorder() if graphs and not settings.enforce_eager else None
     if loaded.device.type == "cpu":
         keep_freed_memory()
     if can_pack(loaded.device, loaded.dtype):
         pack_linears(loaded.model)
+        if loaded.heads is not None:
+            pack_linears(loaded.heads.layers)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     if settings.compile:
         runner.compile()
@@ -290,30 +307,55 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     return Executor(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
 
 
-def _speculator(
-    settings: EngineSettings,
-    facts: ModelFacts,
-    runner: Runner,
-    plan: CachePlan,
-    limits: RunnerLimits,
-) -> Speculator:
-    """The drafter that was asked for; of its drafts those are computed that gain time here."""
-    drafter = NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()
-    costs = measured_costs(runner, plan.manager(), limits)
-    return Speculator(
-        drafter,
-        PayingDrafts(costs),
-        most=settings.num_speculative_tokens,
-        vocab_size=facts.vocab_size,
+def _drafter(
+    settings: EngineSettings, loaded: LoadedModel, plan: CachePlan, executor: Executor
+) -> Drafter:
+    """The drafter that was asked for, if that is not the model itself."""
+    if settings.speculation == "ngram":
+        return NgramDrafter()
+    if settings.speculation == "suffix":
+        return SuffixDrafter()
+    return _draft_model(settings, loaded, plan, executor)
+
+
+def _draft_model(
+    settings: EngineSettings, loaded: LoadedModel, plan: CachePlan, executor: Executor
+) -> DraftModel:
+    """A second model, with a cache for as many tokens as the first one has."""
+    draft = load_model(
+        settings.draft_model,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        token=settings.token,
     )
+    check_vocabularies(loaded, draft)
+    needs = needs_of(draft.model, draft.device, draft.dtype)
+    choice = select_backend("auto", needs)
+    longest = min(draft.max_model_len, loaded.max_model_len)
+    pool = PoolSettings(
+        block_size=choice.block_size,
+        num_blocks=-(-plan.size.num_blocks * plan.block_size // choice.block_size),
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=longest,
+    )
+    most = settings.max_num_batched_tokens
+    cache = plan_cache(draft, pool, most, layer_groups=False)
+    limits = RunnerLimits(
+        max_num_batched_tokens=most,
+        max_num_seqs=settings.max_num_seqs,
+        max_blocks_per_seq=-(-longest // cache.block_size),
+    )
+    runner = _runner(settings, draft, choice, cache, limits)
+    return DraftModel(executor, runner, cache.manager(), most=most, longest=longest)
 
 
-def _about_speculation(settings: EngineSettings) -> dict[str, object]:
+def _about_speculation(settings: EngineSettings, limits: RunnerLimits) -> dict[str, object]:
     if settings.speculation is None:
         return {"speculation": "none"}
     return {
         "speculation": settings.speculation,
-        "num_speculative_tokens": settings.num_speculative_tokens,
+        **({} if settings.draft_model is None else {"draft_model": str(settings.draft_model)}),
+        "num_speculative_tokens": limits.rows_per_seq - 1,
     }
 
 

@@ -71,15 +71,22 @@ def plan_cache(
     Without `layer_groups` all layers are in one group that keeps everything. Raises
     `ConfigurationError` where the pool does not fit into memory.
     """
-    specs = kv_cache_specs(loaded.config, kv_dtype or loaded.dtype, loaded.kv_shards)
+    specs = cache_specs(loaded, kv_dtype or loaded.dtype)
     groups = LayerGroups.single(len(specs))
     if layer_groups:
-        groups = choose_layer_groups(layer_windows(loaded.config), specs, settings.max_model_len)
+        windows = [one for config in loaded.cached_configs for one in layer_windows(config)]
+        groups = choose_layer_groups(windows, specs, settings.max_model_len)
     arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
     settings = replace(settings, blocks_per_seq=blocks_per_seq)
     size = resolve_num_blocks(settings, groups.tensor_shapes(specs), loaded.device)
     return CachePlan(specs, groups, size, settings.block_size)
+
+
+def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]:
+    """What each layer of a model keeps, and behind them each of its heads."""
+    configs = loaded.cached_configs
+    return [one for each in configs for one in kv_cache_specs(each, kv_dtype, loaded.kv_shards)]
 
 
 def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:

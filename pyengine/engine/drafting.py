@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.request import Sample
+from pyengine.runner import HeadStep
 from pyengine.scheduler import ScheduledStep, Scheduler
 from pyengine.speculation import Speculator, StepSize
 
@@ -12,23 +14,35 @@ from pyengine.speculation import Speculator, StepSize
 class Drafting:
     """The engine's side of speculation."""
 
-    def __init__(self, speculator: Speculator, scheduler: Scheduler) -> None:
+    def __init__(
+        self, speculator: Speculator, scheduler: Scheduler, heads: HeadDrafter | None = None
+    ) -> None:
+        """`heads` is the speculator's drafter, where that is the model's own heads."""
         self._speculator = speculator
         self._scheduler = scheduler
+        self._heads = heads
+        self._asked: frozenset[Sample] = frozenset()
+        """For whom drafts were looked for when the newest step was planned."""
         self.num_drafts = 0
         """Decodes that were computed with drafts."""
 
     def expect(self, step: ScheduledStep) -> None:
         """See who else has to wait for what `step`, which runs, gives: those who then get drafts.
 
-        They are looked for without that token, which is not known yet.
+        They are looked for without that token, which is not known yet; where they were when `step`
+        was planned, there are none. Heads cannot go on without it: whoever they draft for waits.
         """
         samples = [
             one
             for one in cast(list[Sample], step.sampling_jobs)
             if one.speculates and one.finish_reason is None and not one.waits_for_tokens
         ]
-        found = self._found(samples, step)
+        if self._heads is not None:
+            for sample in samples:
+                sample.wants_drafts = True
+            return
+        unasked = [one for one in samples if one not in self._asked]
+        found = self._found(unasked, step)
         for sample in samples:
             sample.wants_drafts = sample in found
 
@@ -37,8 +51,19 @@ class Drafting:
         samples = [
             one for one in cast(tuple[Sample, ...], step.decodes) if one.speculates and one.is_known
         ]
-        found = self._found(samples, step)
-        self._scheduler.draft(step, found)
+        if self._heads is not None:
+            self._heads.step = step
+        self._asked = frozenset(samples)
+        self._scheduler.draft(step, self._found(samples, step))
+
+    def head_step(self, step: ScheduledStep) -> HeadStep | None:
+        """What a step that is about to run is to the model's heads; None if they do not draft."""
+        return None if self._heads is None else self._heads.trail.extend(step)
+
+    def fork(self, sample: Sample, others: Sequence[Sample]) -> None:
+        """`others` go on from where `sample` stands."""
+        if self._heads is not None:
+            self._heads.trail.fork(sample, others)
 
     def give_up(self, sample: Sample, reason: object) -> None:
         """Let a sample go on without drafts."""

@@ -26,6 +26,7 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.batch import BatchMaker, Rows
 from pyengine.engine.drafting import Drafting
 from pyengine.engine.executor import Executor, StepResults, SubmittedStep
+from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.intake import Intake, ModelFacts
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
@@ -155,9 +156,12 @@ class Engine:
         """Tell `observer` of every request and step from now on."""
         self._observers.append(observer)
 
-    def speculate(self, speculator: Speculator) -> None:
-        """From now on let decodes compute drafts: they may give several tokens in a step."""
-        self._drafting = Drafting(speculator, self._scheduler)
+    def speculate(self, speculator: Speculator, heads: HeadDrafter | None = None) -> None:
+        """From now on let decodes compute drafts: they may give several tokens in a step.
+
+        `heads` is the drafter, where it is the model's own heads.
+        """
+        self._drafting = Drafting(speculator, self._scheduler, heads)
 
     def add(self, state: RequestState) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
@@ -289,7 +293,8 @@ class Engine:
             if self._drafting is not None and not self._faults.is_searching:
                 self._drafting.extend(step)
             batch = self._batches.batch(step)
-            return self._executor.submit(step, batch, before)
+            heads = self._drafting.head_step(step) if self._drafting is not None else None
+            return self._executor.submit(step, batch, before, heads)
         except BaseException as error:
             num_tokens = step.plan.num_tokens
             samples = cast(list[Sample], step.jobs)
@@ -434,6 +439,8 @@ class Engine:
             self._unread.read()
             others = [one for one in state.unfinished if one.index > 0]
             self._scheduler.fork(state.samples[0], [(one, one.token_ids[-1]) for one in others])
+            if self._drafting is not None:
+                self._drafting.fork(state.samples[0], others)
 
     def _finish(self, ended: list[Sample]) -> list[RequestState]:
         """Take samples out that have ended; the requests that are through."""

@@ -1,12 +1,23 @@
 """Steps on their way through the device: forward pass and sampling, one step after the other."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 
+from pyengine.cache import StepPlan
 from pyengine.core.errors import ConfigurationError
 from pyengine.engine.batch import Batch
-from pyengine.runner import DeviceQueue, InlineQueue, Runner, Work
+from pyengine.runner import (
+    DeviceQueue,
+    DraftRow,
+    HeadRunner,
+    HeadStep,
+    InlineQueue,
+    Runner,
+    Work,
+)
 from pyengine.sampling import (
     MaskFiller,
     PendingPromptLogprobs,
@@ -16,6 +27,8 @@ from pyengine.sampling import (
     TokenLogprobs,
 )
 from pyengine.scheduler import ScheduledStep
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +72,23 @@ class Executor:
         self._masks = MaskFiller()
 
     def submit(
-        self, step: ScheduledStep, batch: Batch, before: SubmittedStep | None
+        self,
+        step: ScheduledStep,
+        batch: Batch,
+        before: SubmittedStep | None,
+        heads: HeadStep | None = None,
     ) -> SubmittedStep:
         """Put a step into the queue, behind `before` if that is still in it.
 
         The plan and the batch are read now; nothing is waited for. What goes wrong on the device
-        is raised by `SubmittedStep.result`.
+        is raised by `SubmittedStep.result`. `heads` is for a model that has some.
         """
-        forward = self.runner.prepare(step.plan, extra_rows=batch.prompt_rows())
+        extra = batch.prompt_rows()
+        if heads is None:
+            forward = self.runner.prepare(step.plan, extra_rows=extra)
+        else:
+            runner = cast(HeadRunner, self.runner)
+            forward = runner.prepare(step.plan, extra_rows=extra, heads=heads)
         masks = self._masks.start(batch.sampling.matchers, batch.sampling.vocab_size)
 
         def work() -> tuple[PendingSample, PendingPromptLogprobs]:
@@ -82,3 +104,11 @@ class Executor:
             return self._sampler.launch(rows, batch.sampling, batch.positions, masks), asked
 
         return SubmittedStep(step, batch, self._queue.submit(work))
+
+    def draft(self, plan: StepPlan, asked: Sequence[DraftRow]) -> list[list[int]]:
+        """What the model's heads say comes next in these decodes of a plan. Waits for it."""
+        return self.run(cast(HeadRunner, self.runner).prepare_drafts(plan, asked))
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do something behind the steps that are in the queue, and wait for it."""
+        return self._queue.submit(work).result()

@@ -1,6 +1,7 @@
 """Loading: from a name, a folder, a GGUF file or nothing to a model and its tokenizer."""
 
 from pyengine.models.config import read_config
+from pyengine.models.heads import with_heads
 from pyengine.models.loader import LoadedModel, load_model
 from pyengine.models.placement import (
     DtypeChoice,
@@ -22,4 +23,5 @@ __all__ = [
     "resolve_device",
     "resolve_first_device",
     "resolve_source",
+    "with_heads",
 ]

@@ -47,7 +47,8 @@ class LoadedModel:
     token ids that the model knows. Where the model is divided over processes, this is one
     process's part, which has 1 / `kv_shards` of the KV heads. `dtype_reason` says why the weights
     are of `dtype`. `default_sampling` holds the fields
-    of `SamplingParams` that the model's generation_config.json sets.
+    of `SamplingParams` that the model's generation_config.json sets. `heads` predict tokens after
+    the next one; None where they were not asked for.
     """
 
     model: Any
@@ -62,11 +63,22 @@ class LoadedModel:
     dtype_reason: str = ""
     kv_shards: int = 1
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    heads: Any = None
 
     @property
     def config(self) -> Any:
         """The model's transformers configuration."""
         return self.model.config
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads predict tokens after the next one."""
+        return 0 if self.heads is None else len(self.heads.layers)
+
+    @property
+    def cached_configs(self) -> list[Any]:
+        """Configurations of the layers that keep keys and values, in order: its own, its heads'."""
+        return [self.config] if self.heads is None else [self.config, self.heads.config]
 
 
 def load_model(
@@ -112,7 +124,7 @@ def _load(
     with load_errors(f"the model in {folder} could not be loaded", way_out=transposed):
         model = _load_weights(folder, config, choice.dtype, _placement(device, shards))
     if not source.is_converted or choice.dtype == torch.float16:
-        _refuse_not_finite(model, folder)
+        refuse_not_finite(model, folder)
     tokenizer = _load_tokenizer(folder)
     text = config.get_text_config()
     return LoadedModel(
@@ -226,7 +238,7 @@ def _refuse_other_tensors(model: Any, info: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _refuse_not_finite(model: Any, folder: Path) -> None:
+def refuse_not_finite(model: Any, folder: Path) -> None:
     """Raise for weights that are NaN or infinite: every answer would be token 0.
 
     One sum per tensor, for which the weights are read once more: a tenth of a second for 135

@@ -1,6 +1,6 @@
 """What the runner needs of a plan, and what the engine needs of a runner."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -69,5 +69,71 @@ class Runner(Protocol):
         logits are wanted (for the log-probabilities of a prompt).
 
         Two steps may be prepared at a time. They are run in order, each once or never.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class StepStates:
+    """Hidden states of some rows of a step, `[K, heads, hidden]`, once it has run."""
+
+    tensor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadState:
+    """The states of one token, one for each head to go on from: a row of a step's."""
+
+    step: StepStates
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStep:
+    """What a step is to the heads of a model (see `runner.heads`).
+
+    `before` are the states of the token before each sequence's first one; None where they are not
+    known, or there is none. `rows`, int64 `[K]`, are those among the step's tokens whose states
+    go into `after`.
+    """
+
+    before: Sequence[HeadState | None]
+    rows: npt.NDArray[np.int64]
+    after: StepStates
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A sequence to draft for: its place among the plan's, its last token, the states before that.
+
+    At most `count` tokens are wanted: no more than its last block has slots, from that token on.
+    """
+
+    row: int
+    token_id: int
+    before: HeadState
+    count: int
+
+
+class HeadRunner(Runner, Protocol):
+    """A model with heads that predict further tokens."""
+
+    def prepare(
+        self,
+        plan: Plan,
+        *,
+        extra_rows: npt.NDArray[np.int64] | None = None,
+        heads: HeadStep | None = None,
+    ) -> Forward:
+        """See `Runner.prepare`. The heads compute the same tokens, from and to states of `heads`;
+        without it nothing is known before the step, and nothing kept."""
+        ...
+
+    def prepare_drafts(
+        self, plan: Plan, asked: Sequence[DraftRow]
+    ) -> Callable[[], list[list[int]]]:
+        """Read everything from `plan`, which decodes these sequences; the result drafts for them.
+
+        To be run on the device behind the steps that were prepared before.
         """
         ...

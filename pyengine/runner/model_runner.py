@@ -1,6 +1,7 @@
 """One forward pass of a step. Knows tokens and blocks, nothing of requests."""
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -18,11 +19,12 @@ from pyengine.models import LoadedModel
 from pyengine.runner.buffers import InputBuffers, RunnerLimits
 from pyengine.runner.compiled import CompiledForward
 from pyengine.runner.graphs import DecodeGraphs, Recorder, graph_sizes
-from pyengine.runner.interface import Forward, Plan, StepLogits
+from pyengine.runner.heads import DraftInputs, Heads
+from pyengine.runner.interface import DraftRow, Forward, HeadStep, Plan, StepLogits
 
 
 class ModelRunner:
-    """Runs a model over its KV pool. See `Runner`.
+    """Runs a model over its KV pool. See `Runner`, and `HeadRunner` for a model with heads.
 
     The model is switched to paged attention for good: it attends over `pool` from then on,
     and plain calls of it are refused.
@@ -51,6 +53,9 @@ class ModelRunner:
             limits, size, device, beside=self.buffers, apart=apart, shared_group=shared
         )
         _switch_to_paged_attention(self._model)
+        self._heads = Heads(loaded, pool) if loaded.heads is not None else None
+        self._num_layers = pool.num_layers - loaded.num_heads
+        self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None
         self._recorder = recorder
         self._max_num_seqs = limits.max_num_seqs
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
@@ -75,8 +80,14 @@ class ModelRunner:
             self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
         print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
-    def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
-        """See `Runner.prepare`."""
+    def prepare(
+        self,
+        plan: Plan,
+        *,
+        extra_rows: npt.NDArray[np.int64] | None = None,
+        heads: HeadStep | None = None,
+    ) -> Forward:
+        """See `HeadRunner.prepare`."""
         copies = plan.copies()
         filled = self.buffers.fill(plan)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
@@ -97,6 +108,8 @@ class ModelRunner:
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
                 logits = self._forward(inputs, self._backend.plan(inputs))
+            if self._heads is not None:
+                self._heads.extend(inputs, heads)
             return StepLogits(logits[:num_samples], logits[num_samples:])
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
@@ -104,6 +117,30 @@ class ModelRunner:
                 return compute(sampled)
 
         return forward
+
+    def prepare_drafts(
+        self, plan: Plan, asked: Sequence[DraftRow]
+    ) -> Callable[[], list[list[int]]]:
+        """See `HeadRunner.prepare_drafts`."""
+        heads, buffers = self._heads, self._draft_buffers
+        assert heads is not None and buffers is not None
+        copies = plan.copies()
+        arrays = buffers.fill(plan).buffers.arrays
+        rows = [one.row for one in asked]
+        inputs = DraftInputs(
+            token_ids=np.array([one.token_id for one in asked], dtype=np.int64),
+            positions=arrays.seq_lens[rows].astype(np.int64) - 1,
+            tables=arrays.block_tables[:, rows],
+            before=[one.before for one in asked],
+            counts=np.array([one.count for one in asked], dtype=np.int64),
+        )
+
+        def draft() -> list[list[int]]:
+            with on_device(self._pool.device):
+                self._pool.copy_blocks(copies)  # once more with the step, which changes nothing
+                return heads.draft(inputs)
+
+        return draft
 
     @torch.inference_mode()
     def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
@@ -120,10 +157,10 @@ class ModelRunner:
                 logits_to_keep=inputs.logits_indices,
                 paged=context,
             ).logits[0]
-        if context.attended != self._pool.num_layers:
+        if context.attended != self._num_layers:
             raise ConfigurationError(
                 f"{type(self._model).__name__} attended in {context.attended} of "
-                f"{self._pool.num_layers} layers: the others keep a state that paged attention "
+                f"{self._num_layers} layers: the others keep a state that paged attention "
                 "does not hold; this model is not supported"
             )
         return logits

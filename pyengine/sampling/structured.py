@@ -67,11 +67,11 @@ class TokenMatcher:
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, in order, may come and leave something to follow."""
-        matcher = self._matcher.deep_copy()
-        for count, token in enumerate(tokens):
-            if not matcher.try_consume_tokens([token]) or matcher.is_stopped():
-                return count
-        return len(tokens)
+        matcher = self._matcher
+        consumed: int = matcher.try_consume_tokens([*tokens])
+        is_stopped = consumed > 0 and bool(matcher.is_stopped())
+        matcher.rollback(consumed)
+        return consumed - is_stopped
 
     def append(self, token: int) -> None:
         """Go on by one token, of those that the mask has left."""

@@ -82,8 +82,11 @@ class _Decodes(NamedTuple):
 class Scheduler:
     """Decides what each step computes. Who waits and who runs is in order."""
 
-    def __init__(self, manager: BlockManager, limits: SchedulerLimits) -> None:
+    def __init__(self, manager: BlockManager, limits: SchedulerLimits, *, replay: int = 0) -> None:
+        """Of what is found in the cache, the last `replay` tokens are computed again, not written:
+        for heads, which need the hidden states there."""
         self._manager = manager
+        self._replay = replay
         self._groups = manager.groups
         self._limits = limits
         self._waiting = WaitingQueue()
@@ -250,17 +253,21 @@ class Scheduler:
         for job in [job for job in self._running if job.num_uncomputed > 1]:
             if not job.is_running or job in without:  # preempted for an older one just now
                 continue
-            answer = step.plan.prefill(job.sequence, self._most_of(job))
+            answer = self._prefill(step, job)
             while isinstance(answer, NoRoom) and self._make_room(step, job) is not job:
-                answer = step.plan.prefill(job.sequence, self._most_of(job))
+                answer = self._prefill(step, job)
             if isinstance(answer, Prefilled):
                 step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
             elif isinstance(answer, NoBudget):
                 return
 
-    def _most_of(self, job: Job) -> int:
-        """Tokens of its prompt that a step computes at most."""
-        return int(min(self._limits.max_num_batched_tokens, job.request.max_chunk))
+    def _prefill(
+        self, step: ScheduledStep, job: Job, reserve: int | None = None
+    ) -> Prefilled | NoRoom | NoBudget:
+        """Plan the next chunk of a prompt."""
+        most = int(min(self._limits.max_num_batched_tokens, job.request.max_chunk))
+        replay = min(self._replay, most)
+        return step.plan.prefill(job.sequence, most, reserve=reserve, replay=replay or None)
 
     def _admit(self, step: ScheduledStep, without: Collection[Job]) -> NoRoom | NoBudget | None:
         """Waiting jobs in their order, as long as whole prompts, budget and seats suffice.
@@ -282,7 +289,7 @@ class Scheduler:
         )
         while job is not None and job.num_seats <= seats:
             attached = self._attach(job)
-            answer = step.plan.prefill(job.sequence, self._most_of(job), reserve=reserve)
+            answer = self._prefill(step, job, reserve)
             if not isinstance(answer, Prefilled):
                 _give_back(job)
                 return answer

@@ -3,6 +3,12 @@
 A step of n tokens takes T(n), measured when the engine starts. Drafts are taken in the order of
 their chances to stand, as long as tokens per second rise. How often drafts are right is counted for
 each request, and also where none were computed: what a draft said is compared with what came.
+
+What a request may lose is bounded, whatever these rates say: the time of its drafts is charged to
+it, in tokens that could have been generated meanwhile. A draft that comes true pays one back, and a
+hundredth is let off for each token. In debt by a token, a request gets no drafts. So n tokens of a
+request whose drafts never come true take the time of 1.01 n + 1 tokens, and of the one step in
+which it ran into debt.
 """
 
 from collections.abc import Sequence
@@ -77,6 +83,10 @@ _PRIOR = 0.6
 _PRIOR_WEIGHT = 8.0
 _REQUEST_WEIGHT = 4.0
 """Tokens of a request that count as much as all other requests together."""
+_CREDIT = 1.0
+"""Tokens that a request may be in debt by."""
+_LET_OFF = 0.01
+"""Of a request's debt, for each token: so much is spent on looking again."""
 _DECAY = 0.9
 _GLOBAL_DECAY = 0.99
 
@@ -96,14 +106,16 @@ class _Rate:
 
 
 class _Followed:
-    """A request's own rate, and the last draft for it with the number of tokens it had then."""
+    """A request's own rate, its debt, and the last draft for it with the number of tokens it had
+    then."""
 
-    __slots__ = ("draft", "length", "rate")
+    __slots__ = ("debt", "draft", "length", "rate")
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         self.rate = _Rate(_DECAY)
+        self.debt = 0.0
         self.draft = Draft()
-        self.length = 0
+        self.length = length
 
 
 class PayingDrafts:
@@ -128,12 +140,16 @@ class PayingDrafts:
             return [0] * len(drafts)
         order = np.argsort(-flat, kind="stable")  # those of one draft stay in their order
         kept = np.zeros(len(flat), dtype=bool)
-        kept[order[: self._most_gained(flat[order], step)]] = True
+        count, price = self._most_gained(flat[order], step)
+        kept[order[:count]] = True
         ends = np.cumsum([len(draft.tokens) for draft in drafts])
-        return [int(part.sum()) for part in np.split(kept, ends[:-1])]
+        counts = [int(part.sum()) for part in np.split(kept, ends[:-1])]
+        for context, count in zip(contexts, counts, strict=True):
+            self._followed[context].debt += count * price
+        return counts
 
-    def _most_gained(self, chances: npt.NDArray[np.float64], step: StepSize) -> int:
-        """How many drafts to compute, of `chances` that fall.
+    def _most_gained(self, chances: npt.NDArray[np.float64], step: StepSize) -> tuple[int, float]:
+        """How many drafts to compute, of `chances` that fall, and what one costs, in tokens.
 
         A step that only decodes sets what time is worth, in tokens per second; in the actual
         step, which may compute prompts too, drafts have to bring that for the time they add.
@@ -143,13 +159,19 @@ class PayingDrafts:
         alone = max(1, step.num_decodes)
         rate = ((alone + gains) / self._costs.of(alone + counts)).max()
         seconds = self._costs.of(step.num_tokens + counts)
-        return int((gains - rate * (seconds - seconds[0])).argmax())
+        costs = rate * (seconds - seconds[0])
+        count = int((gains - costs).argmax())
+        return count, float(costs[count]) / max(1, count)
 
     def _chance(self, context: Context, draft: Draft) -> float:
-        """How likely each token of a draft is, if those before it are right."""
-        followed = self._followed.setdefault(context, _Followed())
+        """How likely each token of a draft is, if those before it are right; 0 where it is too much
+        in debt."""
+        length = len(context.token_ids)
+        followed = self._followed.setdefault(context, _Followed(length))
         self._compare(followed, context.token_ids)
-        followed.draft, followed.length = draft, len(context.token_ids)
+        followed.draft, followed.length = draft, length
+        if followed.debt >= _CREDIT:
+            return 0.0
         known, own = self._rate(draft.support), followed.rate
         common = known.hits / known.tries
         return (common * _REQUEST_WEIGHT + own.hits) / (_REQUEST_WEIGHT + own.tries)
@@ -157,6 +179,8 @@ class PayingDrafts:
     def _compare(self, followed: _Followed, tokens: Sequence[int]) -> None:
         """Count how far the last draft was right, as far as what came since tells."""
         drafted = followed.draft.tokens
+        let_off = _LET_OFF * (len(tokens) - followed.length)
+        followed.debt = max(0.0, followed.debt - let_off)
         came = tokens[followed.length : followed.length + len(drafted)]
         if not came:
             return
@@ -164,6 +188,7 @@ class PayingDrafts:
         while hits < len(came) and came[hits] == drafted[hits]:
             hits += 1
         tries = hits + (hits < len(came))
+        followed.debt = max(0.0, followed.debt - hits)
         followed.rate.add(hits, tries)
         self._rate(followed.draft.support).add(hits, tries)
 

@@ -1,19 +1,19 @@
 """Real models with drafts: the tokens are those without, whatever is drafted."""
 
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.speculation import Context, Draft, Drafter, NgramDrafter, SuffixDrafter
+from pyengine.engine.draft_model import DraftModel
+from pyengine.speculation import Drafter, NgramDrafter, SuffixDrafter
 from tests.integration.test_tokens_families import groups_of
 from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
 from tests.support.tokenizers import save_byte_level
@@ -126,44 +126,82 @@ def test_the_tokens_are_those_without(folder: Path) -> None:
     assert preemptions[True] == 0 < preemptions[False]
 
 
-class FirstLayers:
-    """A model that drafts for another: here the first layer of the same one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._model.model.layers = self._model.model.layers[:1]
-        self.num_forgotten = 0
-
-    @torch.inference_mode()
-    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
-        drafts = []
-        for context, count in zip(contexts, most, strict=True):
-            tokens = [*map(int, context.request.prompt_token_ids), *context.token_ids]
-            for _ in range(count):
-                logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-                tokens.append(int(logits.argmax()))
-            drafts.append(Draft(tokens[len(tokens) - count :]))
-        return drafts
-
-    def forget(self, context: Context) -> None:
-        self.num_forgotten += 1
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and the first of its layers as a model of its own."""
+    whole, first = (tmp_path_factory.mktemp(name) for name in ("whole", "first"))
+    model = random_model("llama", vocab_size=VOCAB)
+    for path in (whole, first):
+        model.save_pretrained(path)
+        save_byte_level(path, VOCAB)
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    return whole, first
 
 
-def test_a_second_model_can_draft(tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12)
-    prompts = [[5, 6, 7], [8, 9]]
-    plain, llm = served(tmp_path, **ROOMY), served(tmp_path, **ROOMY)
-    drafter = FirstLayers(tmp_path)
-    speculate(llm._engine, drafter, most=3, vocab=97)
-    same(*(one.generate(prompts, params, use_tqdm=False) for one in (plain, llm)))
-    assert llm.stats().num_drafts > 0 and drafter.num_forgotten == 2
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_second_model_can_draft(pair: tuple[Path, Path], is_ahead: bool) -> None:
+    whole, first = pair
+    plain = answers(served(whole, **ROOMY))
+    tight: dict[str, Any] = {"num_blocks": BlockManager(1, 4).blocks_for(64, 48), "block_size": 4}
+    for setup in (ROOMY, tight):
+        for drafts_by in (first, whole):
+            llm = served(
+                whole,
+                **setup,
+                speculation="draft",
+                draft_model=drafts_by,
+                num_speculative_tokens=5,
+                async_scheduling=is_ahead,
+            )
+            assert llm.describe()["draft_model"] == str(drafts_by)
+            drafting = llm._engine._drafting
+            assert drafting is not None
+            drafter = drafting._speculator._drafter
+            assert isinstance(drafter, DraftModel)
+            speculate(llm._engine, drafter, vocab=VOCAB)
+            same(plain, answers(llm))
+            stats = llm.stats()
+            drafted = stats.counters["draft_tokens"]
+            accepted = stats.counters["accepted_draft_tokens"]
+            assert drafted > 50 and llm.stats().num_drafts > 50
+            if drafts_by is whole and setup is ROOMY:
+                params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=31)
+                llm.generate([[5, 6, 7], list(range(3, 12))], params, use_tqdm=False)
+                counters = llm.stats().counters
+                assert counters["draft_tokens"] - drafted == 50
+                assert counters["accepted_draft_tokens"] - accepted == 50
+            ledger = drafter._manager.ledger()
+            assert not drafter._sequences and (ledger.active, ledger.leased) == (0, 0)
+            drafter._manager.check()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    random_model("llama", vocab_size=VOCAB - 1).save_pretrained(tmp_path)
+    settings: dict[str, Any] = {**ROOMY, "speculation": "draft", "draft_model": tmp_path}
+    with pytest.raises(ConfigurationError, match=f"knows {VOCAB - 1} token ids and .* {VOCAB}"):
+        served(pair[0], **settings)
+    random_model("llama", vocab_size=VOCAB).save_pretrained(tmp_path)
+    save_byte_level(tmp_path, VOCAB)
+    path = tmp_path / "tokenizer.json"
+    text = json.loads(path.read_text())
+    words = text["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    path.write_text(json.dumps(text))
+    with pytest.raises(ConfigurationError, match=r"draft_model: '[ab]' is token"):
+        served(pair[0], **settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculation": "guess"}, "speculation='guess': it must be 'ngram' or 'suffix'"),
+        (
+            {"speculation": "guess"},
+            "speculation='guess': it must be 'ngram' or 'suffix' or 'mtp' or",
+        ),
+        ({"speculation": "draft"}, "draft_model=None: a second model drafts with"),
+        ({"draft_model": "x"}, "speculation=None and draft_model='x'"),
         ({"speculation": "ngram", "num_speculative_tokens": 0}, "it must be at least 1"),
         ({"speculation": "ngram", "num_speculative_tokens": 10_000}, "it must be at most 64"),
     ],

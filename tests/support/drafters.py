@@ -18,7 +18,6 @@ class RandomDrafter:
 
     def __init__(self, seed: int, vocab: int = VOCAB_SIZE) -> None:
         self._random, self._vocab = Random(seed), vocab
-        self.forgotten: list[Context] = []
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         return [Draft(self._tokens(self._random.randint(0, count))) for count in most]
@@ -27,7 +26,7 @@ class RandomDrafter:
         return [self._random.randrange(self._vocab) for _ in range(count)]
 
     def forget(self, context: Context) -> None:
-        self.forgotten.append(context)
+        pass
 
 
 class MixedDrafter(RandomDrafter):

@@ -118,12 +118,6 @@ impl Run {
     }
 }
 
-/// How many blocks were hashed before a call, and the first guesses that it has changed.
-struct Trail {
-    hashed: u64,
-    guesses: Vec<(RunId, RunId)>,
-}
-
 /// Contents, and the ways to them.
 pub(crate) struct Contents {
     block_size: usize,
@@ -138,8 +132,6 @@ pub(crate) struct Contents {
     named: Names,
     gone: Vec<u128>,
     rows: usize,
-    /// What the walks of a call that may yet be refused have changed, if that is to be taken back.
-    trail: Option<Trail>,
     /// Blocks hashed so far, and those of them whose name another content had.
     pub(crate) hashed: u64,
     pub(crate) collisions: u64,
@@ -158,7 +150,6 @@ impl Contents {
             named: Names::default(),
             gone: Vec::new(),
             rows: 0,
-            trail: None,
             hashed: 0,
             collisions: 0,
         }
@@ -277,10 +268,7 @@ impl Contents {
         let hash = self.index_hash(spot, tokens);
         let begins = |&run: &RunId| self.begins(run, spot, tokens);
         let child = *self.index.find(hash, begins)?;
-        let guess = std::mem::replace(&mut self.run_mut(spot.run).latest, child);
-        if let Some(trail) = &mut self.trail {
-            trail.guesses.push((spot.run, guess));
-        }
+        self.run_mut(spot.run).latest = child;
         Some(child)
     }
 
@@ -289,29 +277,6 @@ impl Contents {
     fn begins(&self, run: RunId, parent: Spot, tokens: &[u32]) -> bool {
         let run = self.run(run);
         run.lives && run.parent == parent && run.tokens.get(..self.block_size) == Some(tokens)
-    }
-
-    /// Remembers what walks change from here on.
-    pub(crate) fn lay_trail(&mut self) {
-        self.trail = Some(Trail {
-            hashed: self.hashed,
-            guesses: Vec::new(),
-        });
-    }
-
-    /// What they have changed stays.
-    pub(crate) fn end_trail(&mut self) {
-        self.trail = None;
-    }
-
-    /// What they have changed is taken back: a call that is refused moves no counter and no guess.
-    pub(crate) fn go_back(&mut self) {
-        if let Some(Trail { hashed, guesses }) = self.trail.take() {
-            self.hashed = hashed;
-            for (run, guess) in guesses.into_iter().rev() {
-                self.run_mut(run).latest = guess;
-            }
-        }
     }
 
     /// Goes on from `spot` as far as contents have these tokens and the blocks that hold them for the

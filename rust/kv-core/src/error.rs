@@ -119,16 +119,6 @@ pub enum Error {
         /// The sequence's id.
         sequence: u64,
     },
-    /// `prefill` that is to compute more tokens again than it found.
-    #[error(
-        "replay={replay} is longer than the hit of {cached} tokens; replay at most so many, or none"
-    )]
-    Replay {
-        /// Tokens to compute again.
-        replay: usize,
-        /// Tokens that were found.
-        cached: usize,
-    },
     /// `begin_step` while two plans are open.
     #[error("two steps are open; commit step {plan} or roll the later one back first")]
     PlanOpen {

@@ -499,13 +499,14 @@ impl BlockManager {
     }
 
     /// As [`BlockManager::prefill`], for those who need the hidden states of the last cached tokens too:
-    /// computes from `replay` tokens before the end of what is cached, all of them in this step.
+    /// computes from `replay` tokens before the end of what is cached, or from its beginning if that is
+    /// less, all of them in this step.
     ///
     /// They are charged, and their KV is not written again (slot -1). A full hit is a replay of one
     /// token. Where there are sliding windows, a hit is what has the windows of the replayed tokens too.
     ///
     /// # Errors
-    /// [`Error::Replay`] if less was found than is to be replayed.
+    /// As [`BlockManager::prefill`].
     pub fn prefill_again(
         &mut self,
         plan: PlanKey,

@@ -85,7 +85,6 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::NotPlanned { .. }
         | Error::NotDecoding { .. }
         | Error::NothingToCompute { .. }
-        | Error::Replay { .. }
         | Error::PlanOpen { .. }
         | Error::PlanOrder { .. }
         | Error::PlanClosed { .. }

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.cache import BlockManager, NoBudget, PlanError, Prefilled, Sequence, StepBuffers
+from pyengine.cache import BlockManager, NoBudget, Prefilled, Sequence, StepBuffers
 
 BLOCK = 8
 
@@ -79,17 +79,18 @@ def test_cached_tokens_are_replayed() -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("replay", [17, 2**40])
-def test_a_replay_longer_than_the_hit_is_refused(replay: int) -> None:
+@pytest.mark.parametrize("replay", [16, 17, 2**40])
+def test_no_more_is_replayed_than_was_found(replay: int) -> None:
     manager = BlockManager(8, BLOCK)
     computed(manager, list(range(16)))
-    sequence = manager.sequence([*range(16), 60, 61])
+    sequence, fresh = manager.sequence([*range(16), 60, 61]), manager.sequence([70, 71])
     plan = manager.begin_step(64)
-    ledger = manager.ledger()
-    with pytest.raises(PlanError, match=rf"replay={replay} is longer than the hit of 16 tokens"):
-        plan.prefill(sequence, 64, replay=replay)
-    assert (manager.ledger(), plan.num_sequences, sequence.block_table) == (ledger, 0, [])
-    assert isinstance(plan.prefill(sequence, 64, replay=16), Prefilled)
+    for one, num_tokens in ((sequence, 18), (fresh, 2)):
+        answer = plan.prefill(one, 64, replay=replay)
+        assert isinstance(answer, Prefilled)
+        assert (answer.num_cached_tokens, answer.num_tokens) == (0, num_tokens)
+    assert slots(plan)[:16] == [-1] * 16 and min(slots(plan)[16:20]) >= 0
+    plan.commit([1, 2])
     manager.check()
 
 

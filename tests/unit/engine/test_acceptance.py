@@ -17,7 +17,7 @@ from pyengine.core import SamplingParams
 from pyengine.engine import Prompt, Sample
 from pyengine.engine.batch import Accepted, Rows
 from pyengine.sampling import Sampler
-from pyengine.speculation import Context, Draft, NgramDrafter
+from pyengine.speculation import Context, Draft, NgramDrafter, SuffixDrafter
 from tests.support.drafters import RandomDrafter
 from tests.support.engines import make_bench
 
@@ -113,7 +113,10 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
             for one, count in zip(left, accepted.counts, strict=True):
                 for _ in range(count):
                     one.append(next(rest), None)
-            yield from (tuple(one.token_ids) for one in left if one.finish_reason is not None)
+            ended = [one for one in left if one.finish_reason is not None]
+            for one in ended:
+                drafter.forget(one)
+            yield from (tuple(one.token_ids) for one in ended)
             left = [one for one in left if one.finish_reason is None]
 
 
@@ -138,6 +141,7 @@ DRAFTERS: dict[str, Any] = {
     "random": RandomDrafter(1, VOCAB),
     "likely": Likely(1),
     "ngram": NgramDrafter(shortest=1, longest=2),
+    "suffix": SuffixDrafter(max_tokens=4096),  # of earlier answers
 }
 
 

@@ -149,6 +149,32 @@ def test_who_has_no_draft_waits_for_nothing() -> None:
     assert bench.runner.computed == [5, *[2] * 7]
 
 
+class Counted(NgramDrafter):
+    """Prompt look-up that notes how many tokens each sample had when it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(shortest=1)
+        self.asked: list[tuple[Context, int]] = []
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        self.asked += [(one, len(one.token_ids)) for one in contexts]
+        return super().propose(contexts, most)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_drafter_is_asked_once_a_step(depth: int) -> None:
+    """With two steps open: with the last token, or without it, and never both."""
+    bench, drafter = make_bench(depth=depth), Counted()
+    speculate(bench.engine, drafter)
+    prompts = [[1, 2, 3], [4, 5], [6] * 9]
+    outputs = bench.generate(prompts, replace(GREEDY, max_tokens=40))
+    assert [one.outputs[0].token_ids for one in outputs] == [continued(one, 40) for one in prompts]
+    again = len(drafter.asked) - len(set(drafter.asked))
+    assert bench.engine.stats().num_drafts > 3 and len(drafter.asked) > 30
+    # Who waits for its token because of a guess is asked with it; nobody else is asked again.
+    assert again == 0
+
+
 def test_a_draft_without_a_choice_behind_it_costs_its_sample_the_drafts_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,11 +35,17 @@ class Service:
     """A scheduler whose runner draws the same token for ever, and a drafter that is never right."""
 
     def __init__(
-        self, drafts: int, *, num_blocks: int, depth: int = 1, kind: type[Scheduler] = Scheduler
+        self,
+        drafts: int,
+        *,
+        num_blocks: int,
+        depth: int = 1,
+        kind: type[Scheduler] = Scheduler,
+        heads: int = 0,
     ) -> None:
         self.manager = BlockManager(num_blocks, BLOCK_SIZE)
         limits = SchedulerLimits(max_num_batched_tokens=BUDGET, max_num_seqs=2 * RUNNING)
-        self.scheduler = kind(self.manager, limits)
+        self.scheduler = kind(self.manager, limits, replay=heads)
         self.drafts, self.depth = drafts, depth
         self.open: list[ScheduledStep] = []
         self.num_planned = self.num_drafted = 0
@@ -106,7 +112,8 @@ def waits(service: Service) -> list[int]:
     service.num_drafted = 0
     names = [f"new {at}" for at in range(ARRIVALS)]
     for at, name in enumerate(names):
-        service.add(name, [200_000 + at * PROMPT + token for token in range(PROMPT)], LENGTH)
+        of = at - at % 2  # every other one is in the cache
+        service.add(name, [200_000 + of * PROMPT + token for token in range(PROMPT)], LENGTH)
         for _ in range(1 + at % 3):
             service.step()
         service.manager.check()
@@ -152,11 +159,15 @@ def blocks_for_all(steps: int) -> int:
     return running + 3 * -(-(PROMPT + LENGTH) // BLOCK_SIZE)
 
 
+@pytest.mark.parametrize("heads", [0, 1, 3])
 @pytest.mark.parametrize("num_blocks", [20_000, blocks_for_all(96)])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_each_prompt_is_admitted_when_it_is_without_drafts(depth: int, num_blocks: int) -> None:
+def test_each_prompt_is_admitted_when_it_is_without_drafts(
+    depth: int, num_blocks: int, heads: int
+) -> None:
+    """Also with heads, for which the end of what is found in the cache is computed again."""
     plain = Service(0, num_blocks=num_blocks, depth=depth)
-    drafting = Service(DRAFTS, num_blocks=num_blocks, depth=depth)
+    drafting = Service(DRAFTS, num_blocks=num_blocks, depth=depth, heads=heads)
     expected = waits(plain)
     assert set(expected) <= {1, 2}
     assert waits(drafting) == expected

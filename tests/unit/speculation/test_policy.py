@@ -86,6 +86,36 @@ def test_a_request_with_good_drafts_is_served_before_one_with_bad_ones() -> None
     assert not policy._followed
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_request_loses_whose_drafts_are_never_right_is_bounded(seed: int) -> None:
+    """Whatever steps cost, and however well the drafts of others do: 1 % and a few tokens."""
+    random, length = Random(seed), 400
+    sizes = [1, *sorted(random.sample(range(2, 300), 6))]
+    seconds = sorted(random.uniform(0.02, 0.2) for _ in sizes)
+    costs = StepCosts(sizes, seconds)
+    policy = PayingDrafts(costs)
+    bad = [Text([1]) for _ in range(random.choice([1, 2, 8, 32]))]
+    good = [Text([2]) for _ in range(random.choice([0, 1, 8]))]
+    everybody = [*bad, *good]
+    random.shuffle(everybody)
+    alone = len(everybody)
+    lost, largest = dict.fromkeys(bad, 0.0), dict.fromkeys(bad, 0.0)
+    for _ in range(length):
+        size = StepSize(alone, alone)
+        counts = policy.keep(everybody, [Draft([7] * 7, 3)] * alone, size)
+        without, with_drafts = costs.of(np.array([alone, alone + sum(counts)]))
+        each = (with_drafts - without) / max(1, sum(counts))
+        for text, count in zip(everybody, counts, strict=True):
+            text.token_ids += [7] * (1 + count) if text in good else [8]
+            if text in lost:
+                lost[text] += each * count
+                largest[text] = max(largest[text], each * count)
+    token = costs.of(np.array([alone]))[0] / alone
+    for text in bad:
+        assert lost[text] <= token * (1 + 0.01 * length) + largest[text] + 1e-9
+    assert sum(lost.values()) > 0
+
+
 def test_a_prompt_beside_it_does_not_make_time_cheap() -> None:
     """Rows that are free in a small step are not in one that computes a prompt."""
     costs = StepCosts([1, 16, 64, 128], [1.0, 1.0, 4.0, 8.0])

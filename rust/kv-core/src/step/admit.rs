@@ -145,34 +145,20 @@ impl Steps {
         if asked.max_tokens.min(budget) == 0 {
             return Ok(Prefill::NoBudget);
         }
-        if asked.replay == 0 {
-            return self.prefill_found(state, key.slot, asked);
-        }
-        state.pool.contents.lay_trail();
-        let answer = self.prefill_found(state, key.slot, asked);
-        match answer {
-            Ok(_) => state.pool.contents.end_trail(),
-            Err(_) => state.pool.contents.go_back(),
-        }
-        answer
+        Ok(self.prefill_found(state, key.slot, asked))
     }
 
     /// Looks for what is cached, and plans what is to be computed behind it.
-    fn prefill_found(
-        &mut self,
-        state: &mut State,
-        slot: u32,
-        asked: Asked,
-    ) -> Result<Prefill, Error> {
+    fn prefill_found(&mut self, state: &mut State, slot: u32, asked: Asked) -> Prefill {
         let mut lent = match state.find_match(slot, asked.replay) {
             true => state.find_lender(slot),
             false => None,
         };
         loop {
-            match self.prefill_behind(state, slot, asked, lent)? {
+            match self.prefill_behind(state, slot, asked, lent) {
                 // Nobody waits for the sake of a block that could be copied.
                 Prefill::NoRoom { .. } if lent.is_some() => lent = None,
-                answer => return Ok(answer),
+                answer => return answer,
             }
         }
     }
@@ -184,16 +170,16 @@ impl Steps {
         slot: u32,
         asked: Asked,
         lent: Option<Lent>,
-    ) -> Result<Prefill, Error> {
+    ) -> Prefill {
         let Asked {
             max_tokens,
             reserve,
             replay,
         } = asked;
         let most = max_tokens.min(self.newest().budget_left);
-        let (start, cached_end) = state.begins(slot, lent, replay)?;
+        let (start, cached_end, replay) = state.begins(slot, lent, replay);
         if start.saturating_add(most) < cached_end {
-            return Ok(Prefill::NoBudget); // what is computed again is so in one step
+            return Prefill::NoBudget; // what is computed again is so in one step
         }
         let seq = state.seqs.at(slot);
         let rest = seq.tokens.len() - start;
@@ -219,7 +205,7 @@ impl Steps {
         if new.saturating_add(found) > available {
             let needed = new.saturating_add(state.revived(slot, lent));
             if needed > available {
-                return Ok(Prefill::NoRoom { needed, available });
+                return Prefill::NoRoom { needed, available };
             }
         }
         let plan = self.newest().key.serial;
@@ -236,11 +222,11 @@ impl Steps {
             extra.lent_tokens = tokens;
         }
         self.enter(state, slot, (len, 0), Some(extra));
-        Ok(Prefill::Planned {
+        Prefill::Planned {
             cached_tokens,
             tokens: len,
             samples,
-        })
+        }
     }
 }
 
@@ -335,26 +321,19 @@ impl State {
         (0..self.groups.len()).map(come).sum()
     }
 
-    /// Where computing begins, and where what is cached ends: the match under way and what is lent. The
-    /// last `replay` tokens of that are computed again, and the last known one in any case.
-    fn begins(
-        &self,
-        slot: u32,
-        lent: Option<Lent>,
-        replay: usize,
-    ) -> Result<(usize, usize), Error> {
+    /// Where computing begins, where what is cached ends (the match under way and what is lent), and how
+    /// many tokens are replayed: the last of what is cached, at most `replay`, are computed again, and the
+    /// last known one in any case.
+    fn begins(&self, slot: u32, lent: Option<Lent>, replay: usize) -> (usize, usize, usize) {
         let seq = self.seqs.at(slot);
         let cached = self.matched.rows * self.groups.block_size();
         let cached = cached + lent.map_or(0, |lent| lent.tokens);
-        if replay > cached {
-            return Err(Error::Replay { replay, cached });
-        }
-        let end = seq.planned_end + cached;
+        let (end, replay) = (seq.planned_end + cached, replay.min(cached));
         let start = match cached {
             0 => end,
             _ => (end - replay).min(seq.tokens.len() - 1),
         };
-        Ok((start, end))
+        (start, end, replay)
     }
 
     /// What the match under way ends in: a content that has its next tokens, an eighth of a block at

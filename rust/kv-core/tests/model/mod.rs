@@ -719,13 +719,10 @@ impl Model {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let rows = s.table.len() + matched.len();
         let cached = matched.len() * size + lent_tokens;
-        if replay > cached {
-            return Err(Error::Replay { replay, cached });
-        }
         let cached_end = s.ahead + cached;
         let start = match cached {
             0 => s.ahead,
-            _ => (cached_end - replay).min(s.tokens.len() - 1),
+            _ => (cached_end - replay.min(cached)).min(s.tokens.len() - 1),
         };
         let most = max_tokens.min(self.budget());
         let (all, fits) = (s.tokens.len(), start + most);
