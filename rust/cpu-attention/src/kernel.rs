@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::attention::{Job, Member};
 use crate::element::Element;
-use crate::lanes::{Scratch, exp, larger};
+use crate::lanes::{Scratch, exp, fetch, larger};
 use crate::step::{CacheShape, Run};
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
@@ -85,6 +85,11 @@ pub(crate) fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
     let mut states = Scratch::zeros(vectors.len() * size * L);
     let states = &mut states.floats_mut().as_chunks_mut::<L>().0[..vectors.len() * size];
     let model = &job.step.runs[members[0].0];
+    fetch_tile(
+        job,
+        model,
+        seen.start..seen.end.min(seen.start / TILE * TILE + TILE),
+    );
     for kv_head in 0..shape.kv_heads {
         for (number, rows) in rows.chunks(L).enumerate() {
             let head = |row: &Row| row.first_query + kv_head * job.group + row.head;
@@ -101,6 +106,9 @@ pub(crate) fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
             let at = slots(job, model, start, &near).map(|slot| slot * shape.kv_heads + kv_head);
             let keys = at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
             let values = at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
+            if kv_head == 0 && start + TILE < seen.end {
+                fetch_tile(job, model, start + TILE..seen.end.min(start + 2 * TILE));
+            }
             let near = near.start - start..near.end - start;
             let tile = arithmetic.tile(&near, keys, values);
             let how = (job.scaling, job.softcap);
@@ -221,6 +229,25 @@ fn slots<E: Element>(
         *slot = table[position / size] as usize * size + position % size;
     }
     slots
+}
+
+/// Asks for the keys and values at these positions, of all heads, to be brought into the cache: blocks lie anywhere,
+/// and no processor guesses where the next one is.
+#[inline(always)]
+fn fetch_tile<E>(job: &Job<'_, E>, run: &Run, positions: Range<usize>) {
+    let (table, size) = (&job.step.blocks[run.blocks.clone()], job.shape.block_size);
+    let (keys, values) = (
+        job.shape.kv_heads * job.shape.dim_k,
+        job.shape.kv_heads * job.shape.dim_v,
+    );
+    let mut position = positions.start;
+    while position < positions.end {
+        let count = (size - position % size).min(positions.end - position);
+        let slot = table[position / size] as usize * size + position % size;
+        fetch(&job.keys[slot * keys..][..count * keys]);
+        fetch(&job.values[slot * values..][..count * values]);
+        position += count;
+    }
 }
 
 /// A vector of rows over the tile that begins at `start`.
