@@ -104,7 +104,9 @@ def main() -> None:
     """Measure, print a table in markdown, keep the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--dtype", default="float32", help="in bfloat16 other shapes round otherwise"
+    )
     parser.add_argument("--sizes", default="128,32")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--quick", action="store_true", help="one round of the smallest row")

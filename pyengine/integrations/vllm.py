@@ -189,8 +189,8 @@ def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
         yield "drafters of several modules compute the end of a prompt again"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
-    if cache.prefix_cache_retention_interval is not None:
-        yield "prefix_cache_retention_interval is for sparse caches"
+    if cache.prefix_cache_retention_interval:  # 0 changes nothing here
+        yield f"prefix_cache_retention_interval is {cache.prefix_cache_retention_interval}"
     if cache.hisparse_host_num_blocks:
         yield "HiSparse keeps blocks on the host"
     if config is not None:

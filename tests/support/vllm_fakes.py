@@ -116,7 +116,7 @@ def cache_config(num_blocks: int, spec: Any = None, **more: Any) -> Any:
     settings = {
         "needs_kv_cache_zeroing": False,
         "hisparse_host_num_blocks": None,
-        "prefix_cache_retention_interval": None,
+        "prefix_cache_retention_interval": 0,
     }
     return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups, **(settings | more))
 
