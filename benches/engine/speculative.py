@@ -1,7 +1,7 @@
 """Speculation on real text, on the CPU: with drafts and without, beside vLLM's and transformers'.
 
     .venv/bin/python -m benches.engine.speculative [--batch 1,8,32] [--rounds 3]
-    .venv/bin/python -m benches.engine.speculative --plot    # of the last run
+    .venv-peers/bin/python -m benches.engine.speculative_plot    # of the last run
 
 from the root of the repository, with the archive `bbh_text.tar.gz` in `PYENGINE_TRACES`. The
 embedded model answers, and ends where it ends: a model that loops would flatter a drafter.
@@ -16,8 +16,7 @@ without is looked for in `.venv-peers` (`benches/peers/env.py` makes it). They t
 order that changes, and a ratio is the median of those of the same rounds. Decoding is what is
 timed: prompts are computed before, and are in the cache; of transformers' `generate`, which takes
 one request at a time here, the time that it takes for a single token is subtracted. A table in
-markdown goes to standard output, the figures to `benches/results/speculative.json`; tokens per
-decode over the batch are plotted to `docs/images/speculation.svg`.
+markdown goes to standard output, the figures to `benches/results/speculative.json`.
 """
 
 import argparse
@@ -50,9 +49,7 @@ RESULTS = ROOT / "benches/results/speculative.json"
 PLAIN, NGRAM, SUFFIX = "without", "ngram", "suffix"
 LOOKUP, GENERATE = "transformers, look-up", "transformers"
 VLLM, VLLM_NGRAM = "vLLM", "vLLM, ngram"
-PLOT = ROOT / "docs/images/speculation.svg"
 DRAFTS = 7
-COLOURS = ["#d1495b", "#00798c", "#edae49", "#5b5f97"]
 NAMES = [
     *("Ada", "Bruno", "Chen", "Dana", "Emil", "Farah", "Goran"),
     *("Abara", "Brandt", "Costa", "Dahl", "Egger", "Fischer", "Gruber"),
@@ -262,12 +259,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the weights (bfloat16)")
     parser.add_argument("--no-transformers", action="store_true", help="this engine alone")
     parser.add_argument("--no-vllm", action="store_true", help="without vLLM")
-    parser.add_argument("--plot", action="store_true", help="only draw the last run again")
     options = parser.parse_args()
-    if not options.plot:
-        with ExitStack() as stack:
-            measure(options, stack)
-    plot(json.loads(RESULTS.read_text()))
+    with ExitStack() as stack:
+        measure(options, stack)
 
 
 def measure(options: argparse.Namespace, stack: ExitStack) -> None:
@@ -305,67 +299,6 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     figures = [asdict(one) for each in found.values() for column in each for one in column]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
     RESULTS.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")
-
-
-def plot(results: Mapping[str, Any]) -> None:
-    """Tokens per decode with drafts, and what they gain, over the batch."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    from benches.peers.plots import STYLE
-
-    figures = [Figure(**one) for one in results["figures"]]
-    works = list(dict.fromkeys(one.work for one in figures))
-    batches = sorted({one.batch for one in figures})
-    with mpl.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2))
-        for work, colour in zip(works, COLOURS, strict=False):
-            for engine, style in ((NGRAM, "o-"), (SUFFIX, "s--")):
-                label = f"{work}, {engine}"
-                for axes, value in ((left, per_decode), (right, gain)):
-                    points = [(batch, value(figures, work, batch, engine)) for batch in batches]
-                    known = [point for point in points if point[1] is not None]
-                    if known:
-                        axes.plot(
-                            *zip(*known, strict=True),
-                            style,
-                            color=colour,
-                            markersize=4,
-                            label=label,
-                        )
-        for axes, title in ((left, "tokens per decode with drafts"), (right, "times without")):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(batches, [str(batch) for batch in batches])
-            axes.set_title(title, fontsize=10)
-            axes.set_xlabel("requests at a time")
-            axes.axhline(1, color="#777777", linewidth=0.8)
-        handles, labels = left.get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=7, frameon=False, loc="center right")
-        about = results["about"]
-        caption = f"{about['cpu']}, {about['date']}; medians"
-        figure.text(0.99, 0.005, caption, ha="right", fontsize=5, color="#777777")
-        figure.tight_layout(rect=(0, 0.02, 0.84, 1))
-        figure.savefig(PLOT, metadata={"Date": None})
-        plt.close(figure)
-
-
-def per_decode(figures: Sequence[Figure], work: str, batch: int, engine: str) -> float | None:
-    """The median of tokens per decode with drafts."""
-    chosen = [one for one in figures if (one.work, one.batch, one.engine) == (work, batch, engine)]
-    told = [one.per_step for one in chosen if one.per_step is not None]
-    return median(told) if told else None
-
-
-def gain(figures: Sequence[Figure], work: str, batch: int, engine: str) -> float | None:
-    """The median of how often the tokens per second without drafts, in the same rounds."""
-    by_engine = [
-        [one for one in figures if (one.work, one.batch, one.engine) == (work, batch, name)]
-        for name in (engine, PLAIN)
-    ]
-    ratios = [one.rate / plain.rate for one, plain in zip(*by_engine, strict=True)]
-    return median(ratios) if ratios else None
 
 
 if __name__ == "__main__":

@@ -43,8 +43,14 @@ def _load(model: Any, first: int, count: int) -> Any:
     transformers finds the heads by names that the model's class ignores, which are those of
     released checkpoints: here by the numbers of their layers, of whatever model of that kind.
     """
+    import transformers
     from transformers.modeling_layers import MtpModel
 
+    if not hasattr(MtpModel, "forward_layer"):
+        raise ConfigurationError(
+            f"speculation='mtp': transformers {transformers.__version__} cannot run a single head "
+            "(MtpModel.forward_layer): install a newer one"
+        )
     ours = [rf"model\.layers\.{layer}\." for layer in range(first, first + count)]
     known = model._keys_to_ignore_on_load_unexpected or []
     model._keys_to_ignore_on_load_unexpected = [*known, *ours]

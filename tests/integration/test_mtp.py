@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
 from pyengine import LLM, BlockManager, SamplingParams
 from pyengine.core.errors import ConfigurationError, ModelLoadError
@@ -197,6 +198,15 @@ def test_stale_heads_cost_acceptance_only(made: Any) -> None:
 def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"'mtp': .* has no heads .*'ngram'"):
+        served(tmp_path, **ROOMY, speculation="mtp")
+
+
+def test_a_transformers_that_is_too_old_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_heads("glm4_moe", tmp_path, 1)
+    monkeypatch.delattr(MtpModel, "forward_layer")
+    with pytest.raises(ConfigurationError, match=r"transformers [\d.]+ cannot run a single head"):
         served(tmp_path, **ROOMY, speculation="mtp")
 
 
