@@ -34,7 +34,7 @@ pub fn world() -> Result<World, Error> {
 }
 
 /// All of them. A prompt's way is `sequence`, `begin_step`, `prefill`, `commit`, and its handle dropped.
-pub const OPERATIONS: [Operation; 12] = [
+pub const OPERATIONS: [Operation; 13] = [
     Operation {
         name: "cold-prefill-512",
         prepare: |world| world.receive_new(SHORT, 1),
@@ -44,6 +44,15 @@ pub const OPERATIONS: [Operation; 12] = [
         name: "cold-prefill-8192",
         prepare: |world| world.receive_new(LONG, 1),
         run: World::serve,
+    },
+    // Every block goes and comes, and each is named.
+    Operation {
+        name: "told-prefill-8192",
+        prepare: |world| {
+            world.keep_events()?;
+            world.receive_new(LONG, 1)
+        },
+        run: World::serve_and_tell,
     },
     Operation {
         name: "hot-prefill-512",

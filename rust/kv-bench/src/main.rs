@@ -7,8 +7,8 @@ use kv_core::Error;
 
 /// Rounds until vectors have grown and lists have gone round once.
 const WARM_UP: usize = 4;
-/// Rounds counted; printed at the end.
-const ROUNDS: usize = 16;
+/// Rounds counted; printed at the end. As many as fill eight blocks: what is done now and then is in it.
+const ROUNDS: usize = 128;
 
 /// What `--toggle-collect` names.
 #[inline(never)]

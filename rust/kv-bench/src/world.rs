@@ -14,6 +14,8 @@ const BLOCK_SIZE: usize = 16;
 const ROWS: usize = 256;
 const WIDTH: usize = 128;
 const SEED: u64 = 1;
+/// Tokens for which a prompt has room beside its own.
+const ROOM: usize = 64;
 /// What the model answers, whatever the question.
 const SAMPLED: [u32; ROWS] = [1; ROWS];
 
@@ -38,6 +40,21 @@ impl World {
     pub(crate) fn full(known: usize) -> Result<Self, Error> {
         let mut config = Config::new(NUM_BLOCKS, BLOCK_SIZE);
         config.hash_seed = Some(SEED);
+        Self::full_of(known, config)
+    }
+
+    /// The same, of a manager that keeps events, which are taken from here on.
+    pub(crate) fn keep_events(&mut self) -> Outcome {
+        let mut config = self.manager.config().clone();
+        if !config.events {
+            config.events = true;
+            *self = Self::full_of(self.known.len(), config)?;
+            self.manager.take_events();
+        }
+        Ok(())
+    }
+
+    fn full_of(known: usize, config: Config) -> Result<Self, Error> {
         let widths = [ROWS, ROWS, ROWS, ROWS + 1, ROWS, ROWS * WIDTH, ROWS];
         let mut world = Self {
             manager: BlockManager::new(config)?,
@@ -70,13 +87,14 @@ impl World {
 
     /// `count` requests with the same prompt, which is new.
     pub(crate) fn receive_new(&mut self, len: usize, count: usize) -> Outcome {
-        self.received = vec![self.new_tokens(len); count];
+        let tokens = self.new_tokens(len);
+        self.received = (0..count).map(|_| with_room(&tokens)).collect();
         Ok(())
     }
 
     /// A request whose prompt is cached.
     pub(crate) fn receive_known(&mut self, len: usize) -> Outcome {
-        self.received = vec![self.known[..len].to_vec()];
+        self.received = vec![with_room(&self.known[..len])];
         Ok(())
     }
 
@@ -84,6 +102,13 @@ impl World {
     pub(crate) fn serve(&mut self) -> Outcome {
         self.prefill()?;
         self.stop_all()
+    }
+
+    /// The same, and what is told of it.
+    pub(crate) fn serve_and_tell(&mut self) -> Outcome {
+        self.serve()?;
+        drop(self.manager.take_events());
+        Ok(())
     }
 
     /// Computes what was received, in one step; it runs on.
@@ -115,7 +140,7 @@ impl World {
     pub(crate) fn start(&mut self, len: usize, count: usize) -> Outcome {
         self.stop_all()?;
         for index in 0..count {
-            self.received = vec![self.new_tokens(len + index % BLOCK_SIZE)];
+            self.receive_new(len + index % BLOCK_SIZE, 1)?;
             self.prefill()?;
         }
         self.keys = self.running.iter().map(SeqHandle::key).collect();
@@ -199,4 +224,11 @@ impl World {
         }
         Ok(())
     }
+}
+
+/// A prompt as the Python binding brings it: the first tokens sampled do not move it in memory.
+fn with_room(tokens: &[u32]) -> Vec<u32> {
+    let mut prompt = Vec::with_capacity(tokens.len() + ROOM);
+    prompt.extend_from_slice(tokens);
+    prompt
 }

@@ -63,8 +63,10 @@ struct Run {
     tokens: Vec<u32>,
     /// Row-major, one per layer group.
     blocks: Vec<BlockId>,
-    /// Of the leading rows as far as somebody asked; none where another content has the name.
-    names: Vec<Option<u128>>,
+    /// Of the leading rows, so many as somebody `asked` for. Where another content has the name they end:
+    /// that row and those after it have none.
+    names: Vec<u128>,
+    asked: u32,
     /// What hangs behind its rows, in their order.
     children: Vec<Behind>,
     /// The child that was made or followed last: the first guess. May be stale.
@@ -91,6 +93,7 @@ const VACANT: Run = Run {
     tokens: Vec::new(),
     blocks: Vec::new(),
     names: Vec::new(),
+    asked: 0,
     children: Vec::new(),
     latest: RunId::NONE,
     older: RunId::NONE,
@@ -279,8 +282,8 @@ impl Contents {
         run.lives && run.parent == parent && run.tokens.get(..self.block_size) == Some(tokens)
     }
 
-    /// Goes on from `spot` as far as contents have these tokens and the blocks that hold them for the
-    /// first layer group are `usable`, which are added to `blocks`.
+    /// Goes on from `spot` as far as contents have these tokens and the blocks that hold them are `usable`,
+    /// which are added to `blocks`. Where there is one layer group.
     pub(crate) fn follow(
         &mut self,
         mut spot: Spot,
@@ -289,18 +292,16 @@ impl Contents {
         usable: impl Fn(BlockId) -> bool,
     ) -> Spot {
         let size = self.block_size;
+        let usable = |block| block != BlockId::NONE && usable(block);
         while tokens.len() >= size {
             let run = self.run(spot.run);
             let from = spot.rows as usize;
-            let rows = run.blocks.len() / self.groups;
-            let most = (rows - from.min(rows)).min(tokens.len() / size);
-            let known = &run.tokens[from * size..(from + most) * size];
+            let there = run.blocks.get(from..).unwrap_or_default();
+            let most = there.len().min(tokens.len() / size);
+            let known = &run.tokens[from * size..][..most * size];
             let equal = equal_rows(known, &tokens[..most * size], size);
-            let there = run.blocks[from * self.groups..(from + equal) * self.groups].iter();
-            let there = there.step_by(self.groups).copied();
-            let before = blocks.len();
-            blocks.extend(there.take_while(|&block| block != BlockId::NONE && usable(block)));
-            let followed = blocks.len() - before;
+            let followed = leading(&there[..equal], usable);
+            blocks.extend_from_slice(&there[..followed]);
             spot.rows += followed as u32;
             tokens = &tokens[followed * size..];
             if followed < equal || tokens.len() < size {
@@ -309,8 +310,7 @@ impl Contents {
             let Some(child) = self.child(spot, &tokens[..size]) else {
                 break;
             };
-            let first = self.run(child).blocks[0];
-            if first == BlockId::NONE || !usable(first) {
+            if !usable(self.run(child).blocks[0]) {
                 break;
             }
             spot = Spot {
@@ -445,7 +445,6 @@ impl Contents {
     }
 
     fn end_namespace(&mut self, root: RunId) {
-        self.forget_names(root, 0);
         if let Some(name) = self.run_mut(root).namespace.take() {
             self.namespaces.remove(&name);
         }
@@ -454,9 +453,10 @@ impl Contents {
     }
 
     fn forget_names(&mut self, run: RunId, keep: usize) {
-        let names = &mut self.runs[run.at()].names;
-        let gone = names.drain(keep.min(names.len())..);
-        self.gone.extend(gone.flatten());
+        let run = &mut self.runs[run.at()];
+        run.asked = run.asked.min(keep as u32);
+        self.gone
+            .extend(run.names.drain(keep.min(run.names.len())..));
     }
 
     /// The block that holds the content for a layer group.
@@ -546,23 +546,17 @@ impl Contents {
 
     /// The content's name for the outside world, none if another one has it.
     pub(crate) fn name(&mut self, spot: Spot) -> Option<u128> {
-        let row = (spot.rows as usize).checked_sub(1);
-        if let Some(&name) = row.and_then(|row| self.run(spot.run).names.get(row)) {
-            return name;
+        let run = self.run(spot.run);
+        if (1..=run.asked).contains(&spot.rows) {
+            return run.names.get(spot.row()).copied();
         }
         // The runs on the way to what has a name already.
         let mut way = vec![spot];
-        loop {
-            let at = way[way.len() - 1];
-            let run = self.run(at.run);
-            if run.names.len() >= at.rows as usize && at.rows > 0 || run.namespace.is_some() {
-                break;
-            }
-            if run.names.is_empty() {
-                way.push(run.parent);
-            } else {
-                break;
-            }
+        let mut at = spot.run;
+        while self.run(at).asked == 0 && self.run(at).namespace.is_none() {
+            let parent = self.run(at).parent;
+            way.push(parent);
+            at = parent.run;
         }
         let mut name = None;
         while let Some(at) = way.pop() {
@@ -580,20 +574,22 @@ impl Contents {
         if let Some(namespace) = &run.namespace {
             return Some(self.hasher.root(namespace));
         }
-        let mut name = run.names.last().copied().unwrap_or(parent);
-        let known = run.names.len();
+        let known = run.asked as usize;
+        let mut before = match known {
+            0 => parent,
+            _ => run.names.get(known - 1).copied(),
+        };
         let tokens = run.tokens.chunks_exact(self.block_size);
         for tokens in tokens.take(spot.rows as usize).skip(known) {
-            name = name.and_then(|parent| {
-                self.hashed += 1;
-                let name = self.hasher.child(parent, tokens);
-                let is_new = self.named.insert(name);
-                self.collisions += u64::from(!is_new);
-                is_new.then_some(name)
-            });
-            run.names.push(name);
+            let Some(parent) = before else { break };
+            let name = self.hasher.child(parent, tokens);
+            self.hashed += 1;
+            before = self.named.insert(name).then_some(name);
+            self.collisions += u64::from(before.is_none());
+            run.names.extend(before);
         }
-        run.names[spot.row()]
+        run.asked = run.asked.max(spot.rows);
+        run.names.get(spot.row()).copied()
     }
 
     /// Adds to `events` that the `rows` contents up to `end` are stored, as far as they have names.
@@ -606,31 +602,28 @@ impl Contents {
             end = self.run(end.run).parent;
         }
         for (end, rows) in way.into_iter().rev() {
-            self.tell_run(end, rows, events);
+            events.extend(self.tell_run(end, rows));
         }
     }
 
     /// The same, all of them in one run.
-    fn tell_run(&mut self, end: Spot, rows: usize, events: &mut Vec<Event>) {
+    fn tell_run(&mut self, end: Spot, rows: usize) -> Option<Event> {
         self.name(end);
-        let (first, behind) = (end.rows as usize - rows, self.run(end.run).parent);
-        let mut parent = match (first, behind.rows) {
-            (0, 0) => None,
-            (0, _) => self.name(behind),
-            _ => self.run(end.run).names[first - 1],
+        let first = end.rows as usize - rows;
+        let parent = match (first, self.run(end.run).parent) {
+            (0, Spot { rows: 0, .. }) => None,
+            (0, behind) => self.name(behind),
+            _ => self.run(end.run).names.get(first - 1).copied(),
         };
-        let (run, namespace) = (self.run(end.run), self.namespace(end));
-        let tokens = run.tokens.chunks_exact(self.block_size).skip(first);
-        events.reserve(rows);
-        for (&name, tokens) in run.names[first..end.rows as usize].iter().zip(tokens) {
-            events.extend(name.map(|hash| Event::Stored {
-                hash,
-                parent,
-                tokens: tokens.into(),
-                namespace: Arc::clone(&namespace),
-            }));
-            parent = name;
-        }
+        let run = self.run(end.run);
+        let last = run.names.len().min(end.rows as usize);
+        let hashes = run.names.get(first..last).filter(|some| !some.is_empty())?;
+        Some(Event::Stored {
+            hashes: hashes.to_vec(),
+            parent,
+            tokens: run.tokens[first * self.block_size..last * self.block_size].to_vec(),
+            namespace: self.namespace(end),
+        })
     }
 
     fn namespace(&self, mut spot: Spot) -> Arc<[u8]> {
@@ -693,11 +686,20 @@ fn equal_rows(known: &[u32], tokens: &[u32], block_size: usize) -> usize {
     rows.take_while(|(known, tokens)| known == tokens).count()
 }
 
-/// Adds to a vector that grows by an eighth: a run is not to hold twice the memory that it needs.
+/// How many leading blocks are usable. As a rule all of them are: a loop without branches.
+#[inline]
+fn leading(blocks: &[BlockId], usable: impl Fn(BlockId) -> bool) -> usize {
+    match blocks.iter().fold(true, |all, &block| all & usable(block)) {
+        true => blocks.len(),
+        false => blocks.iter().take_while(|&&block| usable(block)).count(),
+    }
+}
+
+/// Adds to a vector that grows by a quarter: a run is not to hold twice the memory that it needs.
 #[inline]
 fn grow<T: Copy>(vec: &mut Vec<T>, more: &[T]) {
     if vec.capacity() - vec.len() < more.len() {
-        let spare = vec.len() / 8;
+        let spare = vec.len() / 4;
         vec.reserve_exact(more.len().max(spare));
     }
     vec.extend_from_slice(more);

@@ -10,6 +10,8 @@ pub(crate) struct EventLog {
     events: Vec<Event>,
     /// Contents stored since, so many rows up to each of these.
     stored: Vec<(Spot, usize)>,
+    /// So many events stay as they are: contents are added to later ones only.
+    told: usize,
 }
 
 impl EventLog {
@@ -22,7 +24,10 @@ impl EventLog {
     #[inline]
     pub(crate) fn remove(&mut self, hash: u128) {
         debug_assert!(self.stored.is_empty());
-        self.events.push(Event::Removed { hash });
+        match self.events[self.told..].last_mut() {
+            Some(Event::Removed { hashes }) => hashes.push(hash),
+            _ => self.events.push(Event::Removed { hashes: vec![hash] }),
+        }
     }
 
     /// Names what is stored.
@@ -32,17 +37,19 @@ impl EventLog {
         }
     }
 
-    /// Nothing is there any more: what became of it since there were `told` events is no news.
-    pub(crate) fn clear(&mut self, told: usize) {
-        self.events.truncate(told);
+    /// What is told from here on may turn out to be no news.
+    pub(crate) fn mark(&mut self) {
+        self.told = self.events.len();
+    }
+
+    /// Nothing is there any more: what became of it since the mark is no news.
+    pub(crate) fn clear(&mut self) {
+        self.events.truncate(self.told);
         self.events.push(Event::Cleared);
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.events.len()
-    }
-
     pub(crate) fn take(&mut self) -> Vec<Event> {
+        self.told = 0;
         std::mem::take(&mut self.events)
     }
 }

@@ -9,21 +9,22 @@ use std::sync::Arc;
 /// A change of the set of contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A block holds this content now; before, none did. Parents are stored before their children.
+    /// Blocks hold these contents now; before, none did. Each is the parent of the next one, and that of the
+    /// first was stored before.
     Stored {
-        /// The content's name.
-        hash: u128,
-        /// The content before it, `None` for the first block of a prompt.
+        /// The contents' names.
+        hashes: Vec<u128>,
+        /// The content before the first of them, `None` if that is the first block of a prompt.
         parent: Option<u128>,
-        /// The block's own tokens.
-        tokens: Box<[u32]>,
-        /// The namespace under which it can be matched.
+        /// The tokens of their blocks, one block after the other.
+        tokens: Vec<u32>,
+        /// The namespace under which they can be matched.
         namespace: Arc<[u8]>,
     },
-    /// No block holds this content any more.
+    /// No block holds these contents any more.
     Removed {
-        /// The content's name.
-        hash: u128,
+        /// The contents' names.
+        hashes: Vec<u128>,
     },
     /// No block holds any content any more.
     Cleared,

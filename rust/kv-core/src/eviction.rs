@@ -56,12 +56,13 @@ impl Policy {
         }
     }
 
-    /// Where a block waits that has become idle.
+    /// Where a block waits whose content was adopted, or has come back soon after it was evicted; all others
+    /// wait in `Probation`.
     #[inline]
-    pub(crate) fn list(&self, used_again: bool) -> List {
+    pub(crate) fn used_again(&self) -> List {
         match self.kind {
-            Eviction::TwoQueue if used_again => List::Protected,
-            _ => List::Probation,
+            Eviction::Lru => List::Probation,
+            Eviction::TwoQueue => List::Protected,
         }
     }
 
@@ -152,9 +153,11 @@ mod tests {
         let mut queue = FreeQueue::over(32).expect("small");
         let lists = List::IDLE.into_iter().zip([once, again]);
         let lists = lists.flat_map(|(list, count)| std::iter::repeat_n(list, count));
+        let mut joining = queue.joining();
         for (block, list) in lists.enumerate() {
-            queue.push_tail(list, crate::ids::BlockId::new(block));
+            joining.push(list, crate::ids::BlockId::new(block));
         }
+        joining.end();
         queue
     }
 

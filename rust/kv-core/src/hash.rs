@@ -77,17 +77,25 @@ impl ContentHasher {
 
     /// The hash of a block of `tokens` that follows the content hashed `parent`.
     pub fn child(&self, parent: u128, tokens: &[u32]) -> u128 {
-        let mut stack = [0_u8; 16 + 4 * STACK_TOKENS];
-        let hash = if tokens.len() <= STACK_TOKENS {
-            let bytes = &mut stack[..16 + 4 * tokens.len()];
-            Self::lay_out(parent, tokens, bytes);
-            xxh3_128(bytes)
-        } else {
-            let mut bytes = vec![0; 16 + 4 * tokens.len()];
-            Self::lay_out(parent, tokens, &mut bytes);
-            xxh3_128(&bytes)
+        let hash = match tokens.len() {
+            // What is copied and hashed is of a known length where blocks have the usual one.
+            16 => Self::of_stack::<{ 16 + 4 * 16 }>(parent, tokens),
+            ..=STACK_TOKENS => Self::of_stack::<{ 16 + 4 * STACK_TOKENS }>(parent, tokens),
+            len => {
+                let mut bytes = vec![0; 16 + 4 * len];
+                Self::lay_out(parent, tokens, &mut bytes);
+                xxh3_128(&bytes)
+            }
         };
         hash & self.mask
+    }
+
+    #[inline(always)]
+    fn of_stack<const MOST: usize>(parent: u128, tokens: &[u32]) -> u128 {
+        let mut stack = [0; MOST];
+        let bytes = &mut stack[..16 + 4 * tokens.len()];
+        Self::lay_out(parent, tokens, bytes);
+        xxh3_128(bytes)
     }
 
     #[inline]

@@ -76,7 +76,7 @@ impl BlockManager {
     fn read_mail(&mut self) {
         for dropped in self.shared.collect() {
             match dropped {
-                Dropped::Blocks(blocks) => self.state.pool.settle_all(&blocks),
+                Dropped::Blocks(blocks) => self.state.pool.settle(&blocks),
                 Dropped::Sequence(key) => {
                     if self.state.seqs.get(key).is_ok() {
                         self.note(|_| Call::drop_sequence(key.id), ());
@@ -100,7 +100,7 @@ impl BlockManager {
         self.note(|_| Call::drop_lease(lease), ());
         for &block in blocks.iter().rev() {
             if self.shared.let_go(block) {
-                self.state.pool.settle(block);
+                self.state.pool.settle(&[block]);
             }
         }
         self.shared.forget_lease_refs(blocks.len());

@@ -33,9 +33,7 @@ struct Block {
     step: u32,
     /// The layer group of which it holds the content.
     group: u8,
-    /// The content was adopted, or has come back soon after it was evicted.
-    used_again: bool,
-    /// The list of the queue in which the block waits, if it does.
+    /// The list of the queue in which the block waits, or will wait when nobody holds it.
     list: List,
 }
 
@@ -45,7 +43,6 @@ const NEW: Block = Block {
     content: Spot::NONE,
     step: 0,
     group: 0,
-    used_again: false,
     list: List::Free,
 };
 
@@ -83,7 +80,9 @@ impl Pool {
         blocks.try_reserve_exact(num_blocks)?;
         blocks.resize(num_blocks, NEW);
         let mut queue = FreeQueue::over(num_blocks)?;
-        (0..num_blocks).for_each(|block| queue.push_tail(List::Free, BlockId::new(block)));
+        let (mut joining, ids) = (queue.joining(), (0..num_blocks).map(BlockId::new));
+        ids.rev().for_each(|block| joining.push(List::Free, block));
+        joining.end();
         Ok(Self {
             blocks,
             queue,
@@ -226,116 +225,87 @@ impl Pool {
     /// A table entry more, of a block that may wait in the queue.
     #[inline]
     pub(crate) fn hold(&mut self, block: BlockId) {
-        let place = &mut self.blocks[block.at()];
-        if place.seq_refs == 0 {
-            self.active += 1;
-            if self.queue.contains(block) {
-                self.queue.unlink(place.list, block);
-            }
-        }
-        place.seq_refs += 1;
+        self.queue.unlink(self.blocks[block.at()].list, block);
+        self.hold_all(&[block]);
+    }
+
+    /// A table entry more of each of these, which others hold already.
+    #[inline]
+    pub(crate) fn hold_all(&mut self, blocks: &[BlockId]) {
+        self.hold_each(blocks, |_| {});
     }
 
     /// A table entry more of each of these, whose contents are adopted. How many an open step is to
     /// compute.
-    #[inline]
+    #[inline(never)] // among the code of a prefill its loops would not be in registers
     pub(crate) fn adopt_all(&mut self, blocks: &[BlockId]) -> usize {
-        let (places, open) = (&mut self.blocks, self.open);
-        let (mut begin, mut in_flight) = (0, 0);
-        self.queue.unlink_all(blocks.iter().map(|&block| {
-            let place = &mut places[block.at()];
-            begin += usize::from(place.seq_refs == 0);
-            place.seq_refs += 1;
-            place.used_again = true;
+        let places = &self.blocks;
+        self.queue
+            .unlink_all(blocks, |block| places[block.at()].list);
+        let (open, list, mut in_flight) = (self.open, self.policy.used_again(), 0);
+        self.hold_each(blocks, |place| {
+            place.list = list;
             in_flight += usize::from(!is_ready(place, open));
-            (place.list, block)
-        }));
-        self.active += begin;
+        });
         in_flight
     }
 
-    /// A table entry less.
-    #[inline(always)] // the end of every sequence comes here for each of its blocks
-    pub(crate) fn release(&mut self, block: BlockId) {
-        let place = &mut self.blocks[block.at()];
-        place.seq_refs -= 1;
-        if place.seq_refs == 0 {
-            self.active -= 1;
-            if place.fences == 0 && self.shared.lease_refs_of(block) == 0 {
-                wait(place, block, &self.policy, &mut self.queue);
-            }
+    #[inline(always)]
+    fn hold_each(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut Block)) {
+        let (places, mut begin) = (&mut self.blocks[..], 0);
+        for &block in blocks {
+            let place = &mut places[block.at()];
+            begin += usize::from(place.seq_refs == 0);
+            place.seq_refs += 1;
+            each(place);
         }
+        self.active += begin;
     }
 
-    /// A table entry less of each of these, the first one first: one after the other into the queue.
+    /// A table entry less.
     #[inline]
-    pub(crate) fn release_all(&mut self, blocks: impl Iterator<Item = BlockId>) {
-        let Self {
-            blocks: places,
-            queue,
-            policy,
-            shared,
-            ..
-        } = self;
-        let (mut tail, mut ended) = (queue.tail(List::Probation), 0);
-        for block in blocks {
+    pub(crate) fn release(&mut self, block: BlockId) {
+        self.release_all(&[block]);
+    }
+
+    /// A table entry less of each of these, the last one first: one after the other into the queue.
+    #[inline(never)] // as `adopt_all`
+    pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
+        let (places, shared) = (&mut self.blocks[..], &self.shared);
+        let (mut queue, mut ended, leased) = (self.queue.joining(), 0, shared.has_leases());
+        for &block in blocks.iter().rev() {
             let place = &mut places[block.at()];
             place.seq_refs -= 1;
-            if place.seq_refs > 0 {
-                continue;
+            if place.seq_refs == 0 {
+                ended += 1;
+                if place.fences == 0 && !(leased && shared.lease_refs_of(block) > 0) {
+                    queue.push(place.list, block);
+                }
             }
-            ended += 1;
-            if place.fences > 0 || shared.lease_refs_of(block) > 0 {
-                continue;
-            }
-            if place.content.run == RunId::NONE {
-                place.list = List::Free;
-                queue.push_head(List::Free, block);
-                continue;
-            }
-            place.list = policy.list(place.used_again);
-            if place.list != tail.list {
-                queue.end_tail(tail);
-                tail = queue.tail(place.list);
-            }
-            queue.push_behind(&mut tail, block);
         }
-        queue.end_tail(tail);
+        queue.end();
         self.active -= ended;
     }
 
     /// Before a lease or a plan holds a block: it waits no more.
     pub(crate) fn take_out(&mut self, block: BlockId) {
-        self.blocks[block.at()].used_again = true;
-        if self.queue.contains(block) {
-            self.queue.unlink(self.blocks[block.at()].list, block);
-        }
+        let place = &mut self.blocks[block.at()];
+        self.queue.unlink(place.list, block);
+        place.list = self.policy.used_again();
     }
 
-    /// A lease let go of a block: it waits, if that was its last holder.
-    pub(crate) fn settle(&mut self, block: BlockId) {
-        if self.refs(block) == 0 && !self.queue.contains(block) {
-            let place = &mut self.blocks[block.at()];
-            wait(place, block, &self.policy, &mut self.queue);
-        }
-    }
-
-    /// As `settle`, one after the other.
-    pub(crate) fn settle_all(&mut self, blocks: &[BlockId]) {
-        let Self {
-            blocks: places,
-            queue,
-            policy,
-            shared,
-            ..
-        } = self;
+    /// A lease or a plan let go of these blocks, one after the other: they wait, if that was their last
+    /// holder.
+    pub(crate) fn settle(&mut self, blocks: &[BlockId]) {
+        let mut queue = self.queue.joining();
         for &block in blocks {
-            let place = &mut places[block.at()];
-            let held = place.seq_refs + place.fences > 0 || shared.lease_refs_of(block) > 0;
+            let place = &self.blocks[block.at()];
+            let held = place.seq_refs + place.fences > 0 || self.shared.lease_refs_of(block) > 0;
             if !held && !queue.contains(block) {
-                wait(place, block, policy, queue);
+                queue.push(place.list, block);
             }
         }
+        queue.end();
     }
 
     /// Of the contents that follow `spot` the one that agrees longest with `tokens`, for `least` of them at
@@ -369,7 +339,7 @@ impl Pool {
     /// The plan is closed.
     pub(crate) fn lift_fence(&mut self, block: BlockId) {
         self.blocks[block.at()].fences -= 1;
-        self.settle(block);
+        self.settle(&[block]);
     }
 
     /// Adds the next `count` blocks of the queue to `taken`, without their old contents, each with one
@@ -432,19 +402,21 @@ impl Pool {
         let idle = List::IDLE.into_iter();
         let idle: Vec<BlockId> = idle.flat_map(|list| self.queue.iter(list)).collect();
         self.settle_events();
-        let told = self.events.as_ref().map_or(0, EventLog::len);
+        if let Some(events) = &mut self.events {
+            events.mark();
+        }
         for &block in &idle {
             self.queue.unlink(self.blocks[block.at()].list, block);
             let run = self.evict(block, NEW);
             self.contents.shorten(run);
-            self.settle(block);
+            self.settle(&[block]);
         }
         let nothing_held = self.contents.held().next().is_none();
         if let Some(events) = self.events.as_mut()
             && !idle.is_empty()
             && nothing_held
         {
-            events.clear(told);
+            events.clear();
         }
         idle.len()
     }
@@ -453,7 +425,8 @@ impl Pool {
     pub(crate) fn forget(&mut self, block: BlockId) {
         let Block { content, group, .. } = self.blocks[block.at()];
         if content != Spot::NONE {
-            self.blocks[block.at()].content = Spot::NONE;
+            let place = &mut self.blocks[block.at()];
+            (place.content, place.list) = (Spot::NONE, List::Free);
             self.contents.clear_block(content, usize::from(group));
         }
     }
@@ -488,24 +461,28 @@ impl Pool {
     /// The part of `store` that is the block's.
     #[inline(always)] // every new content comes here
     fn mark(&mut self, content: Spot, group: usize, block: BlockId, step: u32) {
-        let place = &mut self.blocks[block.at()];
-        (place.content, place.step, place.group) = (content, step, group as u8);
+        let (place, group) = (&mut self.blocks[block.at()], group as u8);
+        (place.content, place.step, place.group) = (content, step, group);
+        place.list = List::Probation;
         if self.policy.remembers()
             && let Some(hash) = self.contents.name(content)
+            && self.policy.comes_back(Ghost { hash, group })
         {
-            let group = group as u8;
-            place.used_again |= self.policy.comes_back(Ghost { hash, group });
+            place.list = self.policy.used_again();
         }
     }
 
     /// An idle block gives its content to the block that computed it again.
     pub(crate) fn take_over(&mut self, idle: BlockId, group: usize, block: BlockId, step: u32) {
-        let content = std::mem::replace(&mut self.blocks[idle.at()].content, Spot::NONE);
-        let used_again = self.blocks[idle.at()].used_again;
-        self.queue.unlink(self.blocks[idle.at()].list, idle);
-        self.settle(idle);
+        let Block { content, list, .. } = self.blocks[idle.at()];
+        self.queue.unlink(list, idle);
+        let place = &mut self.blocks[idle.at()];
+        (place.content, place.list) = (Spot::NONE, List::Free);
+        self.settle(&[idle]);
         self.store(content, group, block, step);
-        self.blocks[block.at()].used_again |= used_again;
+        if list == List::Protected {
+            self.blocks[block.at()].list = list;
+        }
         self.stats.taken_over_blocks += 1;
     }
 
@@ -550,16 +527,4 @@ impl Pool {
 #[inline]
 fn is_ready(block: &Block, open: OpenSteps) -> bool {
     open.is_none_or(|steps| !steps.contains(&block.step))
-}
-
-/// A block goes into the queue: idle if its content can be matched, else free.
-#[inline(always)] // as `release`
-fn wait(place: &mut Block, block: BlockId, policy: &Policy, queue: &mut FreeQueue) {
-    if place.content.run == RunId::NONE {
-        place.list = List::Free;
-        queue.push_head(List::Free, block);
-    } else {
-        place.list = policy.list(place.used_again);
-        queue.push_tail(place.list, block);
-    }
 }

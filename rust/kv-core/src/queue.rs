@@ -37,13 +37,6 @@ const UNQUEUED: Link = Link {
     next: BlockId::NONE,
 };
 
-/// Where the blocks go that wait next, one after the other: the list is whole again once it has ended.
-pub(crate) struct Tail {
-    pub(crate) list: List,
-    last: BlockId,
-    count: usize,
-}
-
 /// Blocks that nobody holds, in the order in which they are handed out.
 pub(crate) struct FreeQueue {
     /// One link per block, and at the end a sentinel per list that closes its ring.
@@ -93,44 +86,21 @@ impl FreeQueue {
 
     #[inline]
     pub(crate) fn contains(&self, block: BlockId) -> bool {
-        self.links[block.at()].next != BlockId::NONE
+        is_queued(self.links[block.at()])
     }
 
+    /// Begins to put blocks into the queue.
     #[inline]
-    pub(crate) fn push_head(&mut self, list: List, block: BlockId) {
-        let sentinel = self.sentinel(list);
-        self.insert(list, block, sentinel, self.links[sentinel.at()].next);
-    }
-
-    #[inline]
-    pub(crate) fn push_tail(&mut self, list: List, block: BlockId) {
-        let sentinel = self.sentinel(list);
-        self.insert(list, block, self.links[sentinel.at()].prev, sentinel);
-    }
-
-    /// Begins to put blocks at the tail of a list of idle ones; `end_tail` ends it.
-    #[inline]
-    pub(crate) fn tail(&self, list: List) -> Tail {
+    pub(crate) fn joining(&mut self) -> Joining<'_> {
+        let list = List::Probation;
         let last = self.links[self.sentinel(list).at()].prev;
-        let count = 0;
-        Tail { list, last, count }
-    }
-
-    #[inline]
-    pub(crate) fn push_behind(&mut self, tail: &mut Tail, block: BlockId) {
-        debug_assert!(!self.contains(block));
-        self.links[tail.last.at()].next = block;
-        self.links[block.at()].prev = tail.last;
-        tail.last = block;
-        tail.count += 1;
-    }
-
-    #[inline]
-    pub(crate) fn end_tail(&mut self, tail: Tail) {
-        let sentinel = self.sentinel(tail.list);
-        self.links[tail.last.at()].next = sentinel;
-        self.links[sentinel.at()].prev = tail.last;
-        self.lens[tail.list as usize] += tail.count;
+        Joining {
+            links: &mut self.links,
+            lens: &mut self.lens,
+            list,
+            last,
+            count: 0,
+        }
     }
 
     /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`.
@@ -147,51 +117,32 @@ impl FreeQueue {
         self.lens[list as usize] -= count;
     }
 
-    /// Takes a block out of the middle of its list.
+    /// Takes a block out of its list, if it is in one.
     #[inline]
     pub(crate) fn unlink(&mut self, list: List, block: BlockId) {
-        debug_assert!(self.contains(block));
-        let Link { prev, next } = self.links[block.at()];
-        self.links[prev.at()].next = next;
-        self.links[next.at()].prev = prev;
-        self.links[block.at()] = UNQUEUED;
-        self.lens[list as usize] -= 1;
+        self.unlink_all(&[block], |_| list);
     }
 
-    /// Takes out those of these blocks that are in the queue, each from its list. Neighbours that come
-    /// last first, as the blocks of a sequence went in, leave together: what is around them is linked
-    /// once.
+    /// Takes out those of these blocks that are in a list. Neighbours that come last first, as the blocks of
+    /// a sequence went in, leave together: what is around them is linked once.
     #[inline]
-    pub(crate) fn unlink_all(&mut self, blocks: impl Iterator<Item = (List, BlockId)>) {
-        let mut gap = UNQUEUED;
-        blocks.for_each(|(list, block)| {
-            if block != gap.prev {
-                self.close(gap);
-                gap.next = self.links[block.at()].next;
+    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], list_of: impl Fn(BlockId) -> List) {
+        let links = &mut self.links[..];
+        let mut at = 0;
+        while let Some(&first) = blocks.get(at) {
+            let (begin, mut gap) = (at, std::mem::replace(&mut links[first.at()], UNQUEUED));
+            at += 1;
+            if !is_queued(gap) {
+                continue;
             }
-            let Link { prev, next } = std::mem::replace(&mut self.links[block.at()], UNQUEUED);
-            self.lens[list as usize] -= usize::from(next != BlockId::NONE);
-            gap.prev = prev;
-        });
-        self.close(gap);
-    }
-
-    /// Links what is on both sides of a gap; of none, nothing.
-    #[inline]
-    fn close(&mut self, gap: Link) {
-        if gap.prev != BlockId::NONE {
-            self.links[gap.prev.at()].next = gap.next;
-            self.links[gap.next.at()].prev = gap.prev;
+            while blocks.get(at) == Some(&gap.prev) {
+                gap.prev = std::mem::replace(&mut links[gap.prev.at()], UNQUEUED).prev;
+                at += 1;
+            }
+            links[gap.prev.at()].next = gap.next;
+            links[gap.next.at()].prev = gap.prev;
+            self.lens[list_of(first) as usize] -= at - begin;
         }
-    }
-
-    #[inline]
-    fn insert(&mut self, list: List, block: BlockId, prev: BlockId, next: BlockId) {
-        debug_assert!(!self.contains(block));
-        self.links[block.at()] = Link { prev, next };
-        self.links[prev.at()].next = block;
-        self.links[next.at()].prev = block;
-        self.lens[list as usize] += 1;
     }
 
     /// A list from head to tail, for the validator and for clearing the cache.
@@ -246,10 +197,87 @@ impl FreeQueue {
     }
 }
 
+#[inline]
+fn is_queued(link: Link) -> bool {
+    link.prev != BlockId::NONE
+}
+
+/// Blocks on their way into the queue, one after the other: what comes to the same tail is linked to what
+/// comes there next. The lists are whole again once it has ended.
+pub(crate) struct Joining<'a> {
+    links: &'a mut [Link],
+    lens: &'a mut [usize; LISTS.len()],
+    /// The list of the last one, which that is, and how many came there since.
+    list: List,
+    last: BlockId,
+    count: usize,
+}
+
+impl Joining<'_> {
+    #[inline]
+    fn sentinel(&self, list: List) -> BlockId {
+        BlockId::new(self.links.len() - LISTS.len() + list as usize)
+    }
+
+    #[inline]
+    pub(crate) fn contains(&self, block: BlockId) -> bool {
+        is_queued(self.links[block.at()])
+    }
+
+    /// A free block goes to the head of its list, an idle one to the tail.
+    #[inline(always)] // the end of every sequence comes here for each of its blocks
+    pub(crate) fn push(&mut self, list: List, block: BlockId) {
+        debug_assert!(!self.contains(block));
+        if list != self.list {
+            if list == List::Free {
+                return self.push_free(block);
+            }
+            self.turn_to(list);
+        }
+        self.links[self.last.at()].next = block;
+        self.links[block.at()].prev = self.last;
+        self.last = block;
+        self.count += 1;
+    }
+
+    fn push_free(&mut self, block: BlockId) {
+        let prev = self.sentinel(List::Free);
+        let next = std::mem::replace(&mut self.links[prev.at()].next, block);
+        self.links[next.at()].prev = block;
+        self.links[block.at()] = Link { prev, next };
+        self.lens[List::Free as usize] += 1;
+    }
+
+    fn turn_to(&mut self, list: List) {
+        self.link_last();
+        self.list = list;
+        self.last = self.links[self.sentinel(list).at()].prev;
+    }
+
+    #[inline]
+    pub(crate) fn end(mut self) {
+        self.link_last();
+    }
+
+    #[inline]
+    fn link_last(&mut self) {
+        let sentinel = self.sentinel(self.list);
+        self.links[self.last.at()].next = sentinel;
+        self.links[sentinel.at()].prev = self.last;
+        self.lens[self.list as usize] += std::mem::take(&mut self.count);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::List::{Free, Protected};
     use super::*;
+
+    fn push(queue: &mut FreeQueue, list: List, block: usize) {
+        let mut joining = queue.joining();
+        joining.push(list, BlockId::new(block));
+        joining.end();
+    }
 
     fn order(queue: &FreeQueue) -> Vec<u32> {
         queue.iter(Free).map(BlockId::get).collect()
@@ -258,10 +286,9 @@ mod tests {
     #[test]
     fn keeps_order_under_every_operation() {
         let mut queue = FreeQueue::over(5).expect("five blocks fit");
-        for block in 0..4 {
-            queue.push_tail(Free, BlockId::new(block));
+        for block in [3, 2, 1, 0, 4] {
+            push(&mut queue, Free, block);
         }
-        queue.push_head(Free, BlockId::new(4));
         assert_eq!(order(&queue), [4, 0, 1, 2, 3]);
         queue.unlink(Free, BlockId::new(1));
         queue.unlink(Free, BlockId::new(3));
@@ -270,8 +297,8 @@ mod tests {
         let mut taken = vec![BlockId::new(7)];
         queue.pop_heads(Free, 1, &mut taken);
         assert_eq!(taken, [7, 4].map(BlockId::new));
-        queue.push_tail(Protected, BlockId::new(4));
-        queue.push_head(Free, BlockId::new(1));
+        push(&mut queue, Protected, 4);
+        push(&mut queue, Free, 1);
         assert_eq!(order(&queue), [1, 0, 2]);
         assert_eq!((queue.len_of(Protected), queue.len()), (1, 4));
         queue.check().expect("consistent");
@@ -290,8 +317,8 @@ mod tests {
     /// Blocks 0 to 2 free, block 3 protected, blocks 4 and 5 in no list.
     fn queue() -> FreeQueue {
         let mut queue = FreeQueue::over(6).expect("six blocks fit");
-        (0..3).for_each(|block| queue.push_tail(Free, BlockId::new(block)));
-        queue.push_tail(Protected, BlockId::new(3));
+        (0..3).rev().for_each(|block| push(&mut queue, Free, block));
+        push(&mut queue, Protected, 3);
         queue
     }
 
@@ -301,8 +328,8 @@ mod tests {
         let all = [0, 1, 2, 3, 4, 5, 6].map(BlockId::new);
         for seed in 0..5040_usize {
             let mut queue = FreeQueue::over(7).expect("seven blocks fit");
-            (0..4).for_each(|block| queue.push_tail(Free, all[block]));
-            (4..6).for_each(|block| queue.push_tail(Protected, all[block]));
+            (0..4).rev().for_each(|block| push(&mut queue, Free, block));
+            (4..6).for_each(|block| push(&mut queue, Protected, block));
             let (mut left, mut order, mut rest) = (all.to_vec(), vec![], seed);
             while !left.is_empty() {
                 order.push(left.remove(rest % left.len()));
@@ -310,7 +337,7 @@ mod tests {
             }
             let gone = &order[..seed % 8];
             let list = |block: BlockId| if block.at() < 4 { Free } else { Protected };
-            queue.unlink_all(gone.iter().map(|&block| (list(block), block)));
+            queue.unlink_all(gone, list);
             queue.check().expect("consistent");
             let stay = |blocks: std::ops::Range<usize>| -> Vec<BlockId> {
                 let blocks = all[blocks].iter().copied();

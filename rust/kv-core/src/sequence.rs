@@ -65,6 +65,29 @@ impl Sequence {
         self.id == key.id && key.manager == manager && !self.dropped
     }
 
+    /// Whether a plan may compute its last token.
+    #[inline]
+    pub(crate) fn check_decode(&self, plan: u64) -> Result<(), Error> {
+        let (sequence, uncomputed) = (self.id, self.left());
+        if self.last_plan == plan || self.speculating {
+            return Err(Error::InPlan { sequence });
+        }
+        match uncomputed {
+            1 => Ok(()),
+            _ => Err(Error::NotDecoding {
+                sequence,
+                uncomputed,
+            }),
+        }
+    }
+
+    /// A plan holds it, the newest one.
+    #[inline]
+    pub(crate) fn enter_plan(&mut self, plan: u64) {
+        self.num_plans += 1;
+        self.last_plan = plan;
+    }
+
     /// The oldest plan that holds it is committed. Whether it ends with that.
     #[inline]
     pub(crate) fn leave_plan(&mut self) -> bool {
@@ -149,24 +172,16 @@ impl Sequences {
     pub(crate) fn get(&self, key: SeqKey) -> Result<&Sequence, Error> {
         match self.slots.get(key.slot as usize) {
             Some(Some(seq)) if seq.answers_to(key, self.manager) => Ok(seq),
-            _ => Err(self.no_sequence(key)),
+            _ => Err(no_sequence(key, self.manager)),
         }
     }
 
     #[inline]
     pub(crate) fn get_mut(&mut self, key: SeqKey) -> Result<&mut Sequence, Error> {
-        self.get(key)?;
-        Ok(self.at_mut(key.slot))
-    }
-
-    #[cold]
-    fn no_sequence(&self, key: SeqKey) -> Error {
-        match key.manager == self.manager {
-            true => Error::FreedSequence { sequence: key.id },
-            false => Error::Foreign {
-                what: "sequence",
-                id: key.id,
-            },
+        let manager = self.manager;
+        match self.slots.get_mut(key.slot as usize) {
+            Some(Some(seq)) if seq.answers_to(key, manager) => Ok(seq),
+            _ => Err(no_sequence(key, manager)),
         }
     }
 
@@ -193,5 +208,16 @@ impl Sequences {
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Sequence> {
         self.slots.iter().flatten()
+    }
+}
+
+#[cold]
+fn no_sequence(key: SeqKey, manager: u32) -> Error {
+    match key.manager == manager {
+        true => Error::FreedSequence { sequence: key.id },
+        false => Error::Foreign {
+            what: "sequence",
+            id: key.id,
+        },
     }
 }

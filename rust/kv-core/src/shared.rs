@@ -66,6 +66,13 @@ impl Shared {
         self.refs[block.at()].load(Ordering::Acquire)
     }
 
+    /// Whether any lease may hold a block.
+    #[inline]
+    pub(crate) fn has_leases(&self) -> bool {
+        // As `lease_refs_of`: the ceiling is lowered after the counts.
+        self.lease_refs_ceiling.load(Ordering::Acquire) > 0
+    }
+
     /// One lease more. Only the manager, under its lock, makes leases.
     #[inline]
     pub(crate) fn hold(&self, block: BlockId) {

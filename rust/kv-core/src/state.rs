@@ -84,12 +84,10 @@ impl State {
         let end = seq.table.rows();
         if rows < end {
             seq.table_version += 1;
+            let pool = &mut self.pool;
             match seq.table.groups() {
-                1 => self.pool.release_all(seq.table.take_rows_of_one(rows..end)),
-                _ => {
-                    let pool = &mut self.pool;
-                    seq.table.take_rows(rows..end, |block| pool.release(block));
-                }
+                1 => seq.table.cut_one(rows, |blocks| pool.release_all(blocks)),
+                _ => seq.table.take_rows(rows..end, |block| pool.release(block)),
             }
         }
     }
@@ -202,7 +200,9 @@ impl State {
         seq.registered = Registered { tip, rows };
         seq.set_computed(lease.num_tokens().min(seq.tokens.len() - 1));
         seq.cached = seq.computed;
-        lease.blocks().for_each(|block| self.pool.hold(block));
+        for group in 0..self.groups.len() {
+            self.pool.hold_all(lease.table().blocks_of(group));
+        }
         Ok(())
     }
 
@@ -236,7 +236,9 @@ impl State {
         });
         let tokens = seq.tokens[..num_tokens].to_vec();
         let (root, read_cache, cached) = (seq.root, seq.read_cache, seq.cached.min(computed));
-        table.blocks().for_each(|block| self.pool.hold(block));
+        for group in 0..self.groups.len() {
+            self.pool.hold_all(table.blocks_of(group));
+        }
         self.pool.contents.share_root(root);
         let shared_rows = self.groups.rows(computed);
         let parent = self.seqs.at_mut(key.slot);

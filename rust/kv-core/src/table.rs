@@ -20,6 +20,17 @@ impl Column {
         self.start + self.blocks.len()
     }
 
+    /// What a row-major list has for this group.
+    #[inline]
+    fn push(&mut self, blocks: &[BlockId], group: usize, groups: usize) {
+        match groups {
+            1 => self.blocks.extend_from_slice(blocks),
+            _ => self
+                .blocks
+                .extend(blocks.iter().skip(group).step_by(groups)),
+        }
+    }
+
     /// Takes out those of these rows that are there; what follows moves up to the first of them.
     fn take_rows(&mut self, rows: Range<usize>) -> std::vec::Drain<'_, BlockId> {
         let start = rows.start.saturating_sub(self.start);
@@ -53,10 +64,11 @@ impl BlockTable {
             let start = groups.first_row_of(group, rows, found.replay).max(from);
             let column = table.column_mut(group);
             column.start = start;
-            let blocks = blocks[(start - from) * groups.len()..].iter();
-            column
-                .blocks
-                .extend(blocks.skip(group).step_by(groups.len()));
+            column.push(
+                &blocks[(start - from) * groups.len()..],
+                group,
+                groups.len(),
+            );
         }
         table
     }
@@ -156,15 +168,11 @@ impl BlockTable {
     }
 
     /// Rows more at the end, row-major.
+    #[inline]
     pub(crate) fn push_rows(&mut self, blocks: &[BlockId]) {
-        if self.others.is_empty() {
-            self.first.blocks.extend_from_slice(blocks);
-            return;
-        }
         let groups = self.groups();
         for group in 0..groups {
-            let column = blocks.iter().skip(group).step_by(groups);
-            self.column_mut(group).blocks.extend(column);
+            self.column_mut(group).push(blocks, group, groups);
         }
     }
 
@@ -175,10 +183,14 @@ impl BlockTable {
         &mut self.first.blocks
     }
 
-    /// As `take_rows`, of the one group that there is.
+    /// Takes the last rows out, of the one group that there is, when `each` has seen them.
     #[inline]
-    pub(crate) fn take_rows_of_one(&mut self, rows: Range<usize>) -> impl Iterator<Item = BlockId> {
-        self.first.take_rows(rows).rev()
+    pub(crate) fn cut_one(&mut self, rows: usize, each: impl FnOnce(&[BlockId])) {
+        let Column { start, blocks } = &mut self.first;
+        let keep = rows.saturating_sub(*start);
+        each(&blocks[keep..]);
+        blocks.truncate(keep);
+        *start = rows.min(*start);
     }
 
     /// The blocks of a group, to be spoilt.
@@ -214,22 +226,20 @@ impl BlockTable {
 
     /// Puts rows in before row `at`: those of a table that begins there. A group of which that table
     /// begins later has nothing before.
-    pub(crate) fn insert(&mut self, at: usize, rows: &Self) {
+    pub(crate) fn insert(&mut self, at: usize, mut rows: Self) {
         for group in 0..self.groups() {
-            let new = rows.column(group);
+            let new = std::mem::take(rows.column_mut(group));
             let column = self.column_mut(group);
-            if column.end() == at {
-                column.blocks.extend_from_slice(&new.blocks);
-            } else {
-                let place = at - column.start;
-                column
-                    .blocks
-                    .splice(place..place, new.blocks.iter().copied());
+            let place = at - column.start;
+            if column.blocks.is_empty() {
+                *column = new;
+                continue;
             }
             if new.start > at {
-                debug_assert!(column.start == at);
+                debug_assert!(place == 0);
                 column.start = new.start;
             }
+            column.blocks.splice(place..place, new.blocks);
         }
     }
 

@@ -6,13 +6,20 @@ use kv_core::Event;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+/// Contents that were stored together, each the parent of the next one.
+struct Row {
+    hashes: Vec<u128>,
+    parent: Option<u128>,
+    tokens: Vec<u32>,
+    namespace: Arc<[u8]>,
+}
+
 /// A block holds this content now; before, none did. Parents are stored before their children.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Stored {
-    hash: u128,
-    parent: Option<u128>,
-    tokens: Box<[u32]>,
-    namespace: Arc<[u8]>,
+    /// One for all of them: thousands come with every prompt, and few of them are looked at.
+    row: Arc<Row>,
+    at: usize,
 }
 
 #[pymethods]
@@ -20,30 +27,35 @@ impl Stored {
     /// The content's name: 16 bytes, little endian.
     #[getter]
     fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.hash.to_le_bytes())
+        name(py, self.row.hashes[self.at])
     }
 
     /// The name of the content before it; None for the first block of a prompt.
     #[getter]
     fn parent<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.parent
-            .map(|parent| PyBytes::new(py, &parent.to_le_bytes()))
+        let parent = match self.at {
+            0 => self.row.parent,
+            at => Some(self.row.hashes[at - 1]),
+        };
+        parent.map(|parent| name(py, parent))
     }
 
     /// The block's own token ids.
     #[getter]
-    fn tokens(&self) -> Vec<u32> {
-        self.tokens.to_vec()
+    fn tokens(&self) -> &[u32] {
+        let block_size = self.row.tokens.len() / self.row.hashes.len();
+        &self.row.tokens[self.at * block_size..][..block_size]
     }
 
     /// The namespace under which it can be matched.
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.namespace)
+        PyBytes::new(py, &self.row.namespace)
     }
 
     fn __repr__(&self) -> String {
-        format!("Stored(hash={:032x}, tokens={:?})", self.hash, self.tokens)
+        let (hash, tokens) = (self.row.hashes[self.at], self.tokens());
+        format!("Stored(hash={hash:032x}, tokens={tokens:?})")
     }
 }
 
@@ -58,7 +70,7 @@ impl Removed {
     /// The content's name: 16 bytes, little endian.
     #[getter]
     fn hash<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.hash.to_le_bytes())
+        name(py, self.hash)
     }
 
     fn __repr__(&self) -> String {
@@ -77,24 +89,37 @@ impl Cleared {
     }
 }
 
-/// An event as the Python object of its kind.
-pub(crate) fn event(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
-    Ok(match event {
+fn name(py: Python<'_>, hash: u128) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &hash.to_le_bytes())
+}
+
+/// Adds the Python objects of an event to a list, one for each content.
+pub(crate) fn push_event(py: Python<'_>, event: Event, list: &mut Vec<Py<PyAny>>) -> PyResult<()> {
+    match event {
         Event::Stored {
-            hash,
+            hashes,
             parent,
             tokens,
             namespace,
         } => {
-            let stored = Stored {
-                hash,
+            let count = hashes.len();
+            let row = Arc::new(Row {
+                hashes,
                 parent,
                 tokens,
                 namespace,
-            };
-            Py::new(py, stored)?.into_any()
+            });
+            for at in 0..count {
+                let row = Arc::clone(&row);
+                list.push(Py::new(py, Stored { row, at })?.into_any());
+            }
         }
-        Event::Removed { hash } => Py::new(py, Removed { hash })?.into_any(),
-        Event::Cleared => Py::new(py, Cleared)?.into_any(),
-    })
+        Event::Removed { hashes } => {
+            for hash in hashes {
+                list.push(Py::new(py, Removed { hash })?.into_any());
+            }
+        }
+        Event::Cleared => list.push(Py::new(py, Cleared)?.into_any()),
+    }
+    Ok(())
 }

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyTuple};
 
 use crate::answers::{Ledger, Stats};
 use crate::errors::{InvariantError, raise};
-use crate::events::event;
+use crate::events::push_event;
 use crate::items::items;
 use crate::lease::Lease;
 use crate::locked::Locked;
@@ -228,7 +228,11 @@ impl BlockManager {
     /// `Cleared`. Empty unless the manager was made with `events=True`.
     fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
         let events = self.core.with(py, |core| Ok(core.take_events()))?;
-        events.into_iter().map(|one| event(py, one)).collect()
+        let mut list = Vec::new();
+        for event in events {
+            push_event(py, event, &mut list)?;
+        }
+        Ok(list)
     }
 
     /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents).

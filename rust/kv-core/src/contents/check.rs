@@ -214,18 +214,15 @@ impl Contents {
         let mut all = Names::default();
         for (id, run) in self.living() {
             let rows = run.tokens.len() / self.block_size;
-            ensure(run.names.len() <= rows, || {
-                let names = run.names.len();
-                format!("{id:?} has {names} names of {rows} rows")
+            let (names, asked) = (run.names.len(), run.asked as usize);
+            ensure(names <= asked && asked <= rows, || {
+                format!("{id:?} has {names} names of {asked} in {rows} rows")
             })?;
-            for (row, name) in run.names.iter().enumerate() {
-                let Some(name) = *name else { continue };
-                let parent = match row.checked_sub(1) {
-                    Some(before) => run.names[before],
-                    None => self.name_of(run.parent),
-                };
+            let mut parent = run.parent.some().and_then(|spot| self.name_of(spot));
+            for (row, &name) in run.names.iter().enumerate() {
                 let tokens = &run.tokens[row * self.block_size..][..self.block_size];
                 let counted = parent.map(|parent| self.hasher.child(parent, tokens));
+                parent = Some(name);
                 ensure(counted == Some(name), || {
                     format!("{id:?} is named {name:x} in row {row}, counted {counted:x?}")
                 })?;
@@ -245,7 +242,7 @@ impl Contents {
         let run = self.run(spot.run);
         match &run.namespace {
             Some(name) => Some(self.hasher.root(name)),
-            None => run.names.get(spot.row()).copied().flatten(),
+            None => run.names.get(spot.row()).copied(),
         }
     }
 }
@@ -399,11 +396,14 @@ mod tests {
                 );
             },
         ),
-        ("RunId(1) has 4 names of 3 rows", |s| {
-            s.contents.runs[LONG].names.push(None)
+        ("RunId(1) has 4 names of 3 in 3 rows", |s| {
+            s.contents.runs[LONG].names.push(9)
+        }),
+        ("RunId(1) has 3 names of 4 in 3 rows", |s| {
+            s.contents.runs[LONG].asked = 4
         }),
         ("RunId(1) is named", |s| {
-            s.contents.runs[LONG].names[1] = Some(7);
+            s.contents.runs[LONG].names[1] = 7;
         }),
         ("4 names, 5 kept", |s| {
             s.contents.named.insert(7);

@@ -1,5 +1,7 @@
 //! Admission: decodes, drafts, prefills; whether there is room and budget.
 
+use std::collections::HashSet;
+
 use super::plan::{Extra, Prefill};
 use super::{State, Steps};
 use crate::contents::Spot;
@@ -45,47 +47,43 @@ impl Steps {
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
         self.newest_plan(plan)?;
-        for (position, &key) in sequences.iter().enumerate() {
-            if let Err(error) = mark_for_decode(state, plan, key) {
-                for key in &sequences[..position] {
-                    self.unmark(state, key.slot);
-                }
-                return Err(error);
+        let before = self.newest().entries.len();
+        // No block is taken before all of them were looked at.
+        let first = self.push_decodes(state, sequences, lookahead);
+        let first = first.and_then(|first| {
+            check_decodes(state, plan, &sequences[first..])?;
+            Ok(first)
+        });
+        if first.is_err() {
+            self.beginning.clear();
+            while self.newest().entries.len() > before {
+                self.undo_last(state);
             }
         }
-        let (mut misfits, mut position) = (Vec::new(), 0);
-        while position < sequences.len() {
-            if lookahead == 0 {
-                position += self.push_decodes(state, &sequences[position..]);
-            }
-            let Some(key) = sequences.get(position) else {
-                break;
-            };
+        let (mut position, mut misfits) = (first?, Vec::new());
+        self.begin_rows(state);
+        while let Some(&key) = sequences.get(position) {
             if !self.plan_decode(state, key.slot, lookahead) {
-                self.unmark(state, key.slot);
                 misfits.push(position);
             }
             position += 1;
+            position += self.push_decodes(state, &sequences[position..], lookahead)?;
+            self.begin_rows(state);
         }
         Ok(misfits)
     }
 
-    /// The newest plan does not hold the sequence any more.
-    pub(super) fn unmark(&mut self, state: &mut State, slot: u32) {
-        let before = self.open.iter().rev().nth(1).map(|plan| plan.key.serial);
-        let seq = state.seqs.at_mut(slot);
-        seq.num_plans -= 1;
-        seq.last_plan = before.filter(|_| seq.num_plans > 0).unwrap_or(0);
-    }
-
     fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
-        if self.newest().budget_left == 0 {
+        let plan = self.newest();
+        let serial = plan.key.serial;
+        if plan.budget_left == 0 {
             return false;
         }
         let needed = state.blocks_to_write(slot, lookahead.saturating_add(1));
         if needed > state.pool.available() {
             return false;
         }
+        state.seqs.at_mut(slot).enter_plan(serial);
         self.enter(state, slot, (1, lookahead), None);
         true
     }
@@ -103,26 +101,26 @@ impl Steps {
         if seq.pending > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
-        mark_for_decode(state, plan, key)?;
+        seq.check_decode(plan.serial)?;
         let len = 1 + drafts.len();
         let needed = state.blocks_to_write(key.slot, len);
         let available = state.pool.available();
-        let answer = if len > self.newest().budget_left {
-            Prefill::NoBudget
-        } else if needed > available {
-            Prefill::NoRoom { needed, available }
-        } else {
-            let mut extra = Extra::new(state.seqs.at(key.slot).registered);
-            extra.drafts = drafts.to_vec();
-            self.enter(state, key.slot, (len, 0), Some(extra));
-            return Ok(Prefill::Planned {
-                cached_tokens: 0,
-                tokens: len,
-                samples: true,
-            });
-        };
-        self.unmark(state, key.slot);
-        Ok(answer)
+        if len > self.newest().budget_left {
+            return Ok(Prefill::NoBudget);
+        }
+        if needed > available {
+            return Ok(Prefill::NoRoom { needed, available });
+        }
+        let seq = state.seqs.at_mut(key.slot);
+        seq.enter_plan(plan.serial);
+        let mut extra = Extra::new(seq.registered);
+        extra.drafts = drafts.to_vec();
+        self.enter(state, key.slot, (len, 0), Some(extra));
+        Ok(Prefill::Planned {
+            cached_tokens: 0,
+            tokens: len,
+            samples: true,
+        })
     }
 
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
@@ -212,8 +210,7 @@ impl Steps {
         let seq = state.seqs.at_mut(slot);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
-        seq.num_plans += 1;
-        seq.last_plan = plan;
+        seq.enter_plan(plan);
         let mut extra = Extra::new(seq.registered);
         extra.prefill = true;
         (extra.adopted, extra.replay) = (cached_tokens, replay);
@@ -230,21 +227,16 @@ impl Steps {
     }
 }
 
-#[inline]
-fn mark_for_decode(state: &mut State, plan: PlanKey, key: SeqKey) -> Result<(), Error> {
-    let seq = state.seqs.get_mut(key)?;
-    let (sequence, uncomputed) = (seq.id, seq.left());
-    if seq.last_plan == plan.serial || seq.speculating {
-        return Err(Error::InPlan { sequence });
+/// Whether a plan may compute the last token of each of these.
+fn check_decodes(state: &State, plan: PlanKey, sequences: &[SeqKey]) -> Result<(), Error> {
+    let mut seen = HashSet::new();
+    for &key in sequences {
+        let seq = state.seqs.get(key)?;
+        seq.check_decode(plan.serial)?;
+        if !seen.insert(key.slot) {
+            return Err(Error::InPlan { sequence: seq.id });
+        }
     }
-    if uncomputed != 1 {
-        return Err(Error::NotDecoding {
-            sequence,
-            uncomputed,
-        });
-    }
-    seq.num_plans += 1;
-    seq.last_plan = plan.serial;
     Ok(())
 }
 

@@ -106,12 +106,12 @@ impl Steps {
             }
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
-        let mut full = std::mem::take(&mut self.spare_slots);
+        let mut full = std::mem::take(&mut self.full);
         state.close_decodes(first, sampled, &mut full, &mut dropped);
         for slot in full.drain(..) {
             self.settle(state, slot, step, &mut redirects);
         }
-        self.spare_slots = full;
+        self.full = full;
         let mut sampling = decodes;
         for entry in others {
             let mut accepted = &[][..];

@@ -7,10 +7,9 @@
 use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::{BlockId, SeqKey};
-use crate::matching::{Match, Wanted};
+use crate::matching::Wanted;
 use crate::sequence::Registered;
 use crate::step::plan::Redirect;
-use crate::table::BlockTable;
 
 /// The answer to [`BlockManager::extend`](crate::BlockManager::extend).
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -37,60 +36,36 @@ const NO_STEP: u32 = 0;
 impl State {
     /// Goes on from a block boundary with what is cached; how many tokens that are.
     pub(crate) fn adopt(&mut self, key: SeqKey) -> Result<usize, Error> {
-        let seq = self.at_rest(key)?;
+        self.at_rest(key)?;
+        let seq = self.seqs.at(key.slot);
         let Registered { tip, rows: from } = seq.registered;
         let stands = seq.computed == from * self.groups.block_size() && seq.table.rows() == from;
         if !stands || !self.caching || !seq.read_cache {
             return Ok(0);
         }
-        let mut matched = std::mem::replace(&mut self.matched, Match::NOTHING);
-        let tokens = &self.seqs.at(key.slot).tokens;
-        matched.walk(
-            &mut self.pool,
-            &self.groups,
-            tokens,
-            (tip, from),
-            Wanted::Ready,
-        );
-        let adopted = self.take_match(key.slot, from, &matched);
-        self.matched = matched;
-        Ok(adopted)
-    }
-
-    fn take_match(&mut self, slot: u32, from: usize, matched: &Match) -> usize {
-        if matched.rows == 0 {
-            return 0;
+        let (pool, from) = (&mut self.pool, (tip, from));
+        self.matched
+            .walk(pool, &self.groups, &seq.tokens, from, Wanted::Ready);
+        if self.matched.rows == 0 {
+            return Ok(0);
         }
-        let rows = from + matched.rows;
-        let new = BlockTable::of_match(matched, from, &self.groups);
-        for group in 0..self.groups.len() {
-            self.pool.adopt_all(new.blocks_of(group));
+        let mut unseen = Vec::new();
+        let (blocks, _) = self.insert_match(key.slot, &mut unseen);
+        for &(_, block) in &unseen {
+            self.pool.release(block);
         }
-        let mut slid = 0;
-        let (seq, pool) = (self.seqs.at_mut(slot), &mut self.pool);
-        for group in 0..self.groups.len() {
-            let seen = self.groups.first_row(group, rows).min(from);
-            seq.table.slide(group, seen, |block| {
-                slid += 1;
-                pool.release(block);
-            });
-        }
-        seq.table_version += u32::from(slid > 0);
-        seq.table.insert(from, &new);
-        seq.registered = Registered {
-            tip: matched.tip,
-            rows,
-        };
-        let end = (rows * self.groups.block_size()).min(seq.tokens.len() - 1);
+        let seq = self.seqs.at_mut(key.slot);
+        let end = seq.registered.rows * self.groups.block_size();
+        let end = end.min(seq.tokens.len() - 1);
         let adopted = end - seq.computed;
         seq.set_computed(end);
         seq.cached += adopted;
-        let stats = &mut pool.stats;
+        let stats = &mut self.pool.stats;
         stats.prompt_tokens += adopted as u64;
         stats.cached_tokens += adopted as u64;
-        stats.hit_blocks += new.len() as u64;
-        stats.slid_blocks += slid;
-        adopted
+        stats.hit_blocks += blocks as u64;
+        stats.slid_blocks += unseen.len() as u64;
+        Ok(adopted)
     }
 
     /// Slots for `num_tokens` tokens after those that are computed.

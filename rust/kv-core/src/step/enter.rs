@@ -5,8 +5,8 @@ use std::ops::Range;
 use super::plan::{Entry, Extra};
 use super::{State, Steps};
 use crate::contents::Spot;
+use crate::error::Error;
 use crate::ids::{BlockId, SeqKey};
-use crate::matching::Match;
 use crate::sequence::Registered;
 use crate::table::BlockTable;
 
@@ -48,28 +48,47 @@ impl Steps {
     }
 
     /// The plan computes the last token of each of `sequences`, up to the first for which there is no room
-    /// or that has to copy a block; how many. What `enter` does, for most decodes: the rows that begin
-    /// take their blocks at once.
-    pub(super) fn push_decodes(&mut self, state: &mut State, sequences: &[SeqKey]) -> usize {
+    /// or that has to copy a block, or to reserve more; how many. What `enter` does, for most decodes: the
+    /// rows that begin are `beginning`, and take their blocks afterwards, all at once.
+    pub(super) fn push_decodes(
+        &mut self,
+        state: &mut State,
+        sequences: &[SeqKey],
+        lookahead: usize,
+    ) -> Result<usize, Error> {
+        let plan = self.newest();
+        let before = plan.entries.len();
+        let most = match lookahead {
+            0 => sequences.len().min(plan.budget_left),
+            _ => 0,
+        };
+        plan.entries.reserve(most);
+        let done = self.push_each(state, &sequences[..most]);
+        let plan = self.newest();
+        let pushed = plan.entries.len() - before;
+        plan.budget_left -= pushed;
+        plan.num_tokens += pushed;
+        done.map(|()| pushed)
+    }
+
+    fn push_each(&mut self, state: &mut State, sequences: &[SeqKey]) -> Result<(), Error> {
         let plan = self.open.last_mut().expect("checked before");
         let (groups, available) = (state.groups.len(), state.pool.available());
-        let most = sequences.len().min(plan.budget_left);
-        let beginning = &mut self.spare_slots;
-        plan.entries.reserve(most);
-        let before = plan.entries.len();
-        for key in &sequences[..most] {
-            let seq = state.seqs.at_mut(key.slot);
+        for &key in sequences {
+            let seq = state.seqs.get_mut(key)?;
+            seq.check_decode(plan.key.serial)?;
             let (start, rows) = (seq.planned_end, seq.table.rows());
             let row = state.groups.row_of(start);
             if row == rows {
-                if (beginning.len() + 1) * groups > available {
+                if (self.beginning.len() + 1) * groups > available {
                     break;
                 }
-                beginning.push(key.slot);
+                self.beginning.push(key.slot);
             } else if seq.shared_rows > row && row >= seq.registered.rows {
                 break;
             }
             let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
+            seq.enter_plan(plan.key.serial);
             seq.planned_end = start + 1;
             seq.pending += 1;
             seq.sample_row = plan.num_samples;
@@ -85,12 +104,20 @@ impl Steps {
                 extra: None,
             });
         }
-        let pushed = plan.entries.len() - before;
-        plan.budget_left -= pushed;
-        plan.num_tokens += pushed;
-        state.begin_rows(beginning);
-        beginning.clear();
-        pushed
+        Ok(())
+    }
+
+    /// A row more in each of the tables that are `beginning` one.
+    pub(super) fn begin_rows(&mut self, state: &mut State) {
+        if self.beginning.is_empty() {
+            return;
+        }
+        let (groups, taken) = (state.groups.len(), &mut state.taken);
+        state.pool.take(self.beginning.len() * groups, taken);
+        for (slot, row) in self.beginning.drain(..).zip(taken.chunks_exact(groups)) {
+            state.seqs.at_mut(slot).table.push_rows(row);
+        }
+        taken.clear();
     }
 
     /// The plan computes the next `len` positions of a sequence, whose blocks are in its table.
@@ -177,45 +204,49 @@ impl Steps {
         self.newest().fenced.push(block);
     }
 
-    /// Adopts the match under way. What nothing that is to be computed sees leaves the table, so that there is no
-    /// hole; the plan keeps it: it may be rolled back, and the step before may still read it.
+    /// Adopts the match under way. The plan keeps what it puts out of sight: it may be rolled back, and the
+    /// step before may still read it.
     fn adopt(&mut self, state: &mut State, slot: u32, extra: &mut Extra) {
         if state.matched.rows == 0 {
             return;
         }
-        let matched = std::mem::replace(&mut state.matched, Match::NOTHING);
-        let Registered { rows: from, .. } = extra.stood;
-        let rows = from + matched.rows;
-        let new = BlockTable::of_match(&matched, from, &state.groups);
-        extra.matched = matched.rows;
-        extra.matched_blocks = new.len();
-        for group in 0..state.groups.len() {
-            extra.in_flight += state.pool.adopt_all(new.blocks_of(group));
-        }
-        for group in 0..state.groups.len() {
-            let seen = state.groups.first_row_of(group, rows, matched.replay);
-            let seen = seen.min(from);
-            let table = &mut state.seqs.at_mut(slot).table;
-            table.slide(group, seen, |block| extra.unseen.push((group, block)));
-        }
+        extra.matched = state.matched.rows;
+        (extra.matched_blocks, extra.in_flight) = state.insert_match(slot, &mut extra.unseen);
         for &(_, block) in &extra.unseen {
             self.fence(state, block);
             state.pool.release(block);
         }
-        let seq = state.seqs.at_mut(slot);
-        if !extra.unseen.is_empty() || seq.table.rows() > from {
-            seq.table_version += 1;
-        }
-        seq.table.insert(from, &new);
-        seq.registered = Registered {
-            tip: matched.tip,
-            rows,
-        };
-        state.matched = matched;
     }
 }
 
 impl State {
+    /// Puts the match under way into a table. What nothing that is to be computed sees leaves the table, so
+    /// that there is no hole, and goes to `unseen`, still held. How many blocks it puts in, and how many of
+    /// these an open step is to compute.
+    pub(super) fn insert_match(
+        &mut self,
+        slot: u32,
+        unseen: &mut Vec<(usize, BlockId)>,
+    ) -> (usize, usize) {
+        let seq = self.seqs.at_mut(slot);
+        let (tip, from) = (self.matched.tip, seq.registered.rows);
+        let rows = from + self.matched.rows;
+        let new = BlockTable::of_match(&self.matched, from, &self.groups);
+        let (blocks, mut in_flight) = (new.len(), 0);
+        for group in 0..self.groups.len() {
+            in_flight += self.pool.adopt_all(new.blocks_of(group));
+            let seen = self.groups.first_row_of(group, rows, self.matched.replay);
+            let each = |block| unseen.push((group, block));
+            seq.table.slide(group, seen.min(from), each);
+        }
+        if !unseen.is_empty() || seq.table.rows() > from {
+            seq.table_version += 1;
+        }
+        seq.table.insert(from, new);
+        seq.registered = Registered { tip, rows };
+        (blocks, in_flight)
+    }
+
     /// In-flight sharing: contents that computing these positions makes full are known now, as
     /// computed by this step, so that sequences planned later in it share them. Of a content that has
     /// lost some of its blocks, those that are there go into the table as they are (`present`) and only
@@ -260,16 +291,6 @@ impl State {
             };
             extra.announced += 1;
         }
-    }
-
-    /// A row more in each of these tables.
-    fn begin_rows(&mut self, slots: &[u32]) {
-        let (groups, taken) = (self.groups.len(), &mut self.taken);
-        self.pool.take(slots.len() * groups, taken);
-        for (&slot, row) in slots.iter().zip(taken.chunks_exact(groups)) {
-            self.seqs.at_mut(slot).table.push_rows(row);
-        }
-        taken.clear();
     }
 
     /// A row more in the table: the blocks that hold `content`, and new ones where there is none.

@@ -83,19 +83,65 @@ pub struct StepArrays<'a> {
 /// What a set of arrays holds in each row of its block tables, so that only changes are written.
 #[derive(Debug, Default)]
 pub struct TableRows {
-    /// What is there, and how many rows of it.
-    rows: Vec<(Version, usize)>,
+    /// Of which manager the tables are.
+    manager: Option<u32>,
+    /// What is there.
+    rows: Vec<Written>,
+    /// The rows that hold something else than they are to hold.
+    changed: Vec<u32>,
     /// Rows of the batch that was written last.
     batch: usize,
     /// If somebody asks what rows share.
     pub(super) watch: Option<Watch>,
 }
 
-/// Manager, sequence, version of its table.
-type Version = (u32, u64, u32);
+/// A sequence's table, as it was once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Written {
+    /// 0: no sequence's.
+    id: u64,
+    version: u32,
+    rows: usize,
+}
 
-/// What no table has.
-const NOTHING_WRITTEN: (Version, usize) = ((u32::MAX, 0, 0), 0);
+const NOTHING: Written = Written {
+    id: 0,
+    version: 0,
+    rows: 0,
+};
+
+impl Written {
+    #[inline]
+    fn of(seq: &Sequence) -> Self {
+        Self {
+            id: seq.id,
+            version: seq.table_version,
+            rows: seq.table.rows(),
+        }
+    }
+}
+
+impl TableRows {
+    /// Finds the rows that change. The most columns that one of them has.
+    fn look_at(&mut self, manager: u32, state: &State, entries: &[Entry]) -> usize {
+        if self.manager.replace(manager) != Some(manager) {
+            self.rows.clear();
+        }
+        if self.rows.len() < entries.len() {
+            self.rows.resize(entries.len(), NOTHING);
+        }
+        self.changed.clear();
+        let mut columns = 0;
+        for ((row, entry), written) in (0..).zip(entries).zip(&self.rows) {
+            let now = Written::of(state.seqs.at(entry.slot));
+            if now != *written {
+                self.changed.push(row);
+                columns = columns.max(now.rows);
+            }
+        }
+        columns
+    }
+}
 
 /// Whether each array, by its name, is as large as it has to be: needed, given.
 pub(super) fn check_sizes(arrays: &[(&'static str, usize, usize)]) -> Result<(), Error> {
@@ -169,14 +215,10 @@ impl Steps {
         written: &mut TableRows,
     ) -> Result<(), Error> {
         let plan = self.open_plan(plan)?;
-        let rows = plan.entries.iter();
-        let rows = rows.map(|entry| state.seqs.at(entry.slot).table.rows());
-        arrays.check(plan, state.groups.len(), rows.max().unwrap_or(0))?;
+        let columns = written.look_at(self.manager, state, &plan.entries);
+        arrays.check(plan, state.groups.len(), columns)?;
         self.check_width(state, plan, arrays)?;
         let sequences = plan.entries.len();
-        if written.rows.len() < sequences {
-            written.rows.resize(sequences, NOTHING_WRITTEN);
-        }
         arrays.query_start_loc.put(0, 0);
         let decodes = match self.displaces(plan) {
             None => plan.decodes(),
@@ -195,11 +237,11 @@ impl Steps {
                 arrays.logits_indices.put(sample, row as i64);
                 sample += 1;
             }
-            let version = match &table {
-                Cow::Borrowed(_) => self.version(state.seqs.at(entry.slot)),
-                Cow::Owned(_) => NOTHING_WRITTEN.0, // it is no version of its sequence's
+            let now = match &table {
+                Cow::Borrowed(_) => Written::of(state.seqs.at(entry.slot)),
+                Cow::Owned(_) => NOTHING, // it is no version of its sequence's
             };
-            fill_table(state, (&table, version), row, arrays, written);
+            fill_table(state, (&table, now), row, arrays, written);
         }
         if let Some(watch) = written
             .watch
@@ -210,10 +252,6 @@ impl Steps {
         }
         written.batch = sequences;
         Ok(())
-    }
-
-    fn version(&self, seq: &Sequence) -> Version {
-        (self.manager, seq.id, seq.table_version)
     }
 
     /// The rows of decodes, one token each, with which the batch begins: array by array, so that each loop
@@ -229,7 +267,7 @@ impl Steps {
         let positions = entries.iter().map(|entry| entry.start as i64);
         arrays.positions.write(0, positions.clone());
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
-        arrays.query_start_loc.write(1, 1..=count);
+        arrays.query_start_loc.write(1, 1..count + 1);
         arrays.logits_indices.write(0, 0..count);
         let tokens = entries.iter().map(|entry| decoded_token(state, entry));
         arrays.input_ids.write(0, tokens);
@@ -239,13 +277,13 @@ impl Steps {
                 .map(|entry| decoded_slot(state, entry, group));
             arrays.slot_mapping.write(group * arrays.slots_width, slots);
         }
-        for (row, entry) in entries.iter().enumerate() {
+        let changed = std::mem::take(&mut written.changed);
+        for row in changed.iter().map(|&row| row as usize) {
+            let Some(entry) = entries.get(row) else { break };
             let seq = state.seqs.at(entry.slot);
-            let version = self.version(seq);
-            if written.rows[row] != (version, seq.table.rows()) {
-                fill_table(state, (&seq.table, version), row, arrays, written);
-            }
+            fill_table(state, (&seq.table, Written::of(seq)), row, arrays, written);
         }
+        written.changed = changed;
     }
 }
 
@@ -346,16 +384,15 @@ impl State {
 #[inline]
 fn fill_table(
     state: &State,
-    (table, version): (&BlockTable, Version),
+    (table, now): (&BlockTable, Written),
     row: usize,
     arrays: &StepArrays<'_>,
     written: &mut TableRows,
 ) {
-    let rows = table.rows();
-    let then = std::mem::replace(&mut written.rows[row], (version, rows));
-    let same = then.0 == version && version != NOTHING_WRITTEN.0;
-    let from = if same { then.1.min(rows) } else { 0 };
-    if from == rows {
+    let then = std::mem::replace(&mut written.rows[row], now);
+    let same = (then.id, then.version) == (now.id, now.version) && now.id != NOTHING.id;
+    let from = if same { then.rows.min(now.rows) } else { 0 };
+    if from == table.rows() {
         return;
     }
     if let Some(watch) = &mut written.watch

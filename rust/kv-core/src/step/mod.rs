@@ -47,8 +47,10 @@ pub(crate) struct Steps {
     made: u64,
     /// The memory of a closed plan's entries.
     spare_entries: Vec<Entry>,
-    /// That of a list of sequences, while none is made.
-    spare_slots: Vec<u32>,
+    /// Decodes on their way into the plan that need a row more; none between calls.
+    beginning: Vec<u32>,
+    /// Decodes of the plan that is committed that have filled a row; none between calls.
+    full: Vec<u32>,
 }
 
 impl Steps {
@@ -58,7 +60,8 @@ impl Steps {
             open: Vec::new(),
             made: 0,
             spare_entries: Vec::new(),
-            spare_slots: Vec::new(),
+            beginning: Vec::new(),
+            full: Vec::new(),
         }
     }
 

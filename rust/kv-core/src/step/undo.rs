@@ -23,13 +23,8 @@ impl Steps {
         let out = dependents(state, &plan.entries, at);
         let mut ids = Vec::new();
         for &at in out.iter().rev() {
-            let plan = self.newest();
-            let entry = plan.entries.remove(at);
-            plan.budget_left += entry.len as usize;
-            plan.num_tokens -= entry.len as usize;
-            plan.num_samples -= entry.rows();
-            ids.push(state.seqs.at(entry.slot).id);
-            self.undo(state, &entry);
+            ids.push(state.seqs.at(self.newest().entries[at].slot).id);
+            self.undo(state, at);
         }
         ids.pop();
         ids.reverse();
@@ -48,7 +43,18 @@ impl Steps {
         }
     }
 
-    fn undo(&mut self, state: &mut State, entry: &Entry) {
+    pub(super) fn undo_last(&mut self, state: &mut State) {
+        let last = self.newest().entries.len() - 1;
+        self.undo(state, last);
+    }
+
+    /// Takes an entry out of the newest plan.
+    fn undo(&mut self, state: &mut State, at: usize) {
+        let plan = self.newest();
+        let entry = &plan.entries.remove(at);
+        plan.budget_left += entry.len as usize;
+        plan.num_tokens -= entry.len as usize;
+        plan.num_samples -= entry.rows();
         let (slot, rows) = (entry.slot, entry.rows_before as usize);
         match &entry.extra {
             None => state.shorten(slot, rows),
@@ -81,8 +87,10 @@ impl Steps {
                 }
             }
         }
-        self.unmark(state, slot);
+        let before = self.open.iter().rev().nth(1).map(|plan| plan.key.serial);
         let seq = state.seqs.at_mut(slot);
+        seq.num_plans -= 1;
+        seq.last_plan = before.filter(|_| seq.num_plans > 0).unwrap_or(0);
         seq.planned_end = entry.start - entry.adopted();
         seq.pending -= usize::from(entry.samples);
         seq.speculating = false;
@@ -122,8 +130,8 @@ impl Steps {
     }
 
     fn roll_back_newest(&mut self, state: &mut State) {
-        while let Some(entry) = self.newest().entries.pop() {
-            self.undo(state, &entry);
+        while !self.newest().entries.is_empty() {
+            self.undo_last(state);
         }
         let plan = self.open.pop().expect("checked by newest_plan");
         self.tell_open(state);

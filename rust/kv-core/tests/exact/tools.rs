@@ -103,11 +103,11 @@ pub(crate) fn given_up(m: &mut BlockManager, count: u32, known: &[u32]) -> Vec<u
 }
 
 pub(crate) fn removed(events: &[Event]) -> Vec<u128> {
-    let hash = |event: &Event| match event {
-        Event::Removed { hash } => Some(*hash),
-        _ => None,
+    let hashes = |event: &Event| match event {
+        Event::Removed { hashes } => hashes.clone(),
+        _ => vec![],
     };
-    events.iter().filter_map(hash).collect()
+    events.iter().flat_map(hashes).collect()
 }
 
 /// The blocks of a sequence in a layer group.

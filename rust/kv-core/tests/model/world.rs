@@ -391,13 +391,29 @@ impl World {
     fn replay_events(&mut self) -> Result<(), TestCaseError> {
         for event in self.manager.take_events() {
             match event {
-                Event::Stored { hash, parent, .. } => {
-                    prop_assert!(self.told.insert(hash), "{:x} was stored twice", hash);
+                Event::Stored {
+                    hashes,
+                    parent,
+                    tokens,
+                    ..
+                } => {
+                    let size = self.manager.config().block_size;
+                    prop_assert_eq!(tokens.len(), hashes.len() * size);
                     let known = parent.is_none_or(|parent| self.told.contains(&parent));
-                    prop_assert!(known, "{:x} was stored before its parent", hash);
+                    prop_assert!(known, "{hashes:x?} were stored before {parent:x?}");
+                    let mut before = parent;
+                    for (hash, tokens) in hashes.into_iter().zip(tokens.chunks(size)) {
+                        prop_assert!(self.told.insert(hash), "{hash:x} was stored twice");
+                        if let Some(parent) = before {
+                            prop_assert_eq!(hash, self.manager.hasher().child(parent, tokens));
+                        }
+                        before = Some(hash);
+                    }
                 }
-                Event::Removed { hash } => {
-                    prop_assert!(self.told.remove(&hash), "{:x} was removed twice", hash);
+                Event::Removed { hashes } => {
+                    for hash in hashes {
+                        prop_assert!(self.told.remove(&hash), "{hash:x} was removed twice");
+                    }
                 }
                 Event::Cleared => self.told.clear(),
             }
