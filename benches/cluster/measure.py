@@ -14,8 +14,8 @@ from benches.cluster.simulate import RESULTS
 from pyengine import LLM, SamplingParams
 from pyengine.engine import StepResult
 
-PROMPT = 6144
-ROUNDS = 3
+PROMPT = 4096
+ROUNDS = 2
 
 
 class Clock:
@@ -41,7 +41,7 @@ class Clock:
 
 def measured() -> list[tuple[list[float], float]]:
     """For each kind of step what is in it, as `Costs` counts, and its seconds."""
-    llm = LLM(num_blocks=1600, block_size=16, enable_prefix_caching=False, max_model_len=8000)
+    llm = LLM(num_blocks=800, block_size=16, enable_prefix_caching=False, max_model_len=6000)
     clock = Clock()
     llm.observe(clock)
     found: dict[tuple[float, ...], float] = {}
@@ -50,7 +50,7 @@ def measured() -> list[tuple[list[float], float]]:
         found[features] = min(seconds, found.get(features, seconds))
 
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    some = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    some = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     random = np.random.default_rng(0)
     for _ in range(ROUNDS):
         llm.generate([random.integers(1000, 40_000, PROMPT)], once, use_tqdm=False)
@@ -60,11 +60,11 @@ def measured() -> list[tuple[list[float], float]]:
         for length in (64, 512):
             llm.generate([random.integers(1000, 40_000, length)], once, use_tqdm=False)
             note((1, length, length * length / 2 / 1e6, 0, 0), clock.seconds[0])
-        for rows, length in ((1, 64), (4, 64), (16, 64), (32, 32), (4, 512), (1, 2000)):
+        for rows, length in ((1, 64), (4, 64), (16, 64), (8, 400), (1, 1800)):
             prompts = [random.integers(1000, 40_000, length) for _ in range(rows)]
             llm.generate(prompts, some, use_tqdm=False)
-            decode = float(np.median(clock.seconds[-8:]))
-            note((1, 0, 0, rows, rows * (length + 6) / 1e3), decode)
+            decode = float(np.median(clock.seconds[-5:]))
+            note((1, 0, 0, rows, rows * (length + 5) / 1e3), decode)
     llm.close()
     return [(list(features), seconds) for features, seconds in found.items()]
 

@@ -102,7 +102,7 @@ async def through_gate(engine: Any, prompts: list[list[int]], most: int) -> list
 def test_families_stay_together_and_answers_are_those_of_one_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 families of 1,024-token prefixes, 160 requests; a replica has room for five of them."""
+    """8 families of 1,024-token prefixes, 160 requests; a replica has room for four of them."""
     from itertools import count
 
     from pyengine.cluster.fleet import Fleet
@@ -123,7 +123,7 @@ def test_families_stay_together_and_answers_are_those_of_one_engine(
         [*([5 + family, 17 + family] * 512), *(20 + (number * each) % 200 for each in range(1, 9))]
         for number, family in enumerate(order)
     ]
-    settings = EngineSettings(tmp_path, num_blocks=5 * 64 + 40, **SMALL)
+    settings = EngineSettings(tmp_path, num_blocks=4 * 64 + 48, **SMALL)
     with AsyncEngine(tmp_path, num_blocks=2000, **SMALL) as alone:
 
         async def expected() -> list[list[int]]:
