@@ -48,6 +48,7 @@ def measured() -> list[tuple[list[float], float]]:
 
     def note(features: tuple[float, ...], seconds: float) -> None:
         found[features] = min(seconds, found.get(features, seconds))
+        print(features, f"{seconds * 1e3:.1f} ms", flush=True)
 
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     some = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -141,7 +141,7 @@ class PrefixRouter:
         self,
         kind: CacheKind,
         *,
-        running_weight: float = 0.25,
+        running_weight: float = 0.05,
         imbalance: float = 1.25,
         slack: int = 2,
     ) -> None:

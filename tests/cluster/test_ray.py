@@ -30,7 +30,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: say `make cluster
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.filterwarnings("ignore"),  # Ray's own, and its sockets
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(500),
 ]
 
 GREEDY = SamplingParams(
