@@ -18,6 +18,7 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
+CLUSTER := .venv-cluster
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
@@ -32,7 +33,7 @@ OUT ?= target/gpu
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients test check wheel soak loom fuzz mutants bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test check wheel soak loom fuzz mutants bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -61,6 +62,12 @@ check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; change
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv
 	$(BIN)/lint-imports --no-cache
+
+cluster: $(CLUSTER)/.installed $(BUILT) ## two replicas on Ray behind the router, under load; a line of figures
+	$(CLUSTER)/bin/python -m benches.cluster.show
+
+cluster-test: $(CLUSTER)/.installed $(BUILT) ## replicas on Ray: the same answers, one killed, one more, none left behind
+	$(CLUSTER)/bin/python -m pytest -m cluster tests/cluster
 
 wheel: $(DEV) $(BUILT) ## the abi3 wheel in dist/, tried in an empty environment of another Python
 	rm -rf dist
@@ -117,7 +124,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -151,6 +158,15 @@ $(CLIENTS)/.installed: pyproject.toml $(DEV)
 	$(PYTHON) -m venv $(CLIENTS)/litellm
 	$(BIN)/python tools/requirements.py litellm > $(CLIENTS)/requirements-litellm.txt
 	$(CLIENTS)/litellm/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements-litellm.txt
+	@touch $@
+
+# Ray comes first, then the packages of .venv.
+$(CLUSTER)/.installed: pyproject.toml $(DEV)
+	$(PYTHON) -m venv $(CLUSTER)
+	$(BIN)/python tools/requirements.py cluster > $(CLUSTER)/requirements.txt
+	$(CLUSTER)/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLUSTER)/requirements.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(CLUSTER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

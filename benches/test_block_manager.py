@@ -364,6 +364,13 @@ def _(world: World) -> Iterator[Timed]:
     yield world.manager.take_events
 
 
+@case("BlockManager.take_packed_events", "events", "64 stored", events=True)
+def _(world: World) -> Iterator[Timed]:
+    world.manager.take_events()
+    world.computed(world.tokens(PROMPT)).free()
+    yield world.manager.take_packed_events
+
+
 @case("BlockManager.contents", "contents", "8,192 contents")
 def _(world: World) -> Iterator[Timed]:
     yield world.manager.contents

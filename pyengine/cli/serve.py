@@ -1,16 +1,22 @@
 """`pyengine serve`: the model behind an OpenAI-compatible HTTP server."""
 
-from typing import Annotated
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pyengine.cli.backend import open_async_engine
 from pyengine.cli.display import note
 from pyengine.cli.options import command
-from pyengine.core.distribution import needs_serve_extra
+from pyengine.core.distribution import needs_cluster_extra, needs_serve_extra
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from pyengine.server.lifetime import SignalledServer
 
 _LIBRARIES = ("fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
 
@@ -22,6 +28,10 @@ def serve(
         str | None,
         typer.Argument(help="Hub id, local folder or GGUF file; without it the embedded model."),
     ] = None,
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, help="Engines on this machine, behind a router; needs Ray."),
+    ] = 1,
     settings: EngineSettings,
     server: ServerSettings,
 ) -> None:
@@ -34,7 +44,34 @@ def serve(
             raise
         raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from error
     # The address first: where it is taken nothing is loaded.
-    with lifetime.listening(server) as socket, open_async_engine(settings) as engine:
+    with lifetime.listening(server) as socket, ExitStack() as ends:
         where = lifetime.address_of(server, socket)
-        made = lifetime.make_server(engine, server, lambda: note(f"serving on {where}"))
+        announce = partial(note, f"serving on {where}")
+        if replicas == 1:
+            engine = ends.enter_context(open_async_engine(settings))
+            made = lifetime.make_server(engine, server, announce)
+        else:
+            made = _over_replicas(settings, replicas, server, announce, ends)
         made.run(sockets=[socket])
+
+
+def _over_replicas(
+    settings: EngineSettings,
+    count: int,
+    server: ServerSettings,
+    announce: Callable[[], object],
+    ends: ExitStack,
+) -> "SignalledServer":
+    """A server in front of replicas on this machine, which end with `ends`."""
+    try:
+        from pyengine.cluster.ray_local import local_replicas
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "ray":
+            raise
+        needed = needs_cluster_extra("pyengine serve --replicas", "ray")
+        raise ConfigurationError(needed) from error
+    from pyengine.cluster.observation import ClusterObservation
+    from pyengine.server.lifetime import make_server
+
+    engine = ends.enter_context(local_replicas(settings, count))
+    return make_server(engine, server, announce, ClusterObservation)

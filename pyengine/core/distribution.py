@@ -28,6 +28,11 @@ def needs_serve_extra(what: str, missing: str) -> str:
     return _needs(what, missing, "serve", command="make serve", extras="engine,serve")
 
 
+def needs_cluster_extra(what: str, missing: str) -> str:
+    """The sentence for `what`, which cannot do without the library `missing`, of clusters."""
+    return _needs(what, missing, "cluster", command="make cluster", extras="engine,serve,cluster")
+
+
 def _needs(what: str, missing: str, extra: str, *, command: str, extras: str) -> str:
     return (
         f"{what} needs {missing}, of the extra {extra!r}: say `{command}` in a checkout, "

@@ -28,6 +28,14 @@ class EngineClosedError(PyEngineError):
     """The engine takes no more requests: it is being drained, or was closed."""
 
 
+class NoReplicaError(PyEngineError):
+    """No replica of a cluster takes requests now. Try again later."""
+
+
+class ReplicaLostError(PyEngineError):
+    """The replica that ran this request is gone, in the middle of the answer. Send it again."""
+
+
 class RequestFailedError(PyEngineError):
     """The forward pass fails on this request, again and again; the others went on.
 

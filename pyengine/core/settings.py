@@ -127,6 +127,13 @@ class EngineSettings:
         "which idle block goes first: by lru, or by 2q, where what comes back outlives what "
         "does not",
     )
+    event_hash_seed: int | None = setting(
+        None,
+        "keep events of the KV cache, for routers; blocks are named under this seed, which must be "
+        "the same for all",
+        hidden=True,
+        least=0,
+    )
     max_num_seqs: int = setting(256, "sequences in one step at most", least=1)
     max_num_batched_tokens: int = setting(2048, "tokens in one step at most", least=1)
     speculation: Literal["ngram", "suffix", "mtp", "draft"] | None = setting(

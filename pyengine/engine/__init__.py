@@ -4,8 +4,9 @@ from pyengine.engine.async_engine import AsyncEngine
 from pyengine.engine.chat import ChatOptions, render_chat
 from pyengine.engine.engine import Engine, EngineObserver, EngineStats, StepResult
 from pyengine.engine.executor import Executor
-from pyengine.engine.intake import ModelFacts
+from pyengine.engine.intake import Intake, ModelFacts
 from pyengine.engine.llm import LLM
+from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import OutputSink, RequestState, Sample
 from pyengine.engine.stream import OutputStream
@@ -20,10 +21,12 @@ __all__ = [
     "EngineStats",
     "EngineView",
     "Executor",
+    "Intake",
     "ModelFacts",
     "OutputSink",
     "OutputStream",
     "Prompt",
+    "PromptLogprobCache",
     "RequestState",
     "RequestView",
     "Sample",

@@ -3,10 +3,11 @@
 import asyncio
 import atexit
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from threading import Event, Lock, Thread
 from time import monotonic
+from typing import TypeVar
 
 from pyengine.core.errors import (
     EngineClosedError,
@@ -19,10 +20,13 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
 from pyengine.engine.frontend import Frontend
+from pyengine.engine.intake import ModelFacts
 from pyengine.engine.prompts import Prompt, PromptLike, match_params, parse_prompt, salt_namespace
 from pyengine.engine.request import RequestState
 from pyengine.engine.stream import Mail, OutputStream
 from pyengine.engine.view import EngineView
+
+T = TypeVar("T")
 
 _ENDING_TIME = 5.0
 """Seconds that `close` waits for the step that runs."""
@@ -72,7 +76,7 @@ class AsyncEngine(Frontend):
         cache_salt: str | None = None,
         priority: float = 0,
         deadline: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Continue a prompt, in any form that `LLM.generate` takes; items as `LLM.stream` gives.
 
         The request joins the steps of all others. `request_id` must not be in use. Smaller
@@ -235,15 +239,35 @@ class AsyncEngine(Frontend):
         with self._lock:
             return [one for one in self._live.values() if one.finished_time is None]
 
+    async def between_steps(self, do: Callable[[], T]) -> T:
+        """What `do` gives, called in the engine's thread between two steps; they wait for it."""
+        look = self._shared.look(lambda _: do())
+        self._wake.set()
+        return await asyncio.wrap_future(look)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What requests are checked against."""
+        return self._engine.intake.facts
+
+    def take_packed_events(self) -> tuple[bytes, bytes]:
+        """What became of the cache's contents since the last call, if `event_hash_seed` was given.
+
+        See `BlockManager.take_packed_events`. For the thread that runs the steps, as an observer.
+        """
+        return self._manager.take_packed_events()
+
+    def contents(self) -> list[bytes]:
+        """The names of what is cached now. O(contents). See `BlockManager.contents`."""
+        return self._manager.contents()
+
     async def view(self, most_requests: int = 1000) -> EngineView:
         """The pool block by block, who runs and who waits, as they are between two steps.
 
         It costs the engine's thread a fraction of a millisecond for 10,000 blocks, and about a
         microsecond for each of at most `most_requests` requests; it waits for the step that runs.
         """
-        look = self._shared.look(lambda engine: engine.view(most_requests))
-        self._wake.set()
-        return await asyncio.wrap_future(look)
+        return await self.between_steps(lambda: self._engine.view(most_requests))
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if no step can be run any more."""

@@ -110,6 +110,8 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         in_flight_sharing=settings.in_flight_sharing,
         partial_reuse=settings.partial_reuse,
         eviction=settings.eviction,
+        events=settings.event_hash_seed is not None,
+        hash_seed=settings.event_hash_seed,
     )
     facts = model_facts(loaded, pool, manager, most, asked)
     limits = _runner_limits(
@@ -399,4 +401,5 @@ def _about_cache(plan: CachePlan, facts: ModelFacts, settings: EngineSettings) -
         "in_flight_sharing": settings.in_flight_sharing,
         "partial_reuse": settings.partial_reuse,
         "eviction": settings.eviction,
+        "event_hash_seed": "none" if settings.event_hash_seed is None else settings.event_hash_seed,
     }

@@ -48,7 +48,7 @@ class Intake:
         seed: int = 0,
     ) -> None:
         """Requests without a seed draw theirs from `seed`, in the order in which they are made."""
-        self._facts = facts
+        self.facts = facts
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
@@ -57,7 +57,7 @@ class Intake:
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
         """The most tokens of output; `InvalidRequestError` for what cannot be served."""
-        facts, ids = self._facts, np.asarray(prompt.token_ids)
+        facts, ids = self.facts, np.asarray(prompt.token_ids)
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         longest = facts.max_model_len - (params.max_tokens != 0)
@@ -109,11 +109,11 @@ class Intake:
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
         if params.truncate_prompt_tokens is not None:
-            kept = params.truncated(prompt.token_ids, self._facts.max_model_len - 1)
+            kept = params.truncated(prompt.token_ids, self.facts.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
         max_output = self._check(prompt, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        eos_ids = frozenset() if params.ignore_eos else self._facts.eos_token_ids
+        eos_ids = frozenset() if params.ignore_eos else self.facts.eos_token_ids
         ends = EndConditions(
             stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
             eos_ids=eos_ids,
@@ -125,21 +125,19 @@ class Intake:
             prompt,
             params,
             max_tokens=len(prompt.token_ids) + ends.max_output,
-            max_chunk=max(1, _PROMPT_LOGITS // self._facts.vocab_size)
-            if wants_logits
-            else math.inf,
+            max_chunk=max(1, _PROMPT_LOGITS // self.facts.vocab_size) if wants_logits else math.inf,
             priority=priority,
         )
         state.tokenizer = self._tokenizer
-        top = params.num_prompt_logprobs(self._facts.vocab_size)
+        top = params.num_prompt_logprobs(self.facts.vocab_size)
         if top is not None:
             state.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         sampling = SamplingState(
             params,
             prompt.token_ids,
             seed=seed,
-            vocab_size=self._facts.vocab_size,
-            stop_ids=self._facts.eos_token_ids,
+            vocab_size=self.facts.vocab_size,
+            stop_ids=self.facts.eos_token_ids,
             bad_words=self._tokens_of(params.bad_words),
         )
         if params.structured_outputs is not None:

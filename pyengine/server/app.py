@@ -11,7 +11,6 @@ from fastapi.middleware.cors import CORSMiddleware
 from pyengine.core.distribution import package_version
 from pyengine.core.errors import PyEngineError
 from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
 from pyengine.server import chat, completions, control, health, tokens
 from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
@@ -20,13 +19,17 @@ from pyengine.server.limits import BodyGuard, DrainGuard
 from pyengine.server.observation import Observation
 from pyengine.server.rendering import TokenizerThreads
 from pyengine.server.responses import ErrorResponse
+from pyengine.server.served import Observe, ServedEngine
 
 _ROUTERS = (health.router, completions.router, chat.router, tokens.router, control.router)
 
 
-def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
+def create_app(
+    engine: ServedEngine, settings: ServerSettings, observe: Observe = Observation
+) -> FastAPI:
     """An OpenAI-compatible server around an engine, which stays its maker's to close.
 
+    `observe` makes those who look on: of an `AsyncEngine`, if nothing else is said.
     `app.state.context` is what its routes share, `app.state.observation` who looks on.
     """
     described = engine.describe()
@@ -40,7 +43,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         longest_text=max_model_len * _longest_token(engine.tokenizer),
     )
 
-    seen = Observation(engine, settings, context.names[0], lambda: context.is_draining)
+    seen = observe(engine, settings, context.names[0], lambda: context.is_draining)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -10,9 +10,10 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine, OutputStream, RequestState
+from pyengine.engine import RequestState
 from pyengine.server.errors import ApiError
 from pyengine.server.rendering import TokenizerThreads
+from pyengine.server.served import ServedEngine, ServedStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class ServerContext:
     `names` are those of the model, `live` the calls that run, by their ids.
     """
 
-    engine: AsyncEngine
+    engine: ServedEngine
     settings: ServerSettings
     names: tuple[str, ...]
     tokenizers: TokenizerThreads
@@ -70,7 +71,7 @@ class ServerContext:
             parts = [f"{self.num_resets}", *parts]
         return json.dumps(parts) if parts else None
 
-    def submit(self, name: str, key: bytes, requests: Sequence[RequestState]) -> OutputStream:
+    def submit(self, name: str, key: bytes, requests: Sequence[RequestState]) -> ServedStream:
         """Queue the requests of one call, all or none; `leave` is called at its end."""
         if name in self.live:
             raise ApiError(
@@ -80,7 +81,7 @@ class ServerContext:
         self.live[name] = Running(tuple([one.request_id for one in requests]), key)
         return stream
 
-    def leave(self, name: str, stream: OutputStream) -> None:
+    def leave(self, name: str, stream: ServedStream) -> None:
         """Nobody reads the answer of this call any more, or all of it was read."""
         stream.close()
         self.live.pop(name, None)

@@ -15,9 +15,10 @@ from pyengine.core.errors import (
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
+    NoReplicaError,
     PyEngineError,
     QueueFullError,
-    RequestFailedError,
+    ReplicaLostError,
 )
 from pyengine.server.requests import ChatCompletionRequest, CompletionRequest
 from pyengine.server.responses import ErrorInfo, ErrorResponse
@@ -57,6 +58,14 @@ _UNKNOWN: Mapping[str, str] = {
     "use_beam_search": "there is no beam search",
 }
 """What was meant by fields that others know, and what to do here."""
+_LATER: Mapping[type[PyEngineError], tuple[str, int | None]] = {
+    EngineClosedError: ("draining", 10),
+    EngineDeadError: ("engine_dead", None),
+    NoReplicaError: ("no_replica", 5),
+    QueueFullError: ("queue_full", 1),
+    ReplicaLostError: ("replica_lost", 1),
+}
+"""Errors that are nobody's fault: a word for them, and in how many seconds to come again."""
 _PROMPT_FORMS = "give text, token ids, or a list of at most 1,024 of either, none of them empty"
 
 
@@ -102,13 +111,10 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case InvalidRequestError():
             return ApiError(400, str(error))
-        case QueueFullError():
-            return ApiError(503, str(error), code="queue_full", retry_after=1)
-        case EngineClosedError():
-            return ApiError(503, str(error), code="draining", retry_after=10)
-        case EngineDeadError():
-            return ApiError(503, str(error), code="engine_dead")
-        case RequestFailedError() | PyEngineError():
+        case PyEngineError() if type(error) in _LATER:
+            code, retry_after = _LATER[type(error)]
+            return ApiError(503, str(error), code=code, retry_after=retry_after)
+        case PyEngineError():
             return ApiError(500, str(error))
         case _:
             _log.error("a request ended in a defect", exc_info=error)

@@ -18,12 +18,13 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import OutputStream, RequestState
+from pyengine.engine import RequestState
 from pyengine.server.auth import key_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.requests import MAX_ITEMS, SamplingFields
 from pyengine.server.responses import PromptTokensDetails, ServerModel, Usage
+from pyengine.server.served import ServedStream
 
 _T = TypeVar("_T")
 
@@ -125,7 +126,7 @@ class Call:
     name: str
     model: str
     created: int
-    stream: OutputStream
+    stream: ServedStream
 
     @property
     def headers(self) -> dict[str, str]:

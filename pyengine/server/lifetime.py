@@ -19,9 +19,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
 from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
+from pyengine.server.observation import Observation
+from pyengine.server.served import Observe, ServedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -111,13 +112,16 @@ def address_of(settings: ServerSettings, server: socket.socket) -> str:
 
 
 def make_server(
-    engine: AsyncEngine, settings: ServerSettings, announce: Callable[[], object]
+    engine: ServedEngine,
+    settings: ServerSettings,
+    announce: Callable[[], object],
+    observe: Observe = Observation,
 ) -> "SignalledServer":
     """A server for `run(sockets=[...])`; `announce` is called when clients are let in.
 
-    The engine stays its maker's to close.
+    `observe` is that of `create_app`. The engine stays its maker's to close.
     """
-    app = create_app(engine, settings)
+    app = create_app(engine, settings, observe)
     config = uvicorn.Config(
         app,
         http=type("Protocol", (TimedProtocol,), {"seconds": settings.body_timeout}),

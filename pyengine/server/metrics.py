@@ -168,11 +168,14 @@ class _Counts:
 
 
 class EngineMetrics:
-    """Counts what an engine does and shows it to Prometheus. One per engine, from its beginning."""
+    """Counts what an engine does and shows it to Prometheus. One per engine, from its beginning.
 
-    def __init__(self, engine: Watched, *, model_name: str) -> None:
+    `name` is that of the engine among several.
+    """
+
+    def __init__(self, engine: Watched, *, model_name: str, name: str = "0") -> None:
         self._engine = engine
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": name}
         self._about = engine.describe()
         self._counts = _Counts()
         self._ends: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
@@ -377,7 +380,12 @@ def metrics_router(metrics: EngineMetrics) -> APIRouter:
 
     @router.get("/metrics", include_in_schema=False)
     def scrape(request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(metrics.registry), headers={"Content-Type": content_type})
+        return exposed(request, metrics.registry)
 
     return router
+
+
+def exposed(request: Request, registry: CollectorRegistry) -> Response:
+    """What a registry has, in the form that the reader asks for."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(registry), headers={"Content-Type": content_type})

@@ -35,7 +35,7 @@ class Observation:
     @property
     def routers(self) -> tuple[APIRouter, ...]:
         """/metrics and /kv."""
-        return metrics_router(self.metrics), page_router(self.watch)
+        return metrics_router(self.metrics), page_router(lambda _: self.watch)
 
     def open(self) -> None:
         """Log requests from now on, if that is wanted."""

@@ -6,6 +6,7 @@ itself is taken in the engine's thread, between two steps; what is made of it is
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -51,27 +52,22 @@ class Looked(Protocol):
         ...
 
 
-class PoolWatch:
-    """Looks at an engine for as long as somebody wants to know."""
+class Watch(ABC):
+    """Looks as long as somebody wants to know. `look` says at what."""
 
-    def __init__(
-        self,
-        engine: Looked,
-        *,
-        model_name: str,
-        show_prompts: bool = False,
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, *, is_over: Callable[[], bool] = lambda: False) -> None:
         self._is_over = is_over
-        decode = _decoder(engine.tokenizer) if show_prompts else None
-        self._frames = FrameMaker(_about(engine, model_name), decode)
         self._watchers: set[_Watcher] = set()
         self._task: asyncio.Task[None] | None = None
         self._newest: str | None = None
         self._is_closed = False
         self.num_looks = 0
         """So far."""
+
+    @abstractmethod
+    async def look(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+        """A frame, or None if nothing is new and none is wanted; and the seconds of a processor
+        that it took."""
 
     @property
     def is_full(self) -> bool:
@@ -117,25 +113,48 @@ class PoolWatch:
 
     async def _look_on(self) -> None:
         """Look as long as somebody watches; the first one gets a look at once."""
-        last: object = None
         cost = 0.0
         while self._watchers and not self._is_closed:
             if self._is_over():
                 self._end()
                 break
             with suppress(PyEngineError):  # the engine has ended: nothing new
-                view = await self._engine.view(MOST_REQUESTS)
+                frame, cost = await self.look(lambda: any(one.is_new for one in self._watchers))
                 self.num_looks += 1
-                stats = view.stats
-                now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.ledger))
-                if now != last or any(one.is_new for one in self._watchers):
-                    frame, cost = await asyncio.to_thread(self._timed_frame, view)
+                if frame is not None:
                     self._newest = frame
-                    last = now
                     for watcher in self._watchers:
                         watcher.put(frame)
             await asyncio.sleep(max(LOOKS_EVERY, cost / MOST_OF_A_CORE))
         self._newest = None
+
+
+class PoolWatch(Watch):
+    """Looks at an engine of this process."""
+
+    def __init__(
+        self,
+        engine: Looked,
+        *,
+        model_name: str,
+        show_prompts: bool = False,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(is_over=is_over)
+        self._engine = engine
+        decode = _decoder(engine.tokenizer) if show_prompts else None
+        self._frames = FrameMaker(_about(engine, model_name), decode)
+        self._last: object = None
+
+    async def look(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+        """See `Watch`. Nothing is new where no counter has changed."""
+        view = await self._engine.view(MOST_REQUESTS)
+        stats = view.stats
+        now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.ledger))
+        if now == self._last and not is_wanted():
+            return None, 0.0
+        self._last = now
+        return await asyncio.to_thread(self._timed_frame, view)
 
     def _timed_frame(self, view: EngineView) -> tuple[str, float]:
         """A frame, and the seconds of processor time that it took."""
@@ -182,8 +201,8 @@ def _about(engine: Looked, model_name: str) -> dict[str, Any]:
     }
 
 
-def page_router(watch: PoolWatch) -> APIRouter:
-    """`GET /kv` and `GET /kv/stream`."""
+def page_router(watch_of: Callable[[str | None], Watch]) -> APIRouter:
+    """`GET /kv` and `GET /kv/stream`; of the replica that the address names, where there are."""
     router = APIRouter(include_in_schema=False)
     html = files("pyengine.server").joinpath("page", "kv.html").read_text(encoding="utf-8")
 
@@ -193,7 +212,8 @@ def page_router(watch: PoolWatch) -> APIRouter:
         return HTMLResponse(html, headers=headers)
 
     @router.get("/kv/stream")
-    async def stream() -> StreamingResponse:
+    async def stream(replica: str | None = None) -> StreamingResponse:
+        watch = watch_of(replica)
         if watch.is_full:
             message = f"{MOST_WATCHERS} pages look on already: close one of them"
             raise ApiError(503, message, code="too_many_pages", retry_after=60)

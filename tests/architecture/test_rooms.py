@@ -48,7 +48,9 @@ def test_a_room_imports_what_the_table_says(room: str) -> None:
     assert real == said
 
 
-@pytest.mark.parametrize(("room", "header"), [("engine", "file"), ("server", "module")])
+@pytest.mark.parametrize(
+    ("room", "header"), [("engine", "file"), ("server", "module"), ("cluster", "part")]
+)
 def test_every_file_of_a_large_room_is_in_its_table(room: str, header: str) -> None:
     files = sorted(file.name for file in (PACKAGE / room).glob("*.py"))
     assert len(files) > 10

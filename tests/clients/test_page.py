@@ -71,7 +71,7 @@ def serve_page(engine: AsyncEngine, **settings: Any) -> Any:
     from pyengine.server.page import PoolWatch, page_router
 
     watch, app = PoolWatch(engine, model_name="tiny", **settings), FastAPI()
-    app.include_router(page_router(watch))
+    app.include_router(page_router(lambda _: watch))
     return watch, app
 
 

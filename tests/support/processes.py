@@ -1,5 +1,6 @@
 """Which processes there are, by /proc."""
 
+import os
 import time
 from pathlib import Path
 
@@ -44,3 +45,18 @@ def wait_for_end(pids: list[int], seconds: float) -> list[int]:
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def processes_with(*words: str) -> list[int]:
+    """Process ids of those that run and have any of these words in their command lines."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if any(word in line for word in words) and is_running(int(folder.name)):
+            found.append(int(folder.name))
+    return sorted(found)

@@ -8,6 +8,7 @@ mod buffers;
 mod cells;
 mod errors;
 mod events;
+mod holders;
 mod items;
 mod lease;
 mod lists;
@@ -48,6 +49,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Extended>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
+    module.add_class::<holders::Holders>()?;
     module.add_class::<suffixes::Suffixes>()?;
     module.add_class::<survey::Survey>()?;
     module.add_class::<trace::ReplayReport>()?;

@@ -11,6 +11,7 @@ use pyo3::types::{PyBytes, PyTuple};
 use crate::answers::{Ledger, Stats};
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
+use crate::holders::packed;
 use crate::items::items;
 use crate::lease::Lease;
 use crate::locked::Locked;
@@ -233,6 +234,17 @@ impl BlockManager {
             push_event(py, event, &mut list)?;
         }
         Ok(list)
+    }
+
+    /// The same as bytes: a kind for each (0 removed, 1 stored, 2 cleared), and a name of 16 bytes for
+    /// each, of zeros where all is cleared. What `Holders.apply` takes.
+    fn take_packed_events<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
+        let packed = |core: &mut Core| Ok(packed(&core.take_events()));
+        let (kinds, names) = self.core.with(py, packed)?;
+        Ok((PyBytes::new(py, &kinds), PyBytes::new(py, &names)))
     }
 
     /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents).

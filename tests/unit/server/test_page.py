@@ -157,7 +157,7 @@ def test_the_page_is_there_without_data_and_guards_itself(
     with model.async_engine() as engine:
         watch = PoolWatch(engine, model_name="tiny")
         app = FastAPI()
-        app.include_router(page_router(watch))
+        app.include_router(page_router(lambda _: watch))
         handle_errors(app)
         client = TestClient(app)
         answer = client.get("/kv")

@@ -1,0 +1,1 @@
+"""Many replicas: what routing by cached contents gains, and what it costs."""

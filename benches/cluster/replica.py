@@ -1,0 +1,204 @@
+"""A replica without a model: a real block manager, a queue, and a clock that a cost model moves."""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from pyengine.cache import BlockManager, Prefilled, Sequence
+from pyengine.cluster.feed import EventLog
+from pyengine.cluster.messages import Events, Load
+
+BUDGET = 2048
+"""Tokens of prompts in a step at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that a step takes, by what is in it. `measure.py` measures them."""
+
+    step: float
+    prompt_token: float
+    """Of a prompt, computed."""
+    prompt_context: float
+    """The same, for each token before it, in millions of pairs."""
+    row: float
+    """A sequence that decodes."""
+    row_context: float
+    """The same, for each token before it, in thousands."""
+
+    def seconds(self, prompt: int, context: int, rows: int, rows_context: float) -> float:
+        """A step of `prompt` tokens behind `context`, and `rows` that decode."""
+        return (
+            self.step
+            + self.prompt_token * prompt
+            + self.prompt_context * prompt * (context + prompt / 2) / 1e6
+            + self.row * rows
+            + self.row_context * rows_context / 1e3
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request: when it came, and how far it is."""
+
+    number: int
+    arrival: float
+    tokens: np.ndarray[Any, Any]
+    output: float
+    session: int
+    sequence: Sequence | None = None
+    cached: int = 0
+    left: int = 0
+    """Tokens of the prompt that are not computed yet, as far as is known."""
+    first: float = math.nan
+    """When its prompt was computed."""
+    ticket: Any = None
+
+
+class Later:
+    """What happens at some time, in its order."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    def at(self, time: float, do: Callable[[], object]) -> None:
+        """Do it then."""
+        heapq.heappush(self._heap, (time, next(self._numbers), do))
+
+    def until(self, time: float) -> None:
+        """Do all that was for this time and before."""
+        while self._heap and self._heap[0][0] <= time:
+            heapq.heappop(self._heap)[2]()
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a replica tells: events after a step, a prompt that was computed, an answer's end."""
+
+    events: Callable[[float, "SimReplica", Events], object]
+    first: Callable[[float, Job], object]
+    end: Callable[[float, Job], object]
+
+
+@dataclass(slots=True)
+class SimReplica:
+    """Prompts one after the other, in chunks; whoever has its prompt decodes beside them."""
+
+    name: str
+    num_blocks: int
+    block_size: int
+    costs: Costs
+    heard: Heard
+    hash_seed: int = 0
+    now: float = 0.0
+    busy: float = 0.0
+    """Seconds at work."""
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[Job] = field(default_factory=list)
+    manager: BlockManager = field(init=False)
+    log: EventLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manager = BlockManager(
+            self.num_blocks, self.block_size, events=True, hash_seed=self.hash_seed
+        )
+        self.log = EventLog(self.manager)
+
+    @property
+    def queued(self) -> int:
+        """Tokens of prompts that are to be computed, as far as is known."""
+        return sum([job.left for job in self.waiting])
+
+    def hits(self, tokens: np.ndarray[Any, Any]) -> int:
+        """Tokens that it has cached now."""
+        with self.manager.match_prefix(tokens) as lease:
+            return min(lease.num_tokens, len(tokens) - 1)
+
+    def take(self, job: Job) -> None:
+        """A request has come."""
+        job.sequence = self.manager.sequence(job.tokens)
+        job.left = len(job.tokens) - self.hits(job.tokens)
+        self.now = max(self.now, job.arrival)
+        self.waiting.append(job)
+
+    def until(self, time: float) -> None:
+        """Work until then; a step that has begun is done to its end."""
+        while self.now < time and (self.waiting or self.running):
+            before = self.now
+            if not self.waiting or not self._prefill():
+                self._decode(time)
+            self.busy += self.now - before
+
+    def _context(self) -> float:
+        return sum([len(job.tokens) for job in self.running])
+
+    def _prefill(self) -> bool:
+        """One step with prompts in it; False if there is no room for the next one."""
+        plan, room, done, computed, context = (
+            self.manager.begin_step(BUDGET),
+            BUDGET,
+            list[Job](),
+            0,
+            0,
+        )
+        while self.waiting and room > 0:
+            job = self.waiting[0]
+            assert job.sequence is not None
+            answer = plan.prefill(
+                job.sequence, room, reserve=math.ceil(job.output / self.block_size)
+            )
+            if not isinstance(answer, Prefilled):
+                break
+            room -= answer.num_tokens
+            computed += answer.num_tokens
+            context = job.sequence.num_computed_tokens
+            job.left = len(job.tokens) - context - answer.num_tokens
+            if not answer.samples:
+                break
+            self.waiting.popleft()
+            done.append(job)
+        if not computed:
+            plan.rollback()
+            return False
+        plan.commit([0] * len(done))
+        rows = len(self.running)
+        self.now += self.costs.seconds(computed, context, rows, self._context())
+        self.heard.events(self.now, self, self.log.take(Load()))
+        self._advance(1.0)
+        for job in done:
+            assert job.sequence is not None
+            job.first, job.cached = self.now, job.sequence.num_cached_tokens
+            job.sequence.extend(math.ceil(job.output))  # its answer takes blocks, too
+            job.left = 0
+            self.heard.first(self.now, job)
+            self.running.append(job)
+        return True
+
+    def _decode(self, time: float) -> None:
+        """Steps of decodes alone, up to the next end or to `time`."""
+        if not self.running:
+            raise RuntimeError(f"{self.name} has no room for a prompt by itself: more blocks")
+        step = self.costs.seconds(0, 0, len(self.running), self._context())
+        steps = min(job.output for job in self.running)
+        if self.now + steps * step > time:
+            steps = (time - self.now) / step
+        self.now += steps * step
+        self._advance(steps)
+
+    def _advance(self, steps: float) -> None:
+        """Everybody who decodes has so many tokens more."""
+        for job in self.running:
+            job.output -= steps
+        ended = [job for job in self.running if job.output <= 1e-9]
+        for job in ended:
+            self.running.remove(job)
+            assert job.sequence is not None
+            job.sequence.free()
+            self.heard.end(self.now, job)

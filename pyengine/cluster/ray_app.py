@@ -1,0 +1,207 @@
+"""The Ray Serve application: engines as a deployment, the server's own app in front of them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, cast
+
+from prometheus_client.core import Metric
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from pyengine.cluster.calls import About, Delta, RemoteRequest
+from pyengine.cluster.fleet import News
+from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.prefix_router import PrefixRouter
+from pyengine.cluster.ray_links import ReplicaLink, routers
+from pyengine.cluster.ray_router import PrefixRequestRouter
+from pyengine.cluster.remote_engine import RemoteEngine
+from pyengine.cluster.replica import Replica
+from pyengine.core.errors import NoReplicaError, ReplicaLostError
+from pyengine.core.server_settings import ServerSettings
+from pyengine.core.settings import EngineSettings
+
+ENGINES = "engines"
+_MOST_ONGOING = 1 << 20
+"""Requests that Serve lets a replica have: its engine has a queue of its own, with a limit."""
+
+
+class EngineDeployment:
+    """A replica as Serve makes it. Its methods are what an ingress calls."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        self._replica = Replica(name, EngineSettings(**settings))
+
+    async def about(self) -> About:
+        """See `Replica.about`."""
+        return self._replica.about()
+
+    async def follow(self) -> AsyncGenerator[News]:
+        """See `Replica.follow`."""
+        async with aclosing(self._replica.follow()) as several:
+            async for news in several:
+                yield news
+
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+        """See `Replica.generate`."""
+        async with aclosing(self._replica.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def abort(self, request_id: str) -> bool:
+        """See `Replica.abort`."""
+        return await self._replica.abort(request_id)
+
+    async def metrics(self) -> list[Metric]:
+        """See `Replica.metrics`."""
+        return self._replica.metrics()
+
+    async def frame(self) -> str:
+        """See `Replica.frame`."""
+        return await self._replica.frame()
+
+    def check_health(self) -> None:
+        """Called by Serve, which replaces a replica that raises."""
+        self._replica.engine.check_health()
+
+    def __del__(self) -> None:
+        """Called by Serve at a graceful end."""
+        if hasattr(self, "_replica"):  # else it could not be made
+            self._replica.close()
+
+
+def engines(
+    settings: Mapping[str, Any], *, num_cpus: float = 1, num_gpus: float = 0, **options: Any
+) -> serve.Application:
+    """Replicas of an engine of these `EngineSettings`.
+
+    The processes of a model that is divided (`tensor_parallel_size`) are on one node, in one
+    bundle of a placement group of `num_cpus` CPUs and `num_gpus` GPUs each. `options` are those of
+    `serve.deployment`.
+    """
+    size = settings.get("tensor_parallel_size", 1)
+    resources = {"CPU": num_cpus * size, "GPU": num_gpus * size}
+    if size > 1:
+        options["placement_group_bundles"] = [{key: one for key, one in resources.items() if one}]
+        options["placement_group_strategy"] = "STRICT_PACK"
+    deployment = serve.deployment(
+        EngineDeployment,
+        name=ENGINES,
+        max_ongoing_requests=_MOST_ONGOING,
+        ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources["GPU"]},
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRequestRouter),
+        **options,
+    )
+    return deployment.bind(dict(settings))
+
+
+class RayReplicas:
+    """The replicas behind a handle. See `Replicas`."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    @property
+    def _router(self) -> PrefixRequestRouter | None:
+        return routers.get(self._handle.deployment_id)
+
+    def links(self) -> dict[str, ReplicaLink]:
+        """Every replica that is there."""
+        return {} if self._router is None else self._router.links()
+
+    def names(self) -> list[str]:
+        """See `Replicas`."""
+        return list(self.links())
+
+    @property
+    def router(self) -> PrefixRouter | None:
+        """See `Replicas`."""
+        return None if self._router is None else self._router.fleet.router
+
+    async def about(self) -> About:
+        """What any of them says of itself."""
+        return cast(About, await self._handle.about.remote())
+
+    async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+        """See `Replicas`."""
+        deltas = self._handle.options(stream=True).generate.remote(request)
+        try:
+            async for delta in deltas:
+                yield delta
+        except (ActorDiedError, ActorUnavailableError) as error:
+            raise ReplicaLostError(
+                "the replica that ran this request is gone: send it again"
+            ) from error
+        except RayTaskError as error:  # what the engine raised, in Ray's clothes
+            raise error.cause from error
+        except RayServeException as error:
+            raise NoReplicaError(f"no replica took the request: {error}") from error
+        finally:
+            deltas.cancel()
+
+    def begun(self, key: str, num_prompt: int, num_cached: int) -> None:
+        """See `Replicas`."""
+        if self._router is not None:
+            self._router.fleet.begun(key, num_prompt, num_cached)
+
+    def ended(self, key: str) -> None:
+        """See `Replicas`."""
+        if self._router is not None:
+            self._router.fleet.ended(key)
+
+    async def abort(self, request_id: str) -> bool:
+        """See `Replicas`."""
+        return any((await self.ask_all("abort", request_id)).values())
+
+    async def ask(self, name: str, method: str, *args: Any) -> Any:
+        """See `Replicas`."""
+        router, link = self._router, self.links().get(name)
+        if router is None or link is None:
+            raise NoReplicaError(f"there is no replica {name!r} now")
+        # On the router's own event loop, where its calls belong.
+        asked = asyncio.run_coroutine_threadsafe(link.ask(method, *args), router._event_loop)
+        return await asyncio.wrap_future(asked)
+
+    async def ask_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """See `Replicas`."""
+        names = self.names()
+        asked = [self.ask(name, method, *args) for name in names]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return {
+            name: one
+            for name, one in zip(names, answers, strict=True)
+            if not isinstance(one, BaseException)
+        }
+
+
+class Ingress:
+    """The server's application in front of the engines, as a deployment with an HTTP route."""
+
+    async def __init__(  # type: ignore[misc] # Serve waits for it
+        self, handle: DeploymentHandle, settings: Mapping[str, Any]
+    ) -> None:
+        from pyengine.server import create_app
+
+        replicas = RayReplicas(handle)
+        engine = RemoteEngine(replicas, await replicas.about())
+        self._app = create_app(engine, ServerSettings(**settings), ClusterObservation)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Serve, after `__init__`."""
+        return self._app
+
+
+def application(arguments: Mapping[str, Any]) -> serve.Application:
+    """What a Serve config file names, `import_path: pyengine.cluster.ray_app:application`.
+
+    Its `args`: `engine` (`EngineSettings`), `server` (`ServerSettings`), `replicas` (options of
+    the engines' deployment, `num_cpus` and `num_gpus` of each).
+    """
+    handle = engines(arguments.get("engine") or {}, **(arguments.get("replicas") or {}))
+    ingress = serve.deployment(serve.ingress()(Ingress), name="ingress")
+    return ingress.bind(handle, dict(arguments.get("server") or {}))

@@ -1,0 +1,62 @@
+"""Ray Serve's door to the router: who is there comes from Serve, what they hold from them.
+
+Serve takes the class along by value, with all data that its module names: what others are to find
+is kept elsewhere, behind a function.
+"""
+
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.replica_result import ReplicaResult
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from pyengine.cluster.calls import RemoteRequest
+from pyengine.cluster.fleet import Fleet
+from pyengine.cluster.ray_links import ReplicaLink, register
+from pyengine.core.errors import NoReplicaError
+
+
+class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no types
+    """Sends each request to the replica that has most of its prompt, as `PrefixRouter` says."""
+
+    def initialize_state(self, imbalance: float = 1.25, slack: int = 2) -> None:
+        """See Ray Serve."""
+        self.fleet = Fleet(imbalance=imbalance, slack=slack)
+        register(self._deployment_id, self)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """See Ray Serve. Called on the router's event loop."""
+        super().update_replicas(replicas)
+        self.fleet.update({one.replica_id.unique_id: ReplicaLink(one) for one in replicas})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """See Ray Serve."""
+        super().on_replica_actor_died(replica_id)
+        self.fleet.forget(replica_id.unique_id)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """See Ray Serve: the best one, then the others. What is no request goes to any."""
+        found = {one.replica_id.unique_id: one for one in candidate_replicas}
+        fit = {name: one for name, one in found.items() if name not in self.fleet.refused}
+        request = pending_request.args[0] if pending_request and pending_request.args else None
+        if isinstance(request, RemoteRequest):
+            try:
+                best = fit.pop(self.fleet.route(request, fit))
+            except NoReplicaError:  # none has said yet what it has: by load
+                return [list(fit.values())]
+            return [[best], list(fit.values())]
+        return [list(fit.values())]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """See Ray Serve."""
+        request = pending_request.args[0] if pending_request.args else None
+        if isinstance(request, RemoteRequest):
+            self.fleet.moved(request.key, replica_id.unique_id)
+
+    def links(self) -> dict[str, ReplicaLink]:
+        """Every replica that is there, by its name."""
+        return {one.replica_id.unique_id: ReplicaLink(one) for one in list(self._replicas.values())}

@@ -1,0 +1,275 @@
+"""What a server asks of an engine, answered by replicas: checked here, run there."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+from uuid import uuid4
+
+import numpy as np
+
+from pyengine.cluster.calls import About, Delta, RemoteRequest
+from pyengine.cluster.prefix_router import PrefixRouter
+from pyengine.core.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    NoReplicaError,
+    ReplicaLostError,
+)
+from pyengine.core.outputs import RequestOutput
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine import Intake, Prompt, PromptLogprobCache, RequestState
+from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salt_namespace
+
+_LOOKS_EVERY = 0.02
+_TRIES = 3
+"""Replicas that a request is sent to, one after the other, as long as they go."""
+
+
+class Replicas(Protocol):
+    """The replicas behind an ingress, however they are reached."""
+
+    def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
+        """Run a request on one of them.
+
+        Raises `ReplicaLostError` if that one goes meanwhile, `NoReplicaError` if there is none.
+        """
+        ...
+
+    def begun(self, key: str, num_prompt: int, num_cached: int) -> None:
+        """The first of its answer has come: tokens of the prompt, and of these cached ones."""
+        ...
+
+    def ended(self, key: str) -> None:
+        """Nothing more comes of it."""
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request that runs; its stream ends with what there is. Whether it was there."""
+        ...
+
+    async def ask(self, name: str, method: str, *args: Any) -> Any:
+        """What a method of one of them gives. Raises `NoReplicaError` if it is not there."""
+        ...
+
+    async def ask_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """What a method of each of them gives; nothing of those that cannot answer."""
+        ...
+
+    def names(self) -> list[str]:
+        """Those that take requests."""
+        ...
+
+    @property
+    def router(self) -> PrefixRouter | None:
+        """What knows what they hold; None before the first has joined."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLoad:
+    """Requests that were sent to replicas and have begun there, and those that have not."""
+
+    num_running: int
+    num_waiting: int
+
+
+class RemoteEngine:
+    """Takes requests as an `AsyncEngine` does, and has replicas run them. For one event loop.
+
+    A request whose replica goes is sent to another one as long as nothing of its answer was read;
+    else it fails with `ReplicaLostError`.
+    """
+
+    def __init__(self, replicas: Replicas, about: About, *, seed: int = 0) -> None:
+        self.replicas = replicas
+        self._about = about
+        self.tokenizer = about.tokenizer
+        self.model_path = Path(about.model_path)
+        block_size = int(str(about.description["block_size"]))
+        # Of a prompt's log-probabilities nothing is kept here: those are the replicas'.
+        kept = PromptLogprobCache(0, block_size)
+        self._intake = Intake(about.facts, kept, tokenizer=about.tokenizer, seed=seed)
+        self._live: dict[str, _Remote] = {}
+        self._is_draining = False
+        self._num_made = 0
+
+    def describe(self) -> dict[str, object]:
+        """What a replica says of itself; they are alike."""
+        return dict(self._about.description)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `AsyncEngine.get_default_sampling_params`."""
+        return self._about.default_params
+
+    def prepare_structured_outputs(self) -> None:
+        """See `AsyncEngine.prepare_structured_outputs`: forms are checked here, too."""
+        self._intake.grammars.prepare()
+
+    def stats(self) -> RemoteLoad:
+        """How much there is to do."""
+        begun = sum([one.has_begun for one in self._live.values()])
+        return RemoteLoad(begun, len(self._live) - begun)
+
+    def request(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        priority: float = 0,
+    ) -> RequestState:
+        """See `AsyncEngine.request`."""
+        parsed = parse_prompt(prompt, self.tokenizer)
+        (params,) = match_params(sampling_params, 1, self._about.default_params)
+        namespace = parsed.namespace if cache_salt is None else salt_namespace(cache_salt)
+        made = Prompt(token_ids=parsed.token_ids, text=parsed.text, namespace=namespace)
+        self._num_made += 1
+        name = f"{self._num_made}" if request_id is None else request_id
+        return self._intake.request(name, made, params, priority=priority)
+
+    def submit(self, requests: Sequence[RequestState]) -> "RemoteStream":
+        """See `AsyncEngine.submit`. Called on the event loop."""
+        if self._is_draining:
+            raise EngineClosedError("the engine takes no more requests: it is being drained")
+        if not self.replicas.names():
+            raise NoReplicaError("no replica takes requests now: try again later")
+        names = [one.request_id for one in requests]
+        for name in names:
+            if name in self._live or names.count(name) > 1:
+                raise InvalidRequestError(
+                    f"request id {name!r} is in use: give another one, or none"
+                )
+        stream = RemoteStream(self, [_Remote(one, place) for place, one in enumerate(requests)])
+        self._live.update(zip(names, stream.requests, strict=True))
+        return stream
+
+    async def run(self, remote: "_Remote") -> AsyncGenerator[RequestOutput]:
+        """The outputs of one request, by one replica or, if that goes in time, another one."""
+        for left in reversed(range(_TRIES)):
+            call = _call(remote.state)
+            try:
+                async with aclosing(self.replicas.generate(call)) as deltas:
+                    async for delta in deltas:
+                        if not remote.has_begun:
+                            num_prompt = len(call.token_ids)
+                            self.replicas.begun(call.key, num_prompt, delta.num_cached_tokens)
+                        remote.has_begun = True
+                        yield remote.output(delta)
+                return
+            except ReplicaLostError:
+                if remote.has_begun or not left:
+                    raise
+            finally:
+                self.replicas.ended(call.key)
+
+    async def abort(self, request_id: str) -> bool:
+        """See `AsyncEngine.abort`."""
+        return request_id in self._live and await self.replicas.abort(request_id)
+
+    def leave(self, requests: "Sequence[_Remote]") -> None:
+        """Their caller reads no more, or they have ended."""
+        for one in requests:
+            if self._live.get(one.state.request_id) is one:
+                del self._live[one.state.request_id]
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """See `AsyncEngine.drain`."""
+        self._is_draining = True
+        end = None if timeout is None else monotonic() + timeout
+        while self._live:
+            if end is not None and monotonic() >= end:
+                await asyncio.gather(*[self.replicas.abort(name) for name in self._live])
+                return False
+            await asyncio.sleep(_LOOKS_EVERY)
+        return True
+
+    def check_health(self) -> None:
+        """Raise `NoReplicaError` if no replica takes requests."""
+        if not self.replicas.names():
+            raise NoReplicaError("no replica takes requests now: try again later")
+
+
+def _call(state: RequestState) -> RemoteRequest:
+    return RemoteRequest(
+        key=uuid4().hex,
+        request_id=state.request_id,
+        token_ids=np.asarray(state.prompt_token_ids, dtype=np.uint32),
+        params=state.params,
+        cache_salt=state.namespace.decode() or None,
+        priority=state.priority,
+    )
+
+
+class _Remote:
+    """A request on its way: what of it was read."""
+
+    def __init__(self, state: RequestState, place: int) -> None:
+        self.state = state
+        self.place = place
+        self.has_begun = False
+        self.task: asyncio.Task[None] | None = None
+        self._first: Delta | None = None
+        self._ids = [int(token) for token in state.prompt_token_ids]
+
+    def output(self, delta: Delta) -> RequestOutput:
+        """An item as the caller gets it."""
+        self._first = self._first or delta
+        return RequestOutput(
+            request_id=self.state.request_id,
+            prompt=self.state.prompt,
+            prompt_token_ids=self._ids,
+            prompt_logprobs=self._first.prompt_logprobs,
+            outputs=delta.outputs,
+            finished=delta.finished,
+            num_cached_tokens=delta.num_cached_tokens,
+            metrics=delta.metrics,
+            index=self.place,
+            error=delta.error,
+        )
+
+    def cancel(self) -> None:
+        """End it: nobody reads it any more."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class RemoteStream:
+    """The outputs of requests that one caller has submitted together. See `OutputStream`."""
+
+    def __init__(self, engine: RemoteEngine, requests: "list[_Remote]") -> None:
+        self._engine = engine
+        self.requests = requests
+        self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        for one in requests:
+            one.task = asyncio.create_task(self._run(one))
+
+    async def _run(self, remote: _Remote) -> None:
+        try:
+            async with aclosing(self._engine.run(remote)) as items:
+                async for item in items:
+                    self._items.put_nowait(item)
+        except Exception as error:
+            self._items.put_nowait(error)
+        finally:
+            self._engine.leave([remote])
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """See `OutputStream`: it ends when all have ended, or raises the first error."""
+        left = len(self.requests)
+        while left:
+            item = await self._items.get()
+            if isinstance(item, Exception):
+                raise item
+            left -= item.finished
+            yield item
+
+    def close(self) -> None:
+        """End what has not ended. May be called more than once."""
+        self._engine.leave(self.requests)
+        for one in self.requests:
+            one.cancel()

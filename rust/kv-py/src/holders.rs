@@ -1,0 +1,194 @@
+//! `Holders`: which of several replicas hold which contents, by what their events say.
+
+use std::sync::{Mutex, PoisonError};
+
+use holders::{Change, MOST_HOLDERS, Name};
+use kv_core::{ContentHasher, Event};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::errors::ConfigError;
+use crate::numbers::number;
+use crate::tokens::token_ids;
+
+const REMOVED: u8 = 0;
+const STORED: u8 = 1;
+const CLEARED: u8 = 2;
+
+/// Events as bytes: a kind each, and a name each, of zeros where nothing is named.
+pub(crate) fn packed(events: &[Event]) -> (Vec<u8>, Vec<u8>) {
+    let (mut kinds, mut names) = (vec![], vec![]);
+    for event in events {
+        let (kind, hashes) = match event {
+            Event::Stored { hashes, .. } => (STORED, &hashes[..]),
+            Event::Removed { hashes } => (REMOVED, &hashes[..]),
+            Event::Cleared => (CLEARED, &[0][..]),
+        };
+        kinds.resize(kinds.len() + hashes.len(), kind);
+        names.extend(hashes.iter().flat_map(|hash| hash.to_le_bytes()));
+    }
+    (kinds, names)
+}
+
+/// Which of at most 128 holders, numbers from 0, hold which contents of `block_size` tokens each.
+///
+/// What they hold follows from `apply`, which takes what `BlockManager.take_packed_events` gives;
+/// `expect` says that a prompt is on its way to a holder, and counts until `unexpect`. Names are 16
+/// bytes a content, one after the other. They are those of managers with the same `hash_seed`. Raises
+/// `ConfigError` for a holder, a size or bytes that cannot be; nothing has changed then.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct Holders {
+    known: Mutex<holders::Holders>,
+    hasher: ContentHasher,
+    block_size: usize,
+}
+
+impl Holders {
+    fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut holders::Holders) -> R + Send,
+    ) -> R {
+        py.detach(|| work(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+}
+
+#[pymethods]
+impl Holders {
+    #[new]
+    #[pyo3(signature = (block_size, *, hash_seed))]
+    fn new(block_size: &Bound<'_, PyAny>, hash_seed: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let block_size: usize = number("block_size", block_size)?;
+        if block_size == 0 {
+            return Err(ConfigError::new_err("block_size=0: it must be at least 1"));
+        }
+        let hash_seed = number("hash_seed", hash_seed)?;
+        Ok(Self {
+            known: Mutex::new(holders::Holders::new()),
+            hasher: ContentHasher::new(hash_seed, u128::BITS),
+            block_size,
+        })
+    }
+
+    /// The names of a prompt's full blocks.
+    #[pyo3(signature = (tokens, *, namespace = None))]
+    fn names<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: &Bound<'py, PyAny>,
+        namespace: Option<&[u8]>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let tokens = token_ids(tokens)?;
+        let mut name = self.hasher.root(namespace.unwrap_or_default());
+        let blocks = tokens.chunks_exact(self.block_size);
+        let mut names = Vec::with_capacity(blocks.len() * size_of::<Name>());
+        for block in blocks {
+            name = self.hasher.child(name, block);
+            names.extend(name.to_le_bytes());
+        }
+        Ok(PyBytes::new(py, &names))
+    }
+
+    /// Takes what became of a holder's contents, in order: a kind (0 removed, 1 stored, 2 cleared)
+    /// and a name for each. Returns how many it holds then.
+    fn apply(
+        &self,
+        py: Python<'_>,
+        holder: &Bound<'_, PyAny>,
+        kinds: &[u8],
+        names: &[u8],
+    ) -> PyResult<usize> {
+        let (holder, names) = (slot(holder)?, unpacked(names)?);
+        if kinds.len() != names.len() {
+            let (kinds, names) = (kinds.len(), names.len());
+            let message = format!("{kinds} kinds and {names} names: one of each an event");
+            return Err(ConfigError::new_err(message));
+        }
+        let changes: PyResult<Vec<Change>> = kinds.iter().zip(names).map(change).collect();
+        let changes = changes?;
+        Ok(self.with(py, |known| {
+            known.apply(holder, &changes);
+            known.num_held(holder)
+        }))
+    }
+
+    /// The holder holds nothing. O(names known).
+    fn clear(&self, py: Python<'_>, holder: &Bound<'_, PyAny>) -> PyResult<()> {
+        let holder = slot(holder)?;
+        self.with(py, |known| known.clear(holder));
+        Ok(())
+    }
+
+    /// A request with a prompt of these contents is on its way to the holder, or runs there. Returns
+    /// how many contents such prompts have then, each counted once.
+    fn expect(&self, py: Python<'_>, holder: &Bound<'_, PyAny>, names: &[u8]) -> PyResult<usize> {
+        let (holder, names) = (slot(holder)?, unpacked(names)?);
+        Ok(self.with(py, |known| {
+            known.expect(holder, &names);
+            known.num_expected(holder)
+        }))
+    }
+
+    /// Such a request, which was expected, has ended. Returns the same.
+    fn unexpect(&self, py: Python<'_>, holder: &Bound<'_, PyAny>, names: &[u8]) -> PyResult<usize> {
+        let (holder, names) = (slot(holder)?, unpacked(names)?);
+        Ok(self.with(py, |known| {
+            known.unexpect(holder, &names);
+            known.num_expected(holder)
+        }))
+    }
+
+    /// Of a prompt of these contents, how many from the first on each holder has or will have, by
+    /// the holder's number; those that the list is too short for have none. O(names).
+    fn depths(&self, py: Python<'_>, names: &[u8]) -> PyResult<Vec<usize>> {
+        let names = unpacked(names)?;
+        Ok(self.with(py, |known| known.depths(&names)))
+    }
+
+    /// The names that a holder holds, in no order. O(names known).
+    fn contents<'py>(
+        &self,
+        py: Python<'py>,
+        holder: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let holder = slot(holder)?;
+        let names = self.with(py, |known| known.contents(holder));
+        let shown = |name: Name| PyBytes::new(py, &name.to_le_bytes());
+        Ok(names.into_iter().map(shown).collect())
+    }
+
+    /// Names that any of them holds.
+    #[getter]
+    fn num_names(&self, py: Python<'_>) -> usize {
+        self.with(py, |known| known.num_names())
+    }
+}
+
+fn slot(holder: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let holder = number("holder", holder)?;
+    if holder < MOST_HOLDERS {
+        return Ok(holder);
+    }
+    let message = format!("holder={holder}: there are {MOST_HOLDERS}, from 0");
+    Err(ConfigError::new_err(message))
+}
+
+fn unpacked(names: &[u8]) -> PyResult<Vec<Name>> {
+    let (whole, rest) = names.as_chunks();
+    if !rest.is_empty() {
+        let message = format!("{} bytes are no names of 16 bytes each", names.len());
+        return Err(ConfigError::new_err(message));
+    }
+    Ok(whole.iter().map(|one| Name::from_le_bytes(*one)).collect())
+}
+
+fn change((kind, name): (&u8, Name)) -> PyResult<Change> {
+    match *kind {
+        REMOVED => Ok(Change::Removed(name)),
+        STORED => Ok(Change::Stored(name)),
+        CLEARED => Ok(Change::Cleared),
+        other => Err(ConfigError::new_err(format!(
+            "an event of kind {other}: there are 0 (removed), 1 (stored) and 2 (cleared)"
+        ))),
+    }
+}

@@ -1,0 +1,326 @@
+"""Replicas on Ray, each a process: the same answers, one killed, one more, none left behind.
+
+`make cluster-test` runs this.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
+from time import monotonic, sleep
+from typing import Any
+
+import httpx2
+import pytest
+
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.core.settings import EngineSettings
+from pyengine.engine import AsyncEngine
+from tests.support.docs import ROOT
+from tests.support.processes import is_running, processes_with, wait_for_end
+from tests.support.serving import events_of, save_small_model
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: say `make cluster-test`")
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, and its sockets
+    pytest.mark.timeout(500),
+]
+
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+)
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 16}
+SERVE = "from pyengine.cli import main; main()"
+REPLICA = "ServeReplica:pyengine:engines"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    left = wait_for_end(processes_with("ray::", "raylet/raylet", "gcs_server"), 20)
+    assert left == []
+
+
+def with_replicas(
+    settings: EngineSettings, count: int, use: Callable[[Any], Awaitable[None]]
+) -> None:
+    from pyengine.cluster.ray_local import local_replicas
+
+    with local_replicas(settings, count) as engine:
+
+        async def main() -> None:
+            await until(lambda: current(engine) == count)
+            await use(engine)
+
+        asyncio.run(main())
+
+
+def current(engine: Any) -> int:
+    router = engine.replicas.router
+    return 0 if router is None else sum(one.is_current for one in router.replicas())
+
+
+async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+async def read(engine: Any, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
+    stream = engine.submit([engine.request(prompt, params)])
+    tokens: list[int] = []
+    try:
+        async for item in stream:
+            tokens += item.outputs[0].token_ids
+    finally:
+        stream.close()
+    return item, tokens
+
+
+async def through_gate(engine: Any, prompts: list[list[int]], most: int) -> list[Any]:
+    gate = asyncio.Semaphore(most)
+
+    async def one(prompt: list[int]) -> Any:
+        async with gate:
+            return await read(engine, prompt)
+
+    return await asyncio.gather(*map(one, prompts))
+
+
+def test_families_stay_together_and_answers_are_those_of_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 families of 1,024-token prefixes, 160 requests; a replica has room for four of them."""
+    from itertools import count
+
+    from pyengine.cluster.fleet import Fleet
+    from tests.support import chat
+    from tests.unit.models.tiny import save_tiny_model
+
+    save_tiny_model(
+        tmp_path,
+        vocab_size=chat.VOCAB_SIZE,
+        max_position_embeddings=2048,
+        dtype="float32",
+        eos_token_id=0,
+    )
+    chat.chat_tokenizer(chat.CHATML).save_pretrained(tmp_path)
+    random = Random(3)
+    order = [family for _ in range(20) for family in random.sample(range(8), 8)]
+    prompts = [
+        [*([5 + family, 17 + family] * 512), *(20 + (number * each) % 200 for each in range(1, 9))]
+        for number, family in enumerate(order)
+    ]
+    settings = EngineSettings(tmp_path, num_blocks=4 * 64 + 48, **SMALL)
+    with AsyncEngine(tmp_path, num_blocks=2000, **SMALL) as alone:
+
+        async def expected() -> list[list[int]]:
+            found = []
+            for prompt in prompts:
+                async for item in alone.generate(prompt, GREEDY):
+                    found.append(item.outputs[0].token_ids)
+            return found
+
+        wanted = asyncio.run(expected())
+    figures: dict[str, tuple[int, float]] = {}
+
+    async def ours(engine: Any) -> None:
+        done = await through_gate(engine, prompts, 4)
+        assert [tokens for _, tokens in done] == wanted
+        counts = [one.num_routed for one in engine.replicas.router.replicas()]
+        cached = sum(item.num_cached_tokens for item, _ in done)
+        figures["ours"] = cached, max(counts) / sum(counts)
+        stats = engine.replicas.router.stats
+        assert stats.real_hits == cached
+        assert stats.expected_hits == pytest.approx(cached, rel=0.1)
+
+    async def in_turn(engine: Any) -> None:
+        numbers = count()
+
+        def route(self: Fleet, request: Any, among: Any) -> str:
+            names = sorted(among)
+            return str(names[next(numbers) % len(names)])
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Fleet, "route", route)
+            done = await through_gate(engine, prompts, 4)
+        assert [tokens for _, tokens in done] == wanted
+        figures["round robin"] = sum(item.num_cached_tokens for item, _ in done), 0.5
+
+    with_replicas(settings, 2, ours)
+    with_replicas(settings, 2, in_turn)
+    print(figures)
+    assert figures["ours"][0] >= 1.8 * figures["round robin"][0]
+    assert figures["ours"][1] <= 0.65
+
+
+def test_a_killed_replica_and_its_replacement(folder: Path) -> None:
+    async def use(engine: Any) -> None:
+        router = engine.replicas.router
+        streamed = SamplingParams(
+            temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+
+        async def stream(number: int) -> tuple[str, bool]:
+            """How it ended, and whether anything had come before."""
+            reader = engine.submit([engine.request([5 + number] * 20, streamed)])
+            has_begun = False
+            try:
+                async for item in reader:
+                    has_begun = True
+                    if item.finished:
+                        return "whole", has_begun
+            except Exception as error:
+                return type(error).__name__, has_begun
+            finally:
+                reader.close()
+            return "nothing", has_begun
+
+        streams = [asyncio.create_task(stream(number)) for number in range(8)]
+        before = set(engine.replicas.names())
+        await until(lambda: engine.stats().num_running >= 6)
+        wholes = [asyncio.create_task(read(engine, [40 + n] * 50)) for n in range(8)]
+        await until(lambda: sum(one.num_requests for one in router.replicas()) >= 12)
+        victim = processes_with(REPLICA)[0]
+        os.kill(victim, signal.SIGKILL)
+        start = monotonic()
+        done = await asyncio.wait_for(asyncio.gather(*wholes), 60)
+        assert all(item.finished and len(tokens) == 8 for item, tokens in done)
+        ends = await asyncio.wait_for(asyncio.gather(*streams), 60)
+        kinds = {kind for kind, _ in ends}
+        assert kinds <= {"whole", "ReplicaLostError"} and "ReplicaLostError" in kinds
+        assert all(begun for kind, begun in ends if kind == "ReplicaLostError")
+        print(f"all had ended {monotonic() - start:.1f} s after the kill: {sorted(ends)}")
+        await until(lambda: current(engine) == 2 and set(engine.replicas.names()) != before, 120)
+        [newcomer] = set(engine.replicas.names()) - before
+        await through_gate(engine, [[100 + n] * 64 for n in range(12)], 6)
+        states = {one.name: one for one in router.replicas()}
+        assert states[newcomer].num_routed > 0
+        assert not is_running(victim)
+
+    with_replicas(EngineSettings(folder, num_blocks=512, **SMALL), 2, use)
+
+
+def test_a_reader_that_goes_ends_what_runs(folder: Path) -> None:
+    async def use(engine: Any) -> None:
+        forever = SamplingParams(
+            max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        stream = engine.submit([engine.request([5] * 20, forever)])
+        await anext(aiter(stream))
+        stream.close()
+        router = engine.replicas.router
+        await until(lambda: all(one.num_requests == 0 for one in router.replicas()))
+        await until(lambda: all(one.load.num_running == 0 for one in router.replicas()))
+        reader = engine.submit([engine.request([6] * 20, forever, "mine")])
+        items = aiter(reader)
+        await anext(items)
+        assert await engine.abort("mine")
+        assert [item.outputs[0].finish_reason async for item in items][-1] == "abort"
+
+    with_replicas(EngineSettings(folder, num_blocks=512, **SMALL), 2, use)
+
+
+def test_replicas_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
+    from pyengine.cluster.ray_local import local_replicas
+
+    with (
+        pytest.raises(ConfigurationError, match="could not be started"),
+        local_replicas(EngineSettings(tmp_path / "nowhere"), 2),
+    ):
+        raise AssertionError
+
+
+def wait_for_health(address: str, process: "subprocess.Popen[str]") -> None:
+    end = monotonic() + 120
+    while monotonic() < end:
+        assert process.poll() is None
+        try:
+            if httpx2.get(f"{address}/health").status_code == 200:
+                return
+        except httpx2.TransportError:
+            sleep(0.2)
+    raise AssertionError("it never came up")
+
+
+def test_serve_with_replicas_and_its_end(folder: Path) -> None:
+    """The command: completions, streams, metrics of both, the page; then SIGTERM."""
+    arguments = ["serve", str(folder), "--replicas", "2", "--port", "8377", "--num-blocks", "512"]
+    more = ["--device", "cpu", "--dtype", "float32", "--block-size", "16"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, *arguments, *more],
+        cwd=ROOT,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    address = "http://127.0.0.1:8377"
+    try:
+        wait_for_health(address, process)
+        body = {"prompt": [5, 6, 7] * 30, "max_tokens": 6, "temperature": 0}
+        first, again = (
+            httpx2.post(f"{address}/v1/completions", json=body, timeout=60).json() for _ in range(2)
+        )
+        assert first["choices"] == again["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 80
+        stream = httpx2.post(f"{address}/v1/completions", json={**body, "stream": True}, timeout=60)
+        assert events_of(stream.text)[-1]["choices"][0]["finish_reason"]
+        bad = httpx2.post(f"{address}/v1/completions", json={"prompt": [5], "frobs": 1})
+        assert bad.status_code == 400
+        text = httpx2.get(f"{address}/metrics").text
+        names = {
+            line.split('engine="')[1].split('"')[0]
+            for line in text.splitlines()
+            if line.startswith("vllm:num_requests_running")
+        }
+        assert len(names) == 2
+        assert "pyengine:router_routed_total" in text
+        with httpx2.stream("GET", f"{address}/kv/stream", timeout=30) as page:
+            data = next(line for line in page.iter_lines() if line.startswith("data: "))
+        frame = json.loads(data.removeprefix("data: "))
+        assert {one["name"] for one in frame["replicas"]} == names
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        assert process.stderr is not None
+        print(process.stderr.read()[-3000:])
+
+
+def test_the_application_of_a_config_file(folder: Path) -> None:
+    """The ingress as a deployment: Serve's own proxy in front of the same routes."""
+    from ray import serve
+
+    from pyengine.cluster.ray_app import application
+
+    engine = {"model": str(folder), "num_blocks": 512, **SMALL}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": 8378})
+        arguments = {"engine": engine, "replicas": {"num_replicas": 2}, "server": {}}
+        serve.run(application(arguments), name="pyengine")
+        address = "http://127.0.0.1:8378"
+        assert httpx2.get(f"{address}/health").status_code == 200
+        body = {"prompt": [5, 6, 7] * 30, "max_tokens": 6, "temperature": 0}
+        for _ in range(4):
+            answer = httpx2.post(f"{address}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 80
+        stream = httpx2.post(f"{address}/v1/completions", json={**body, "stream": True}, timeout=60)
+        assert events_of(stream.text)[-1]["choices"][0]["finish_reason"]
+    finally:
+        serve.shutdown()
+        ray.shutdown()

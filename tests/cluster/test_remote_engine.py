@@ -1,0 +1,333 @@
+"""The server over several replicas of this process: the same answers, one cache to the eye."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.remote_engine import RemoteEngine
+from pyengine.cluster.replica import Replica
+from pyengine.core.errors import EngineClosedError, NoReplicaError, ReplicaLostError
+from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.core.server_settings import ServerSettings
+from pyengine.server import create_app
+from tests.support.replicas import LocalReplicas, small_replica
+from tests.support.serving import events_of, save_small_model
+
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+)
+STREAMED = SamplingParams(
+    temperature=0, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+)
+FAMILIES = [[family + 5] * 256 for family in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def two(folder: Path) -> Iterator[tuple[Replica, Replica]]:
+    both = small_replica("a", folder), small_replica("b", folder)
+    yield both
+    for one in both:
+        one.close()
+
+
+def over(
+    replicas: tuple[Replica, ...],
+    use: Callable[[LocalReplicas, RemoteEngine, httpx2.AsyncClient], Awaitable[Any]],
+) -> Any:
+    async def main() -> Any:
+        async with LocalReplicas(*replicas) as local:
+            engine = RemoteEngine(local, replicas[0].about())
+            app = create_app(engine, ServerSettings(), ClusterObservation)
+            transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://server", timeout=60
+            ) as client:
+                return await use(local, engine, client)
+
+    return asyncio.run(main())
+
+
+async def read(engine: RemoteEngine, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
+    """The last item of a request, and the tokens of all."""
+    stream = engine.submit([engine.request(prompt, params)])
+    tokens: list[int] = []
+    try:
+        async for item in stream:
+            tokens += item.outputs[0].token_ids
+    finally:
+        stream.close()
+    return item, tokens
+
+
+def test_answers_are_those_of_one_engine_and_families_stay_together(
+    two: tuple[Replica, Replica],
+) -> None:
+    prompts = [[*FAMILIES[n % 4], *range(n, n + 9)] for n in range(40)]
+
+    async def alone() -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            async for item in two[0].engine.generate(prompt, GREEDY):
+                found.append(item.outputs[0].token_ids)
+        return found
+
+    expected = asyncio.run(alone())
+
+    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+        gate = asyncio.Semaphore(6)
+
+        async def one(prompt: list[int]) -> Any:
+            async with gate:
+                return await read(engine, prompt)
+
+        done = await asyncio.gather(*map(one, prompts))
+        assert [tokens for _, tokens in done] == expected
+        counts = [one.num_requests for one in local.there.values()]
+        assert sum(counts) == 40 and max(counts) <= 0.65 * 40
+        router = local.fleet.router
+        assert router is not None
+        assert router.stats.real_hits == sum(item.num_cached_tokens for item, _ in done)
+        assert router.stats.expected_hits == pytest.approx(router.stats.real_hits, rel=0.2)
+        for replica in two:
+            seen = router.contents(replica.info.name)
+            assert seen == set(replica.engine.contents())
+        await asyncio.sleep(0.05)
+        assert all(one.num_requests == 0 for one in router.replicas())
+
+    over(two, main)
+
+
+def test_the_routes_are_the_servers(two: tuple[Replica, Replica]) -> None:
+    async def main(_: Any, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+        body = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "temperature": 0, "n": 2}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert "choices" in answer, answer
+        assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["usage"]["completion_tokens"] == 16
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+        stream = await client.post(
+            "/v1/completions",
+            json={"prompt": [5], "max_tokens": 6, "stream": True, "ignore_eos": True},
+        )
+        assert len(events_of(stream.text)) >= 1
+        logprobs = {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 1, "echo": True}
+        found = (await client.post("/v1/completions", json=logprobs)).json()
+        assert len(found["choices"][0]["logprobs"]["tokens"]) == 4
+        for bad in ({"prompt": []}, {"prompt": [5], "n": 10**6}, {"prompt": [10**7]}):
+            assert (await client.post("/v1/completions", json=bad)).status_code == 400
+        for path in ("/health", "/v1/models", "/load", "/version"):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.get("/load")).json()["num_running"] == 0
+        assert engine.describe()["event_hash_seed"] == 0
+
+    over(two, main)
+
+
+def test_salts_separate(two: tuple[Replica, Replica]) -> None:
+    async def main(_: Any, __: Any, client: httpx2.AsyncClient) -> None:
+        async def cached(salt: str | None) -> int:
+            body = {"prompt": FAMILIES[0], "max_tokens": 1, "cache_salt": salt}
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert await cached("one") == 0
+        assert await cached("two") == 0
+        assert await cached("one") > 200
+        assert (await client.post("/reset_prefix_cache")).status_code == 200
+        assert await cached("one") == 0
+
+    over(two, main)
+
+
+def test_a_lost_replica_before_and_after_the_first_token(two: tuple[Replica, Replica]) -> None:
+    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+        router = local.fleet.router
+        assert router is not None
+        streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]
+        readers = [aiter(one) for one in streams]
+        for one in readers:
+            await anext(one)  # each has begun
+        whole = [asyncio.create_task(read(engine, [n] * 40)) for n in range(20, 24)]
+        await asyncio.sleep(0)
+        counts = {one.name: one.num_requests for one in router.replicas()}
+        assert min(counts.values()) > 0
+        local.lose("a")
+        done = await asyncio.gather(*whole)
+        assert all(item.finished and len(tokens) == 12 for item, tokens in done)
+
+        async def rest(reader: Any) -> str:
+            try:
+                while True:
+                    item = await anext(reader)
+                    if item.finished:
+                        return "whole"
+            except ReplicaLostError:
+                return "lost"
+
+        ends = await asyncio.gather(*map(rest, readers))
+        assert sorted(set(ends)) == ["lost", "whole"]
+        assert (await client.get("/health")).status_code == 200
+        local.lose("b")
+        assert (await client.get("/health")).status_code == 503
+        refused = await client.post("/v1/completions", json={"prompt": [5]})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert refused.json()["error"]["code"] == "no_replica"
+
+    over(two, main)
+
+
+def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_again(
+    folder: Path,
+) -> None:
+    replica, other = small_replica("a", folder), small_replica("a-2", folder)
+
+    async def main(local: LocalReplicas, _: Any, client: httpx2.AsyncClient) -> None:
+        async def stream() -> list[Any]:
+            body = {"prompt": [5], "max_tokens": 900, "stream": True, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body)
+            return events_of(answer.text)
+
+        asked = asyncio.create_task(stream())
+        while not replica.engine.stats().num_new_tokens:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        local.lose("a")
+        events = await asked
+        assert events[-1]["error"]["code"] == "replica_lost"
+        local.come_back(other)
+        await local.until_current()
+        answer = await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+        assert answer.status_code == 200
+        assert local.there["a-2"].num_requests == 1
+
+    try:
+        over((replica,), main)
+    finally:
+        replica.close()
+        other.close()
+
+
+def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> None:
+    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+        streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]
+        for one in streams:
+            await anext(aiter(one))
+            one.close()
+        async with asyncio.timeout(20):
+            while any(one.engine.stats().num_running for one in two):
+                await asyncio.sleep(0.005)
+        body = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "request_id": "mine"}
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        while not sum(one.engine.stats().num_running for one in two):
+            await asyncio.sleep(0.005)
+        ended = await client.post("/abort_requests", json={"request_ids": ["mine", "other"]})
+        assert ended.json()["aborted"] == ["mine"]
+        assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
+        async with asyncio.timeout(20):
+            while any(one.engine.stats().ledger.active for one in two):
+                await asyncio.sleep(0.01)
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+        router = local.fleet.router
+        assert router is not None and all(one.num_requests == 0 for one in router.replicas())
+
+    over(two, main)
+
+
+def test_a_drain_lets_what_runs_end(two: tuple[Replica, Replica]) -> None:
+    async def main(_: Any, engine: RemoteEngine, __: Any) -> None:
+        asked = asyncio.create_task(read(engine, [5] * 20))
+        await asyncio.sleep(0)
+        assert await engine.drain(20)
+        assert (await asked)[0].finished
+        with pytest.raises(EngineClosedError):
+            engine.submit([engine.request([5], GREEDY)])
+
+    over(two, main)
+
+
+def test_a_drain_that_takes_too_long_aborts(two: tuple[Replica, Replica]) -> None:
+    async def main(_: Any, engine: RemoteEngine, __: Any) -> None:
+        stream = engine.submit([engine.request([5] * 20, STREAMED)])
+        reader = aiter(stream)
+        await anext(reader)
+        assert not await engine.drain(0)
+        reasons = [item.outputs[0].finish_reason async for item in reader]
+        assert reasons[-1] == "abort"
+
+    over(two, main)
+
+
+def test_a_replica_of_another_kind_gets_no_request(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = small_replica("a", folder), small_replica("b", folder, event_hash_seed=9)
+
+    async def main() -> None:
+        async with LocalReplicas(good) as local:
+            local.come_back(bad)
+            async with asyncio.timeout(20):
+                while "b" not in local.fleet.refused:
+                    await asyncio.sleep(0.01)
+            assert "hash_seed=9" in caplog.text and "hash_seed=0" in caplog.text
+            engine = RemoteEngine(local, good.about())
+            for n in range(5, 11):
+                await read(engine, [n] * 20)
+            assert local.there["b"].num_requests == 0
+
+    try:
+        asyncio.run(main())
+    finally:
+        good.close()
+        bad.close()
+
+
+def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) -> None:
+    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+        request = engine.request([5], GREEDY)
+        local.lose("a")
+        local.lose("b")
+        with pytest.raises(NoReplicaError):
+            engine.submit([request])
+
+    over(two, main)
+
+
+def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
+    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+        for number in range(4):
+            await read(engine, [*FAMILIES[number % 2], number])
+        text = (await client.get("/metrics")).text
+        for name in ("a", "b"):
+            assert f'vllm:generation_tokens_total{{engine="{name}"' in text
+        assert text.count("# TYPE vllm:generation_tokens_total counter") == 1
+        assert 'pyengine:router_routed_total{model_name="' in text
+        assert "pyengine:router_real_hit_tokens_total" in text
+        for path in ("/kv/stream", "/kv/stream?replica=b"):
+            watch = ClusterObservation(engine, ServerSettings(), "m", lambda: False)._watch(
+                "b" if "=b" in path else None
+            )
+            stream = watch.stream()
+            await anext(stream)
+            event = await anext(stream)
+            frame = json.loads(event.split("data: ", 1)[1])
+            assert frame["replica"] == ("b" if "=b" in path else "a")
+            assert [one["name"] for one in frame["replicas"]] == ["a", "b"]
+            assert sum(one["sent"] for one in frame["replicas"]) == 4
+            await stream.aclose()  # type: ignore[attr-defined]
+        assert (await client.get("/kv")).status_code == 200
+        missing = await client.get("/kv/stream", params={"replica": "c"})
+        assert missing.status_code == 503 and "'c'" in missing.text
+
+    over(two, main)

@@ -1,0 +1,212 @@
+"""Replicas that are block managers, and the network between them and a router."""
+
+from collections import deque
+from random import Random
+
+from pyengine.cache import BlockManager
+from pyengine.cluster.feed import EventLog, merged
+from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.prefix_router import PrefixRouter, Taken, Ticket
+
+BLOCK_SIZE = 4
+KIND = CacheKind("model", BLOCK_SIZE, 7)
+MANY = 1 << 16
+
+
+def manager_of(num_blocks: int) -> BlockManager:
+    return BlockManager(num_blocks, BLOCK_SIZE, events=True, hash_seed=KIND.hash_seed)
+
+
+def run(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> int:
+    """Compute a prompt and forget it; its blocks stay. How many of its tokens were cached."""
+    sequence = manager.sequence(tokens, namespace=namespace)
+    plan = manager.begin_step(MANY)
+    cached: int = plan.prefill(sequence, MANY).num_cached_tokens  # type: ignore[union-attr]
+    plan.commit([0])
+    sequence.free()
+    return cached
+
+
+class Cache:
+    """A replica's cache in one of its lives, what it held after each event, and its mail."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.manager = manager_of(num_blocks)
+        self.log = EventLog(self.manager)
+        self.held: dict[int, set[bytes]] = {0: set()}
+        """By the number of the event that comes next."""
+
+    def take(self) -> Events:
+        events = self.log.take(Load())
+        self.held[events.end] = set(self.manager.contents())
+        return events
+
+
+class World:
+    """Random operations on caches, their mail and a router, which must never be wrong for long."""
+
+    def __init__(self, random: Random, num_replicas: int = 4) -> None:
+        self.random = random
+        self.names = [f"r{number}" for number in range(num_replicas)]
+        self.sizes = {name: random.choice((1, 3, 8, 40)) for name in self.names}
+        self.caches = {name: Cache(self.sizes[name]) for name in self.names}
+        self.lives = {cache.log.life: cache for cache in self.caches.values()}
+        self.mail: dict[str, deque[Events | Snapshot]] = {name: deque() for name in self.names}
+        self.tickets: list[Ticket] = []
+        self.restart_router()
+        self.num_checked = self.num_gaps = self.num_snapshots = self.num_events = 0
+
+    def info(self, name: str) -> ReplicaInfo:
+        return ReplicaInfo(name, KIND, self.sizes[name])
+
+    def prompt(self) -> list[int]:
+        family, length = self.random.randrange(6), self.random.randrange(1, 24)
+        own = [self.random.randrange(2) for _ in range(length)]
+        return [family] * (BLOCK_SIZE * self.random.randrange(3)) + own
+
+    def compute(self, name: str) -> None:
+        prompt = self.prompt()
+        if len(prompt) <= BLOCK_SIZE * self.sizes[name]:
+            run(self.caches[name].manager, prompt)
+        self.mail[name].append(self.caches[name].take())
+
+    def forget_idle(self, name: str) -> None:
+        self.caches[name].manager.evict_idle()
+        self.mail[name].append(self.caches[name].take())
+
+    def picture(self, name: str) -> None:
+        """Send a snapshot, behind the events before it."""
+        self.mail[name].append(self.caches[name].take())
+        self.mail[name].append(self.caches[name].log.snapshot(Load()))
+
+    def deliver(self, name: str) -> None:
+        if not self.mail[name]:
+            return
+        news = self.mail[name].popleft()
+        taken = self.give(name, news)
+        self.num_gaps += taken is Taken.GAP
+        if taken is Taken.APPLIED:
+            self.num_snapshots += isinstance(news, Snapshot)
+            self.num_events += 0 if isinstance(news, Snapshot) else len(news.kinds)
+        if taken is Taken.GAP and self.random.random() < 0.5:
+            self.picture(name)
+        self.check(name)
+
+    def give(self, name: str, news: Events | Snapshot) -> Taken:
+        if isinstance(news, Snapshot):
+            return self.router.restore(name, news)
+        return self.router.apply(name, news)
+
+    def lose(self, name: str) -> None:
+        if self.mail[name]:
+            self.mail[name].popleft()
+
+    def repeat(self, name: str) -> None:
+        if self.mail[name]:
+            self.mail[name].append(self.random.choice(self.mail[name]))
+
+    def swap(self, name: str) -> None:
+        mail = self.mail[name]
+        if len(mail) > 1:
+            mail[0], mail[-1] = mail[-1], mail[0]
+
+    def merge(self, name: str) -> None:
+        """Two batches as one; the first or the second may come by itself, too."""
+        mail = self.mail[name]
+        if len(mail) > 1 and isinstance(mail[0], Events) and isinstance(mail[1], Events):
+            first, second = mail[0], mail[1]
+            if first.life == second.life and first.end == second.first:
+                mail[self.random.randrange(2)] = merged([first, second])
+
+    def restart(self, name: str) -> None:
+        """Its mail is still on the way."""
+        self.caches[name] = Cache(self.sizes[name])
+        self.lives[self.caches[name].log.life] = self.caches[name]
+
+    def come_and_go(self, name: str) -> None:
+        if any(one.name == name for one in self.router.replicas()):
+            self.router.leave(name)
+        else:
+            self.router.join(self.info(name))
+
+    def restart_router(self) -> None:
+        self.router = PrefixRouter(KIND)
+        self.tickets.clear()
+        for name in self.names:
+            self.router.join(self.info(name))
+
+    def send(self) -> None:
+        """Choose for a prompt, and compare with what the caches held that the router knows of."""
+        states = {one.name: one for one in self.router.replicas()}
+        if not states:
+            return
+        prompt = self.prompt()
+        choice = self.router.choose(prompt)
+        assert choice.replica in states
+        assert choice.num_blocks == -(-len(prompt) // BLOCK_SIZE)
+        known = self.router.contents(choice.replica)
+        expected = {
+            name
+            for one in self.tickets
+            if one.replica is self.router._replicas[choice.replica]
+            for name in cut(one.choice.names)
+        }
+        hits = 0
+        for name in cut(choice.names):
+            if name not in known | expected:
+                break
+            hits += 1
+        assert choice.num_hits == hits
+        ticket = self.router.begin(choice)
+        assert ticket is not None
+        self.tickets.append(ticket)
+
+    def end(self) -> None:
+        if self.tickets:
+            ticket = self.tickets.pop(self.random.randrange(len(self.tickets)))
+            self.router.begun(ticket, 1, 0)
+            self.router.end(ticket)
+            self.router.end(ticket)
+
+    def check(self, name: str) -> None:
+        """What is said to be current is what was held after the last event that was taken."""
+        replica = self.router._replicas.get(name)
+        if replica is None or not replica.is_current:
+            return
+        held = self.lives[replica.life].held[replica.next]
+        assert self.router.contents(name) == held
+        assert replica.num_held == len(held)
+        self.num_checked += 1
+
+    def catch_up(self) -> None:
+        """All mail is lost; the next events come. Then the picture is right."""
+        for name, cache in self.caches.items():
+            self.mail[name].clear()
+            if all(one.name != name for one in self.router.replicas()):
+                self.router.join(self.info(name))
+            if self.router.apply(name, cache.take()) is Taken.GAP:
+                assert self.router.restore(name, cache.log.snapshot(Load())) is Taken.APPLIED
+            assert self.router.contents(name) == set(cache.manager.contents())
+        assert all(one.is_current for one in self.router.replicas())
+        while self.tickets:
+            self.end()
+        assert all(one.num_requests == 0 for one in self.router.replicas())
+
+    def step(self) -> None:
+        """One random operation."""
+        kinds = {
+            **{self.compute: 30, self.deliver: 40, self.lose: 2, self.repeat: 3, self.swap: 2},
+            **{self.merge: 4, self.picture: 2, self.forget_idle: 1, self.restart: 1},
+            **{self.come_and_go: 1},
+        }
+        if self.random.random() < 0.2:
+            (self.send if self.random.random() < 0.55 else self.end)()
+        elif self.random.random() < 0.001:
+            self.restart_router()
+        else:
+            [operation] = self.random.choices(list(kinds), weights=list(kinds.values()))
+            operation(self.random.choice(self.names))
+
+
+def cut(names: bytes) -> list[bytes]:
+    return [names[at : at + 16] for at in range(0, len(names), 16)]
