@@ -98,7 +98,8 @@ def main() -> None:
 
     folder, dtype = sys.argv[1:]
     asked = Asked(**json.load(sys.stdin))
-    with AsyncEngine(folder, device="cpu", dtype=dtype, max_num_seqs=len(asked.prompts)) as engine:
+    settings = {"dtype": dtype, "compile": True, "max_num_seqs": len(asked.prompts)}
+    with AsyncEngine(folder, device="cpu", **settings) as engine:
         asyncio.run(crowd(engine, replace(asked, max_tokens=4)))
         print(json.dumps(asyncio.run(crowd(engine, asked))))
 

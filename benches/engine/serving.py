@@ -14,10 +14,10 @@ prompts, new ones each round, the same for all; greedy, 64 tokens each, the end 
 - 256 clients at once: times between tokens beside those of 256 tasks that read `AsyncEngine` in
   its own process, and by py-spy what the server's event loop is busy with meanwhile.
 
-`pyengine` is `pyengine serve`, `vllm` and `vllm32` are vLLM's server as it comes and with blocks of
-32, on all cores. All are up from the beginning and take turns, in another order each round; figures
-are medians of the rounds. Client and vLLM are those of `.venv-peers` (`benches/peers/env.py` makes
-it).
+`pyengine` is `pyengine serve --compile`, as vLLM compiles by itself; `vllm` and `vllm32` are vLLM's
+server as it comes and with blocks of 32, on all cores. All are up from the beginning and take
+turns, in another order each round; figures are medians of the rounds. Client and vLLM are those of
+`.venv-peers` (`benches/peers/env.py` makes it).
 
 Tables go to standard output, with `--docs` into docs/serving.md too, everything to
 `benches/results/serving.json`.
@@ -166,6 +166,7 @@ class Server(Child):
         if name == OURS:
             code = "from pyengine.cli import main; main()"
             command = [sys.executable, "-c", code, "serve", folder, "--log-format", "none"]
+            command.append("--compile")
         else:
             check_peers()
             server = "vllm.entrypoints.openai.api_server"
@@ -218,7 +219,7 @@ class Run:
         self.servers: list[Server] = []
         check_peers()
         self.client = stack.enter_context(Child([str(PEERS), "-m", "benches.engine.vllm_client"]))
-        serve = ["-m", "benches.engine.serve", OURS, str(embedded_model()), options.dtype]
+        serve = ["-m", "benches.engine.serve", "compiled", str(embedded_model()), options.dtype]
         self.offline = {}
         for name, seats in ((SEATS, options.clients), (AT_ONCE, options.prompts)):
             command = [sys.executable, *serve, json.dumps({"max_num_seqs": seats})]

@@ -7,7 +7,7 @@ from typing import Any
 SERVERS = OURS, VLLM, VLLM32 = "pyengine", "vllm", "vllm32"
 AT_ONCE, SEATS, ALONE = "offline, all at once", "offline, with seats", "engine alone"
 TITLES = {
-    OURS: "`pyengine serve`",
+    OURS: "`pyengine serve --compile`",
     VLLM: "vLLM's server",
     VLLM32: "vLLM's, `--block-size 32`",
     SEATS: "`LLM.generate`, a seat for each client",

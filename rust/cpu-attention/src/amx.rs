@@ -80,7 +80,7 @@ impl Drop for Tiles {
     }
 }
 
-/// Rows of 64 bytes in memory that is borrowed, each `stride` bytes after the last.
+/// Rows in memory that is borrowed, each `stride` bytes after the last.
 #[derive(Clone, Copy)]
 struct Rows<'t> {
     first: *const u8,
@@ -100,13 +100,14 @@ impl<'t> Rows<'t> {
         }
     }
 
-    /// `WIDTH` elements of each of these from `at` on, if they lie at equal distances.
+    /// These, if they lie at equal distances: forwards or, with a stride that wraps, backwards.
     #[inline(always)]
     fn spread(rows: &[&'t [u16]; ROWS]) -> Option<Self> {
         let [first, second] = [rows[0], rows[1]].map(|row| row.as_ptr().addr());
         let stride = second.wrapping_sub(first);
-        let even =
-            |(at, row): (usize, &&[u16])| row.as_ptr().addr().wrapping_sub(first) == at * stride;
+        let even = |(at, row): (usize, &&[u16])| {
+            row.as_ptr().addr().wrapping_sub(first) == stride.wrapping_mul(at)
+        };
         rows.iter().enumerate().all(even).then_some(Self {
             first: rows[0].as_ptr().cast(),
             stride,

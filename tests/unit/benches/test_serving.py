@@ -70,7 +70,7 @@ def test_the_tables_have_medians_shares_and_what_is_missing() -> None:
         },
     }
     text = "\n".join(tables(content))
-    assert "| `pyengine serve` | 100 | 7 | 7 | 7 | 7 |" in text
+    assert "| `pyengine serve --compile` | 100 | 7 | 7 | 7 | 7 |" in text
     assert "| `LLM.generate`, all at once | 1,234 |  |  |  |  |" in text
     assert "1.00 of `LLM.generate`, a seat for each client; goal 0.95, met." in text
     assert "| Poisson (1.50 a second) |" in text
