@@ -54,7 +54,7 @@ class ModelRunner:
         )
         _switch_to_paged_attention(self._model)
         self._heads = Heads(loaded, pool) if loaded.heads is not None else None
-        self._num_layers = pool.num_layers - loaded.num_heads
+        self._num_heads = loaded.num_heads
         self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None
         self._recorder = recorder
         self._max_num_seqs = limits.max_num_seqs
@@ -157,10 +157,11 @@ class ModelRunner:
                 logits_to_keep=inputs.logits_indices,
                 paged=context,
             ).logits[0]
-        if context.attended != self._num_layers:
+        num_layers = self._pool.num_layers - self._num_heads
+        if context.attended != num_layers:
             raise ConfigurationError(
                 f"{type(self._model).__name__} attended in {context.attended} of "
-                f"{self._num_layers} layers: the others keep a state that paged attention "
+                f"{num_layers} layers: the others keep a state that paged attention "
                 "does not hold; this model is not supported"
             )
         return logits

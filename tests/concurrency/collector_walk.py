@@ -88,6 +88,8 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     walk(manager, "blocks_for", 9, 4)
     computed(manager, range(50, 70)).free()
     walk(manager, "take_events")
+    computed(manager, range(50, 70)).free()
+    walk(manager, "take_packed_events")
     walk(manager, "begin_step", 64)
     walk(manager, "record", f"{folder}/no/such/folder")
     fresh = BlockManager(8, 4)
