@@ -256,7 +256,7 @@ impl World {
         let size = self.shape.block_size;
         let computed = |&sequence: &usize| {
             let (new, len) = self.sequences[sequence];
-            (len - new + 1) / size // the first new token sees its own position, too
+            len.min(len - new + 1) / size // the first new token sees its own position, too
         };
         let mut order: Vec<usize> = (0..self.sequences.len()).collect();
         order.sort_by_key(|sequence| usize::MAX - computed(sequence));
