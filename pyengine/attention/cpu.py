@@ -6,7 +6,6 @@ read once for all of them. What a row gives has the same bits in every batch.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.openmp import openmp_runtime
 
 
 def cpu_obstacle(needs: AttentionNeeds) -> str | None:
@@ -41,7 +41,7 @@ class CpuBackend:
             CpuCache(_array(keys), _array(values))
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
-        threads = CpuAttention(torch.get_num_threads(), _openmp())
+        threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
         self._memory = _Memory(pool, caches, threads)
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group: int | None = full[0] if full else None
@@ -60,11 +60,6 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return bits.numpy()
-
-
-def _openmp() -> Path | None:
-    """The OpenMP runtime that torch has brought along and computes by; None: it has none."""
-    return next((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"), None)
 
 
 def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:

@@ -8,6 +8,7 @@ from typing import Any, Never
 
 from pyengine.cache import TraceError
 from pyengine.core.errors import ConfigurationError, InvalidRequestError
+from pyengine.core.openmp import release_threads
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
 from pyengine.engine.builder import build_engine
@@ -23,6 +24,7 @@ class Frontend:
 
     def __init__(self, settings: EngineSettings) -> None:
         parts = build_engine(settings)
+        release_threads()  # the steps may be run by another thread
         self.model_path: Path = parts.loaded.path
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager

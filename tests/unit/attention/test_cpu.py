@@ -13,6 +13,7 @@ from pyengine.attention import AttentionOptions, cpu
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.core.openmp import openmp_runtime
 from tests.support.attention import inputs_of
 
 
@@ -160,10 +161,10 @@ def test_it_runs_inside_inference_mode_and_outside():
     assert torch.equal(outside, inside)
 
 
-@pytest.mark.parametrize("runtime", [None, cpu._openmp()])
+@pytest.mark.parametrize("runtime", [None, openmp_runtime()])
 def test_threads_of_its_own_and_those_of_torch_give_the_same_from_any_caller(runtime, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(cpu, "_openmp", lambda: runtime)
+    monkeypatch.setattr(cpu, "openmp_runtime", lambda: runtime)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     shape = Shape(kv_heads=3, group=3, dim_k=64, dim_v=64, block=16)
     lengths = [(1, 37 * number) for number in range(24)]

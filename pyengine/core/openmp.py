@@ -1,0 +1,30 @@
+"""The OpenMP runtime that torch has brought along: its threads, which wait for work by spinning."""
+
+from ctypes import CDLL
+from importlib.util import find_spec
+from pathlib import Path
+
+_HARD = 2
+"""`omp_pause_hard`, from omp.h."""
+
+
+def openmp_runtime() -> Path | None:
+    """The file of the runtime that torch computes by; None: torch has brought none."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    return next((Path(spec.origin).parent / "lib").glob("libgomp*.so*"), None)
+
+
+def release_threads() -> None:
+    """End the OpenMP threads of the calling thread; its next computation makes new ones.
+
+    Each thread that computes has a team of its own. Where the threads of all teams are more than
+    the cores, GCC's runtime lets none of them spin: they sleep at every barrier, hundreds of times
+    a step, and a step takes 1.4 times as long. So the thread that has loaded a model must not keep
+    its team while another one runs the steps. (`omp_pause_resource_all`, OpenMP 5.0.)
+    """
+    runtime = openmp_runtime()
+    pause = None if runtime is None else getattr(CDLL(str(runtime)), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_HARD)
