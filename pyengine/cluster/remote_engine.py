@@ -15,14 +15,14 @@ from pyengine.cluster.calls import About, Delta, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.core.errors import (
     EngineClosedError,
-    InvalidRequestError,
     NoReplicaError,
     ReplicaLostError,
 )
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine import Intake, Prompt, PromptLogprobCache, RequestState
-from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salt_namespace
+from pyengine.engine import Intake, PromptLogprobCache, RequestState
+from pyengine.engine.intake import refuse_taken
+from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 
 _LOOKS_EVERY = 0.02
 _TRIES = 3
@@ -124,28 +124,20 @@ class RemoteEngine:
         priority: float = 0,
     ) -> RequestState:
         """See `AsyncEngine.request`."""
-        parsed = parse_prompt(prompt, self.tokenizer)
+        parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._about.default_params)
-        namespace = parsed.namespace if cache_salt is None else salt_namespace(cache_salt)
-        made = Prompt(token_ids=parsed.token_ids, text=parsed.text, namespace=namespace)
         self._num_made += 1
         name = f"{self._num_made}" if request_id is None else request_id
-        return self._intake.request(name, made, params, priority=priority)
+        return self._intake.request(name, parsed, params, priority=priority)
 
     def submit(self, requests: Sequence[RequestState]) -> "RemoteStream":
         """See `AsyncEngine.submit`. Called on the event loop."""
         if self._is_draining:
             raise EngineClosedError("the engine takes no more requests: it is being drained")
-        if not self.replicas.names():
-            raise NoReplicaError("no replica takes requests now: try again later")
-        names = [one.request_id for one in requests]
-        for name in names:
-            if name in self._live or names.count(name) > 1:
-                raise InvalidRequestError(
-                    f"request id {name!r} is in use: give another one, or none"
-                )
+        self.check_health()
+        refuse_taken(requests, self._live)
         stream = RemoteStream(self, [_Remote(one, place) for place, one in enumerate(requests)])
-        self._live.update(zip(names, stream.requests, strict=True))
+        self._live.update({one.state.request_id: one for one in stream.requests})
         return stream
 
     async def run(self, remote: "_Remote") -> AsyncGenerator[RequestOutput]:

@@ -20,8 +20,8 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
 from pyengine.engine.frontend import Frontend
-from pyengine.engine.intake import ModelFacts
-from pyengine.engine.prompts import Prompt, PromptLike, match_params, parse_prompt, salt_namespace
+from pyengine.engine.intake import ModelFacts, refuse_taken
+from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import RequestState
 from pyengine.engine.stream import Mail, OutputStream
 from pyengine.engine.view import EngineView
@@ -125,9 +125,9 @@ class AsyncEngine(Frontend):
         `InvalidRequestError`.
         """
         self._shared.refuse_fork()
-        parsed = parse_prompt(prompt, self.tokenizer)
+        parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        state = self._checked(parsed, params, request_id, cache_salt, priority)
+        state = self._request(parsed, params, request_id, priority=priority)
         state.deadline = _checked_deadline(deadline)
         return state
 
@@ -140,7 +140,7 @@ class AsyncEngine(Frontend):
         stream = OutputStream(requests, self._mail, self._leave)
         with self._lock:
             self._refuse_new()
-            self._refuse_taken(requests)
+            refuse_taken(requests, self._live)
             self._refuse_too_many(len(requests))
             self._live.update({one.request_id: one for one in requests})
             self._shared.submit(requests)
@@ -159,32 +159,6 @@ class AsyncEngine(Frontend):
         if unfinished:
             self._shared.abort(unfinished)
             self._wake.set()
-
-    def _checked(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None,
-        cache_salt: str | None,
-        priority: float,
-    ) -> RequestState:
-        if cache_salt is not None:
-            salt = salt_namespace(cache_salt)
-            if prompt.namespace not in (b"", salt):
-                raise InvalidRequestError(
-                    f"cache_salt={cache_salt!r} and another one in the prompt: give it once"
-                )
-            prompt = Prompt(token_ids=prompt.token_ids, text=prompt.text, namespace=salt)
-        return self._request(prompt, params, request_id, priority=priority)
-
-    def _refuse_taken(self, requests: Sequence[RequestState]) -> None:
-        names = set()
-        for one in requests:
-            if one.request_id in self._live or one.request_id in names:
-                raise InvalidRequestError(
-                    f"request id {one.request_id!r} is in use: give another one, or none"
-                )
-            names.add(one.request_id)
 
     def _refuse_too_many(self, count: int) -> None:
         most, waiting = self._max_num_waiting, self._shared.num_waiting

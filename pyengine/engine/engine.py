@@ -15,7 +15,6 @@ from pyengine.core.errors import (
     BrokenLogitsError,
     DeviceMemoryError,
     EngineDeadError,
-    InvalidRequestError,
     PyEngineError,
     RequestFailedError,
     StructuredOutputError,
@@ -27,7 +26,7 @@ from pyengine.engine.batch import BatchMaker, Rows
 from pyengine.engine.drafting import Drafting
 from pyengine.engine.executor import Executor, StepResults, SubmittedStep
 from pyengine.engine.heads import HeadDrafter
-from pyengine.engine.intake import Intake, ModelFacts
+from pyengine.engine.intake import Intake, ModelFacts, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery
@@ -165,13 +164,9 @@ class Engine:
 
     def add(self, state: RequestState) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
-        other = self._requests.get(state.request_id)
-        if other is state:  # an interrupt came after it had been queued
+        if self._requests.get(state.request_id) is state:  # an interrupt came after it was queued
             return
-        if other is not None:
-            raise InvalidRequestError(
-                f"request id {state.request_id!r} is in use: give another one, or none"
-            )
+        refuse_taken([state], self._requests)
         try:
             self._requests[state.request_id] = state
             for sample in state.samples:

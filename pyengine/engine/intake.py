@@ -1,6 +1,7 @@
 """From a prompt and its settings to a request that can be served, or a refusal."""
 
 import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from threading import Lock
@@ -147,3 +148,14 @@ class Intake:
             sample = Sample(state, index, sampling.sibling(seed + index), ends)
             state.samples.append(sample)
         return state
+
+
+def refuse_taken(requests: Sequence[RequestState], live: Container[str]) -> None:
+    """Raise `InvalidRequestError` for an id among `live` ones, or twice among these."""
+    names = set[str]()
+    for one in requests:
+        if one.request_id in live or one.request_id in names:
+            raise InvalidRequestError(
+                f"request id {one.request_id!r} is in use: give another one, or none"
+            )
+        names.add(one.request_id)

@@ -1,7 +1,7 @@
 """Prompts in every form that callers give them, to token ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -95,6 +95,21 @@ def salt_namespace(cache_salt: Any) -> bytes:
         return cache_salt.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"cache_salt={cache_salt!a} is no valid Unicode") from error
+
+
+def salted(prompt: Prompt, cache_salt: Any) -> Prompt:
+    """The prompt under a `cache_salt` that was given beside it; as it is, if that is None.
+
+    Raises `InvalidRequestError` if it came with another one.
+    """
+    if cache_salt is None:
+        return prompt
+    namespace = salt_namespace(cache_salt)
+    if prompt.namespace not in (b"", namespace):
+        raise InvalidRequestError(
+            f"cache_salt={cache_salt!r} and another one in the prompt: give it once"
+        )
+    return replace(prompt, namespace=namespace)
 
 
 def _encode(text: str, tokenizer: Any) -> Sequence[int]:

@@ -24,6 +24,7 @@ from pyengine.core.settings import EngineSettings
 from pyengine.engine import AsyncEngine
 from tests.support.docs import ROOT
 from tests.support.processes import is_running, processes_with, wait_for_end
+from tests.support.replicas import read
 from tests.support.serving import events_of, save_small_model
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: say `make cluster-test`")
@@ -78,23 +79,12 @@ async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
             await asyncio.sleep(0.02)
 
 
-async def read(engine: Any, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
-    stream = engine.submit([engine.request(prompt, params)])
-    tokens: list[int] = []
-    try:
-        async for item in stream:
-            tokens += item.outputs[0].token_ids
-    finally:
-        stream.close()
-    return item, tokens
-
-
 async def through_gate(engine: Any, prompts: list[list[int]], most: int) -> list[Any]:
     gate = asyncio.Semaphore(most)
 
     async def one(prompt: list[int]) -> Any:
         async with gate:
-            return await read(engine, prompt)
+            return await read(engine, prompt, GREEDY)
 
     return await asyncio.gather(*map(one, prompts))
 
@@ -191,7 +181,7 @@ def test_a_killed_replica_and_its_replacement(folder: Path) -> None:
         streams = [asyncio.create_task(stream(number)) for number in range(8)]
         before = set(engine.replicas.names())
         await until(lambda: engine.stats().num_running >= 6)
-        wholes = [asyncio.create_task(read(engine, [40 + n] * 50)) for n in range(8)]
+        wholes = [asyncio.create_task(read(engine, [40 + n] * 50, GREEDY)) for n in range(8)]
         await until(lambda: sum(one.num_requests for one in router.replicas()) >= 12)
         victim = processes_with(REPLICA)[0]
         os.kill(victim, signal.SIGKILL)

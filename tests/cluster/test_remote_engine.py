@@ -12,12 +12,17 @@ import pytest
 from pyengine.cluster.observation import ClusterObservation
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
-from pyengine.core.errors import EngineClosedError, NoReplicaError, ReplicaLostError
+from pyengine.core.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    NoReplicaError,
+    ReplicaLostError,
+)
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.server import create_app
-from tests.support.replicas import LocalReplicas, small_replica
-from tests.support.serving import events_of, save_small_model
+from tests.support.replicas import LocalReplicas, read, small_replica
+from tests.support.serving import alone, events_of, open_small_engine, save_small_model
 
 GREEDY = SamplingParams(
     temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
@@ -58,38 +63,20 @@ def over(
     return asyncio.run(main())
 
 
-async def read(engine: RemoteEngine, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
-    """The last item of a request, and the tokens of all."""
-    stream = engine.submit([engine.request(prompt, params)])
-    tokens: list[int] = []
-    try:
-        async for item in stream:
-            tokens += item.outputs[0].token_ids
-    finally:
-        stream.close()
-    return item, tokens
-
-
 def test_answers_are_those_of_one_engine_and_families_stay_together(
-    two: tuple[Replica, Replica],
+    two: tuple[Replica, Replica], folder: Path
 ) -> None:
     prompts = [[*FAMILIES[n % 4], *range(n, n + 9)] for n in range(40)]
 
-    async def alone() -> list[list[int]]:
-        found = []
-        for prompt in prompts:
-            async for item in two[0].engine.generate(prompt, GREEDY):
-                found.append(item.outputs[0].token_ids)
-        return found
-
-    expected = asyncio.run(alone())
+    with open_small_engine(folder) as one_engine:
+        expected = [list(alone(one_engine, one, GREEDY).outputs[0].token_ids) for one in prompts]
 
     async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
         gate = asyncio.Semaphore(6)
 
         async def one(prompt: list[int]) -> Any:
             async with gate:
-                return await read(engine, prompt)
+                return await read(engine, prompt, GREEDY)
 
         done = await asyncio.gather(*map(one, prompts))
         assert [tokens for _, tokens in done] == expected
@@ -151,6 +138,24 @@ def test_salts_separate(two: tuple[Replica, Replica]) -> None:
     over(two, main)
 
 
+def test_what_an_engine_refuses_is_refused_here(two: tuple[Replica, Replica]) -> None:
+    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+        salted = {"prompt_token_ids": [5, 6], "cache_salt": "one"}
+        for one in (engine, two[0].engine):
+            with pytest.raises(InvalidRequestError, match="cache_salt='two' and another one"):
+                one.request(salted, GREEDY, cache_salt="two")
+            assert one.request(salted, GREEDY, cache_salt="one").namespace == b"one"
+            twice = [one.request([5], GREEDY, "same"), one.request([6], GREEDY, "same")]
+            with pytest.raises(InvalidRequestError, match="'same' is in use"):
+                one.submit(twice)
+            stream = one.submit(twice[:1])
+            with pytest.raises(InvalidRequestError, match="'same' is in use"):
+                one.submit(twice[1:])
+            stream.close()
+
+    over(two, main)
+
+
 def test_a_lost_replica_before_and_after_the_first_token(two: tuple[Replica, Replica]) -> None:
     async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
         router = local.fleet.router
@@ -159,7 +164,7 @@ def test_a_lost_replica_before_and_after_the_first_token(two: tuple[Replica, Rep
         readers = [aiter(one) for one in streams]
         for one in readers:
             await anext(one)  # each has begun
-        whole = [asyncio.create_task(read(engine, [n] * 40)) for n in range(20, 24)]
+        whole = [asyncio.create_task(read(engine, [n] * 40, GREEDY)) for n in range(20, 24)]
         await asyncio.sleep(0)
         counts = {one.name: one.num_requests for one in router.replicas()}
         assert min(counts.values()) > 0
@@ -247,7 +252,7 @@ def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> N
 
 def test_a_drain_lets_what_runs_end(two: tuple[Replica, Replica]) -> None:
     async def main(_: Any, engine: RemoteEngine, __: Any) -> None:
-        asked = asyncio.create_task(read(engine, [5] * 20))
+        asked = asyncio.create_task(read(engine, [5] * 20, GREEDY))
         await asyncio.sleep(0)
         assert await engine.drain(20)
         assert (await asked)[0].finished
@@ -283,7 +288,7 @@ def test_a_replica_of_another_kind_gets_no_request(
             assert "hash_seed=9" in caplog.text and "hash_seed=0" in caplog.text
             engine = RemoteEngine(local, good.about())
             for n in range(5, 11):
-                await read(engine, [n] * 20)
+                await read(engine, [n] * 20, GREEDY)
             assert local.there["b"].num_requests == 0
 
     try:
@@ -307,7 +312,7 @@ def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) -> Non
 def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
     async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
         for number in range(4):
-            await read(engine, [*FAMILIES[number % 2], number])
+            await read(engine, [*FAMILIES[number % 2], number], GREEDY)
         text = (await client.get("/metrics")).text
         for name in ("a", "b"):
             assert f'vllm:generation_tokens_total{{engine="{name}"' in text

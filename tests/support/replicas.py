@@ -9,9 +9,12 @@ from typing import Any
 from pyengine.cluster.calls import Delta, RemoteRequest
 from pyengine.cluster.fleet import Fleet, News
 from pyengine.cluster.prefix_router import PrefixRouter
+from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.core.errors import ReplicaLostError
+from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
+from pyengine.engine.prompts import PromptLike
 
 
 class Lossy:
@@ -122,3 +125,15 @@ def small_replica(name: str, folder: Path, **settings: Any) -> Replica:
     """One of a model of a few kilobytes."""
     given = {"device": "cpu", "dtype": "float32", "block_size": 16, "num_blocks": 512, **settings}
     return Replica(name, EngineSettings(folder, **given))
+
+
+async def read(engine: RemoteEngine, prompt: PromptLike, params: SamplingParams) -> Any:
+    """The last item of a request, and the tokens of all."""
+    stream = engine.submit([engine.request(prompt, params)])
+    tokens: list[int] = []
+    try:
+        async for item in stream:
+            tokens += item.outputs[0].token_ids
+    finally:
+        stream.close()
+    return item, tokens
