@@ -148,25 +148,30 @@ $(DEV): $(SERVE)
 	$(PIP) install -r $(VENV)/requirements-dev.txt
 	@touch $@
 
-# Its own packages come first, then those of .venv. litellm needs an older openai, and is alone.
-$(CLIENTS)/.installed: pyproject.toml $(DEV)
-	$(PYTHON) -m venv $(CLIENTS)
-	$(BIN)/python tools/requirements.py clients > $(CLIENTS)/requirements.txt
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements.txt
+# $(call environment,FOLDER,GROUP): an environment with a group of pyproject.toml. The pip that comes with
+# Python may be too old to find versions that go together.
+define environment
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip --disable-pip-version-check -q --no-input install 'pip>=25'
+	$(BIN)/python tools/requirements.py $(2) > $(1)/requirements.txt
+	$(1)/bin/python -m pip -q --no-input install -r $(1)/requirements.txt
+endef
+
+# $(call borrow,FOLDER): behind its own packages, those of .venv.
+define borrow
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
-	$(PYTHON) -m venv $(CLIENTS)/litellm
-	$(BIN)/python tools/requirements.py litellm > $(CLIENTS)/requirements-litellm.txt
-	$(CLIENTS)/litellm/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLIENTS)/requirements-litellm.txt
+	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
+endef
+
+$(CLIENTS)/.installed: pyproject.toml $(DEV)
+	$(call environment,$(CLIENTS),clients)
+	$(call borrow,$(CLIENTS))
+	$(call environment,$(CLIENTS)/litellm,litellm) # it needs an older openai
 	@touch $@
 
-# Ray comes first, then the packages of .venv.
 $(CLUSTER)/.installed: pyproject.toml $(DEV)
-	$(PYTHON) -m venv $(CLUSTER)
-	$(BIN)/python tools/requirements.py cluster > $(CLUSTER)/requirements.txt
-	$(CLUSTER)/bin/python -m pip --disable-pip-version-check -q --no-input install -r $(CLUSTER)/requirements.txt
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > "$$($(CLUSTER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pyengine-venv.pth"
+	$(call environment,$(CLUSTER),cluster)
+	$(call borrow,$(CLUSTER))
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)
