@@ -112,7 +112,7 @@ def paged_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if isinstance(context, PagedContext):
         return context.attend(module.layer_idx, q, k, v, options)[None], None
-    return opaque_attention(
+    found: torch.Tensor = torch.ops.pyengine.paged_attention(
         q,
         k,
         v,
@@ -122,7 +122,8 @@ def paged_attention(
         options.scaling,
         options.sliding_window,
         options.softcap,
-    )[None], None
+    )
+    return found[None], None
 
 
 _running: dict[int, PagedContext] = {}
@@ -144,8 +145,7 @@ def running(number: int, context: PagedContext) -> Iterator[None]:
         del _running[number]
 
 
-@torch.library.custom_op("pyengine::paged_attention", mutates_args=())
-def opaque_attention(  # noqa: PLR0913, PLR0917
+def _attend_opaquely(  # noqa: PLR0913, PLR0917
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -165,7 +165,6 @@ def opaque_attention(  # noqa: PLR0913, PLR0917
     return _running[number].attend(layer, query, key, value, options)
 
 
-@opaque_attention.register_fake
 def _shape(
     query: torch.Tensor,
     _key: torch.Tensor,
@@ -173,3 +172,13 @@ def _shape(
     *_rest: object,
 ) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+
+
+# Not `custom_op`, which looks at every call whether its output is one of its inputs.
+torch.library.define(
+    "pyengine::paged_attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int number, int layer, "
+    "float scaling, int? sliding_window, float? softcap) -> Tensor",
+)
+torch.library.impl("pyengine::paged_attention", ("CPU", "CUDA"))(_attend_opaquely)
+torch.library.register_fake("pyengine::paged_attention")(_shape)

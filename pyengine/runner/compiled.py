@@ -25,6 +25,9 @@ TYPICAL_TOKENS = 32
 _FEWEST = 2
 """What the dynamic dimensions begin with: torch takes a size of 1 for another kind of graph."""
 
+_UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+"""A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
+
 
 class CompiledForward:
     """Logits of `inputs.logits_indices`, by a compiled graph.
@@ -50,8 +53,9 @@ class CompiledForward:
             logits: torch.Tensor = output.logits[0]
             return logits
 
+        options = _UNCHECKED if backend == "inductor" else None
         self._compiled: Callable[..., torch.Tensor] = torch.compile(
-            forward, fullgraph=True, backend=backend
+            forward, fullgraph=True, backend=backend, options=options
         )
         try:
             device = next(model.parameters()).device

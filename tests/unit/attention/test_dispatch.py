@@ -11,7 +11,7 @@ from pyengine.attention import (
     PagedContext,
     register_paged_attention,
 )
-from pyengine.attention.dispatch import opaque_attention, paged_attention, running
+from pyengine.attention.dispatch import paged_attention, running
 from pyengine.core.errors import ConfigurationError
 
 
@@ -88,9 +88,9 @@ def test_a_model_runs_one_step_at_a_time_and_forgets_it():
     query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
     arguments = (query, query[:, :2], value, None, -1, 0, 1.0, None, None)
     with pytest.raises(KeyError):
-        opaque_attention(*arguments)
+        torch.ops.pyengine.paged_attention(*arguments)
     with running(-1, context):
-        assert opaque_attention(*arguments).shape == (2, 4, 6)
+        assert torch.ops.pyengine.paged_attention(*arguments).shape == (2, 4, 6)
     assert context.attended == 1
 
 
@@ -103,7 +103,7 @@ def test_options_reach_the_plan():
     plan, sinks = Plan(), torch.ones(4)
     query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
     with running(-1, PagedContext(plan, [None, None])):
-        opaque_attention(query, query[:, :2], value, sinks, -1, 1, 0.5, 7, 2.0)
+        torch.ops.pyengine.paged_attention(query, query[:, :2], value, sinks, -1, 1, 0.5, 7, 2.0)
     layer, options = plan.call
     assert layer == 1
     assert torch.equal(options.sinks, sinks)
