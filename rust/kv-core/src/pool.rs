@@ -526,5 +526,8 @@ impl Pool {
 
 #[inline]
 fn is_ready(block: &Block, open: OpenSteps) -> bool {
-    open.is_none_or(|steps| !steps.contains(&block.step))
+    // There is no content of a step between them: it would have been rolled back.
+    open.is_none_or(|[oldest, newest]| {
+        block.step.wrapping_sub(oldest) > newest.wrapping_sub(oldest)
+    })
 }

@@ -95,6 +95,7 @@ impl FreeQueue {
         let list = List::Probation;
         let last = self.links[self.sentinel(list).at()].prev;
         Joining {
+            before: self.links[last.at()].prev,
             links: &mut self.links,
             lens: &mut self.lens,
             list,
@@ -127,21 +128,30 @@ impl FreeQueue {
     /// a sequence went in, leave together: what is around them is linked once.
     #[inline]
     pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], list_of: impl Fn(BlockId) -> List) {
-        let links = &mut self.links[..];
-        let mut at = 0;
-        while let Some(&first) = blocks.get(at) {
-            let (begin, mut gap) = (at, std::mem::replace(&mut links[first.at()], UNQUEUED));
-            at += 1;
-            if !is_queued(gap) {
-                continue;
+        let (mut gap, mut first, mut count) = (UNQUEUED, BlockId::NONE, 0);
+        for &block in blocks {
+            // By its own number, not by what its neighbour says: links lie anywhere in memory, and so no
+            // one waits for the one before.
+            let link = self.links[block.at()];
+            if block == gap.prev {
+                gap.prev = link.prev;
+                count += 1;
+            } else {
+                self.close(gap, count, || list_of(first));
+                (gap, first, count) = (self.links[block.at()], block, 1);
             }
-            while blocks.get(at) == Some(&gap.prev) {
-                gap.prev = std::mem::replace(&mut links[gap.prev.at()], UNQUEUED).prev;
-                at += 1;
-            }
-            links[gap.prev.at()].next = gap.next;
-            links[gap.next.at()].prev = gap.prev;
-            self.lens[list_of(first) as usize] -= at - begin;
+            self.links[block.at()] = UNQUEUED;
+        }
+        self.close(gap, count, || list_of(first));
+    }
+
+    /// Links what is on both sides of a gap, if there is one, that `count` blocks of a list leave.
+    #[inline]
+    fn close(&mut self, gap: Link, count: usize, list: impl FnOnce() -> List) {
+        if is_queued(gap) {
+            self.links[gap.prev.at()].next = gap.next;
+            self.links[gap.next.at()].prev = gap.prev;
+            self.lens[list() as usize] -= count;
         }
     }
 
@@ -202,14 +212,15 @@ fn is_queued(link: Link) -> bool {
     link.prev != BlockId::NONE
 }
 
-/// Blocks on their way into the queue, one after the other: what comes to the same tail is linked to what
-/// comes there next. The lists are whole again once it has ended.
+/// Blocks on their way into the queue, one after the other: what comes to a tail is linked once it is known
+/// what comes there next. The lists are whole again once it has ended.
 pub(crate) struct Joining<'a> {
     links: &'a mut [Link],
     lens: &'a mut [usize; LISTS.len()],
-    /// The list of the last one, which that is, and how many came there since.
+    /// The list of the last one, which that is, the one before it, and how many came there since.
     list: List,
     last: BlockId,
+    before: BlockId,
     count: usize,
 }
 
@@ -221,7 +232,7 @@ impl Joining<'_> {
 
     #[inline]
     pub(crate) fn contains(&self, block: BlockId) -> bool {
-        is_queued(self.links[block.at()])
+        block == self.last || is_queued(self.links[block.at()])
     }
 
     /// A free block goes to the head of its list, an idle one to the tail.
@@ -234,9 +245,8 @@ impl Joining<'_> {
             }
             self.turn_to(list);
         }
-        self.links[self.last.at()].next = block;
-        self.links[block.at()].prev = self.last;
-        self.last = block;
+        self.link_last(block);
+        self.before = std::mem::replace(&mut self.last, block);
         self.count += 1;
     }
 
@@ -249,22 +259,29 @@ impl Joining<'_> {
     }
 
     fn turn_to(&mut self, list: List) {
-        self.link_last();
+        self.close();
         self.list = list;
         self.last = self.links[self.sentinel(list).at()].prev;
+        self.before = self.links[self.last.at()].prev;
     }
 
     #[inline]
     pub(crate) fn end(mut self) {
-        self.link_last();
+        self.close();
     }
 
     #[inline]
-    fn link_last(&mut self) {
+    fn close(&mut self) {
         let sentinel = self.sentinel(self.list);
-        self.links[self.last.at()].next = sentinel;
+        self.link_last(sentinel);
         self.links[sentinel.at()].prev = self.last;
         self.lens[self.list as usize] += std::mem::take(&mut self.count);
+    }
+
+    #[inline]
+    fn link_last(&mut self, next: BlockId) {
+        let prev = self.before;
+        self.links[self.last.at()] = Link { prev, next };
     }
 }
 
