@@ -25,10 +25,10 @@ from pyengine.attention.paged import (
     apply_sinks,
     cumulative,
     leading_decodes,
-    upload,
     window_left,
 )
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 
 PAGE = 256
 """Its pages are a multiple of this many tokens."""

@@ -30,10 +30,10 @@ from pyengine.attention.paged import (
     apply_sinks,
     leading_decodes,
     page_table,
-    upload,
     window_left,
 )
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 
 _WORKSPACE_BYTES = 256 << 20
 _HEAD_DIMS = (64, 128, 256)

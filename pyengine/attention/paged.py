@@ -124,14 +124,6 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` on `device`. The host does not wait for a CUDA device: the memory is pinned."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
-
-
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Attention with sinks, from attention without them.
 

@@ -12,8 +12,9 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
-from pyengine.attention.paged import on_device, upload
+from pyengine.attention.paged import on_device
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
 from pyengine.runner.buffers import InputBuffers, RunnerLimits
