@@ -64,6 +64,7 @@ class FlashAttnBackend:
 
     name = "flash-attn"
     supports_graphs = True
+    reads_tables = True
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

@@ -62,6 +62,7 @@ class FlexBackend:
 
     name = "flex"
     supports_graphs = True
+    reads_tables = True
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

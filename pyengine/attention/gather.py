@@ -43,6 +43,7 @@ class GatherBackend:
 
     name = "gather"
     supports_graphs = False
+    reads_tables = False
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

@@ -281,7 +281,7 @@ def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
     positions = np.array(
         [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
     )
-    return positions if rows.repeats is None else positions.repeat(rows.repeats.numpy())
+    return positions if rows.repeats is None else positions.repeat(rows.repeats)
 
 
 def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:
