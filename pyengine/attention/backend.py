@@ -136,6 +136,12 @@ class AttentionBackend(Protocol):
         """The layer group of which it wants to know what sequences share, to read that once."""
         ...
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether it reads `StepInputs.block_tables`; else the host's serve, and those are a shape
+        without contents."""
+        ...
+
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step: called once, before the first layer."""
         ...

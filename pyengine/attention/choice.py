@@ -17,6 +17,7 @@ from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.attention.paged import on_device
 from pyengine.attention.varlen import VarlenBackend, varlen_obstacle
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.cache.memory import upload
 from pyengine.core.errors import ConfigurationError
 
 _TRIAL_BLOCKS = 4
@@ -209,9 +210,9 @@ def _trial_inputs(new_tokens: int, block_size: int, device: torch.device) -> Ste
         input_ids=none,
         positions=positions,
         slot_mapping=positions[None] + block_size,
-        query_start_loc=torch.from_numpy(starts).to(device),
-        seq_lens=torch.from_numpy(lens).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
+        query_start_loc=upload(starts, device),
+        seq_lens=upload(lens, device),
+        block_tables=upload(tables, device),
         logits_indices=none,
         host_query_start_loc=starts,
         host_seq_lens=lens,

@@ -35,6 +35,7 @@ class CpuBackend:
 
     name = "cpu"
     supports_graphs = False
+    reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
         caches = [

@@ -25,10 +25,10 @@ from pyengine.attention.paged import (
     apply_sinks,
     cumulative,
     leading_decodes,
-    upload,
     window_left,
 )
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 
 PAGE = 256
 """Its pages are a multiple of this many tokens."""
@@ -64,6 +64,7 @@ class FlashAttnBackend:
 
     name = "flash-attn"
     supports_graphs = True
+    reads_tables = True
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

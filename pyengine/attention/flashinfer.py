@@ -9,14 +9,20 @@ sinks are added from the logarithm of the sum under the softmax, which is in bas
 
 import importlib
 import math
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.flashinfer_memory import (
+    GraphPages,
+    PlanMemory,
+    mark_at_once,
+    mark_in_stream,
+)
 from pyengine.attention.needs import (
     FLOAT8_DTYPES,
     AttentionNeeds,
@@ -30,15 +36,15 @@ from pyengine.attention.paged import (
     apply_sinks,
     leading_decodes,
     page_table,
-    upload,
     window_left,
 )
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 
-_WORKSPACE_BYTES = 256 << 20
+_LEAST_WORKSPACE = 16 << 20
+_INT_WORKSPACE = 8 << 20
+"""Bytes in which a wrapper keeps its plan on the device."""
 _HEAD_DIMS = (64, 128, 256)
-_PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
-"""The attribute in which a wrapper keeps the pinned memory that it plans in."""
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
 """What flashinfer imports: modules, and the packages that have them."""
 _LN2 = math.log(2)
@@ -77,47 +83,19 @@ class _Kind:
     scaling: float
 
 
-Mark = Callable[[], Callable[[], bool]]
-"""Marks a place in the device's queue; what it returns says whether the device has come there."""
+def workspace_bytes(kind: _Kind, processors: int, most_decodes: int) -> int:
+    """Bytes that the kernels want for the parts of a sequence that several blocks attend to.
 
-
-def mark_in_stream() -> Callable[[], bool]:
-    """Mark the current CUDA stream by an event. See `Mark`."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.query
-
-
-def mark_at_once() -> Callable[[], bool]:
-    """The device is the host, which is always there. See `Mark`."""
-    return lambda: True
-
-
-class PlanMemory:
-    """Pinned memory that wrappers plan in.
-
-    `plan` writes into such memory and queues its copy to the device, without a word of when that is
-    done; the wrapper would write into the same memory for the next step, which may be planned while
-    the copy still waits. So each plan gets memory whose last copy has been made. There are as many
-    pieces as there are plans under way.
+    flashinfer divides keys as long as that keeps a GPU of so many `processors` busy, and in a graph
+    of `most_decodes` sequences it has room for a part of each. A part is a tile of rows by all
+    query heads, in float32, with the logarithm of its sum (`PrefillPlan` in its `scheduler.cuh`).
     """
-
-    def __init__(self, mark: Mark) -> None:
-        self._mark = mark
-        self._lent: deque[tuple[torch.Tensor, Callable[[], bool]]] = deque()
-
-    def plan(self, wrapper: Any, *arguments: Any, **settings: Any) -> None:
-        """`wrapper.plan`, in memory that no earlier plan needs any more."""
-        memory = self._free(getattr(wrapper, _PLAN_BUFFER))
-        setattr(wrapper, _PLAN_BUFFER, memory)
-        wrapper.plan(*arguments, **settings)
-        self._lent.append((memory, self._mark()))
-
-    def _free(self, own: torch.Tensor) -> torch.Tensor:
-        if self._lent and self._lent[0][1]():
-            memory, _ = self._lent.popleft()
-            return memory
-        return torch.empty_like(own, pin_memory=own.is_pinned())
+    group = kind.query_heads // kind.kv_heads
+    decode_tile = 16 if group <= 16 else 64 if group <= 64 else 128
+    split = 2 * processors // kind.kv_heads
+    in_graph = -(-most_decodes * group // decode_tile) + most_decodes
+    rows = max(split * 128, max(split, in_graph) * decode_tile)
+    return max(_LEAST_WORKSPACE, 4 * kind.query_heads * rows * (kind.head_dim + 1) + 1024)
 
 
 class FlashInferBackend:
@@ -125,16 +103,22 @@ class FlashInferBackend:
 
     name = "flashinfer"
     supports_graphs = True
+    reads_tables = False
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("flashinfer")
-        # of all wrappers: it holds intermediate results of one layer; zeros at first
-        self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=pool.device)
+        self._processors = 1
         self._wrappers: dict[tuple[str, _Kind], Any] = {}
+        self._int_workspaces: dict[_Kind, torch.Tensor] = {}
+        self._pages: dict[int, torch.Tensor] = {}
         on_cuda = pool.device.type == "cuda"
+        if on_cuda:
+            properties = torch.cuda.get_device_properties(pool.device)
+            self._processors = properties.multi_processor_count
         self.plan_memory = PlanMemory(mark_in_stream if on_cuda else mark_at_once)
 
     def plan(self, inputs: StepInputs) -> "FlashInferPlan":
@@ -142,7 +126,11 @@ class FlashInferBackend:
         return FlashInferPlan(self, inputs)
 
     def graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan":
-        """Wrappers of its own, over fixed memory, that `refresh` plans anew."""
+        """Wrappers of its own, over fixed memory, that `refresh` plans anew.
+
+        The wrappers of all sizes share that memory, as one graph runs at a time: the largest comes
+        first.
+        """
         return FlashInferGraphPlan(self, inputs)
 
     def decoder(self, kind: _Kind) -> Any:
@@ -150,7 +138,7 @@ class FlashInferBackend:
         wrapper = self._wrappers.get(("decode", kind))
         if wrapper is None:
             wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
-                self.workspace, "NHD", use_tensor_cores=True
+                self._workspace_for(kind, 0), "NHD", use_tensor_cores=True
             )
             self._wrappers["decode", kind] = wrapper
         return wrapper
@@ -159,9 +147,47 @@ class FlashInferBackend:
         """The wrapper for all others."""
         wrapper = self._wrappers.get(("prefill", kind))
         if wrapper is None:
-            wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+            wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace_for(kind, 0), "NHD"
+            )
             self._wrappers["prefill", kind] = wrapper
         return wrapper
+
+    def graph_decoder(self, kind: _Kind, pages: GraphPages) -> Any:
+        """A wrapper for a graph that reads `pages`."""
+        workspace = self._workspace_for(kind, pages.batch)
+        wrapper = self.library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=pages.indptr,
+            paged_kv_indices_buffer=pages.indices,
+            paged_kv_last_page_len_buffer=pages.last_page_len,
+        )
+        if kind not in self._int_workspaces:
+            self._int_workspaces[kind] = torch.empty(
+                _INT_WORKSPACE, dtype=torch.uint8, device=self.pool.device
+            )
+        wrapper.reset_workspace_buffer(workspace, self._int_workspaces[kind])
+        return wrapper
+
+    def graph_pages(self, group: int, batch: int, width: int) -> GraphPages:
+        """Room for the pages of a group in a graph, the same for graphs of all sizes."""
+        size = GraphPages.size(batch, width)
+        if group not in self._pages or len(self._pages[group]) < size:
+            self._pages[group] = torch.zeros(size, dtype=torch.int32, device=self.pool.device)
+        return GraphPages(self._pages[group], batch)
+
+    def _workspace_for(self, kind: _Kind, most_decodes: int) -> torch.Tensor:
+        """Memory of all wrappers for what one layer keeps meanwhile; zeros at first.
+
+        Wrappers that were made before may go on with what was enough for them.
+        """
+        size = workspace_bytes(kind, self._processors, most_decodes)
+        if len(self._workspace) < size:
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.pool.device)
+        return self._workspace
 
     def kind(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> _Kind:
         """What `layer` needs planned."""
@@ -179,35 +205,42 @@ class FlashInferBackend:
 
     def plan_decode(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
         """Plan a decode wrapper over `pages`."""
-        self.plan_memory.plan(
-            wrapper,
-            torch.from_numpy(pages.indptr),
-            upload(pages.indices, self.pool.device),
-            torch.from_numpy(pages.last_page_len),
-            kind.query_heads,
-            kind.kv_heads,
-            kind.head_dim,
-            self.pool.block_size,
-            **self._settings(kind),
-        )
+        arguments = (*self._on_host(pages), *self._shape(kind))
+        self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **self._settings(kind)))
 
     def plan_prefill(
-        self, wrapper: Any, kind: _Kind, starts: torch.Tensor, pages: PageTable
+        self, wrapper: Any, kind: _Kind, starts: npt.NDArray[np.int32], pages: PageTable
     ) -> None:
         """Plan a prefill wrapper over `pages`; `starts` is where each sequence's rows begin."""
-        self.plan_memory.plan(
-            wrapper,
-            starts,
-            torch.from_numpy(pages.indptr),
-            upload(pages.indices, self.pool.device),
-            torch.from_numpy(pages.last_page_len),
-            kind.query_heads,
-            kind.kv_heads,
-            kind.head_dim,
-            self.pool.block_size,
-            causal=True,
-            **self._settings(kind),
+        arguments = (self._pinned(starts), *self._on_host(pages), *self._shape(kind))
+        settings = {"causal": True, **self._settings(kind)}
+        self.plan_memory.plan(wrapper, lambda: wrapper.plan(*arguments, **settings))
+
+    def plan_again(self, wrapper: Any, kind: _Kind, pages: PageTable) -> None:
+        """Plan a graph's wrapper, which was planned before, over pages that it finds in place.
+
+        `plan` itself looks at every length in turn, and copies what has been copied.
+        """
+        indptr, indices, last = map(
+            torch.from_numpy, (pages.indptr, pages.indices, pages.last_page_len)
         )
+        arguments = (wrapper, indptr, indices, last, *self._shape(kind))
+        settings = {"global_override_indptr_cpu": indptr, **self._settings(kind)}
+        self.plan_memory.plan(
+            wrapper, lambda: self.library.fast_decode_plan(*arguments, **settings)
+        )
+
+    def _on_host(self, pages: PageTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        indices = upload(pages.indices, self.pool.device)
+        return self._pinned(pages.indptr), indices, self._pinned(pages.last_page_len)
+
+    def _pinned(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """On the host: wrappers read it there and copy it to the device without waiting."""
+        host = torch.from_numpy(array)
+        return host.pin_memory() if self.pool.device.type == "cuda" else host
+
+    def _shape(self, kind: _Kind) -> tuple[int, int, int, int]:
+        return kind.query_heads, kind.kv_heads, kind.head_dim, self.pool.block_size
 
     def run(
         self,
@@ -245,7 +278,7 @@ class FlashInferPlan:
         self._slots = backend.writer.slots(inputs.slot_mapping)
         starts = inputs.host_query_start_loc
         self._decodes = decodes = leading_decodes(starts)
-        self._starts = torch.from_numpy(starts[decodes:] - decodes)
+        self._starts = starts[decodes:] - decodes
         size = backend.pool.block_size
         lens = inputs.host_seq_lens
         self._decode_pages = [
@@ -302,14 +335,17 @@ class FlashInferGraphPlan:
         self._backend = backend
         self._slots = inputs.slot_mapping
         self._wrappers: dict[_Kind, Any] = {}
-        self._pages: list[PageTable] = []
-        self._refresh_pages(inputs)
+        groups, batch, width = inputs.block_tables.shape  # the host's are as wide as the step
+        self._fixed = [backend.graph_pages(group, batch, width) for group in range(groups)]
+        self._pages = self._step_pages(inputs)
 
     def refresh(self, inputs: StepInputs) -> None:
         """See `GraphPlan.refresh`."""
-        self._refresh_pages(inputs)
+        self._pages = self._step_pages(inputs)
+        for fixed, pages in zip(self._fixed, self._pages, strict=True):
+            fixed.fill(pages)
         for kind, wrapper in self._wrappers.items():
-            self._backend.plan_decode(wrapper, kind, self._pages[kind.group])
+            self._backend.plan_again(wrapper, kind, self._pages[kind.group])
 
     def forward(
         self,
@@ -325,33 +361,16 @@ class FlashInferGraphPlan:
         backend.writer.write_step(layer, key, value, self._slots)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
-            wrapper = self._wrappers[kind] = self._wrapper()
+            wrapper = backend.graph_decoder(kind, self._fixed[kind.group])
+            self._wrappers[kind] = wrapper
             backend.plan_decode(wrapper, kind, self._pages[kind.group])
         query = query.contiguous()
         out = torch.empty_like(query)
         backend.run(wrapper, layer, query, options.sinks, out)
         return out
 
-    def _refresh_pages(self, inputs: StepInputs) -> None:
+    def _step_pages(self, inputs: StepInputs) -> list[PageTable]:
         size = self._backend.pool.block_size
-        self._pages = [
+        return [
             page_table(inputs.host_seq_lens, tables, size) for tables in inputs.host_block_tables
         ]
-        self._shape = inputs.block_tables.shape[1:]  # the host's are as wide as the step
-
-    def _wrapper(self) -> Any:
-        batch, width = self._shape
-        lengths = {"indptr": batch + 1, "indices": batch * width, "last_page_len": batch}
-        buffers = {
-            f"paged_kv_{name}_buffer": torch.zeros(
-                length, dtype=torch.int32, device=self._backend.pool.device
-            )
-            for name, length in lengths.items()
-        }
-        return self._backend.library.BatchDecodeWithPagedKVCacheWrapper(
-            self._backend.workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            **buffers,
-        )

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 
 from pyengine.attention.backend import AttentionOptions, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, cuda_obstacle
-from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes, upload
+from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 
 _LEAST_TORCH = (2, 9)
 _DECODE_TILE = 16
@@ -61,6 +62,7 @@ class FlexBackend:
 
     name = "flex"
     supports_graphs = True
+    reads_tables = True
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

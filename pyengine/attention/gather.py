@@ -25,6 +25,7 @@ from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, 
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.paged import KVWriter
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 from pyengine.core.errors import ConfigurationError
 
 MAX_SPAN_ROWS = 512
@@ -42,6 +43,7 @@ class GatherBackend:
 
     name = "gather"
     supports_graphs = False
+    reads_tables = False
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
@@ -319,15 +321,13 @@ class _BatchPiece:
     """One row each of several sequences; the query heads of a KV head are its rows."""
 
     def __init__(self, batch: Batch, block_size: int, device: torch.device) -> None:
-        self._rows = torch.from_numpy(batch.rows).to(device)
+        self._rows = upload(batch.rows, device)
         self._blocks = _block_index(batch.blocks, device)
         self._visible: Visible = "all"
         self._num_keys = int(batch.highs[0])
         if not batch.is_uniform:
             self._num_keys = batch.blocks.shape[1] * block_size
-            lows, highs = (
-                torch.from_numpy(bound).to(device)[:, None] for bound in (batch.lows, batch.highs)
-            )
+            lows, highs = (upload(bound, device)[:, None] for bound in (batch.lows, batch.highs))
             key = torch.arange(self._num_keys, device=device)
             self._visible = ((key >= lows) & (key < highs))[:, None, None]
 
@@ -373,7 +373,7 @@ def _block_index(blocks: npt.NDArray[np.int32], device: torch.device) -> _BlockI
     """An index for `blocks` `[R, W]`; a slice for one row of neighbouring blocks: no copy then."""
     if len(blocks) == 1 and (np.diff(blocks[0]) == 1).all():
         return slice(int(blocks[0, 0]), int(blocks[0, -1]) + 1)
-    flat = torch.from_numpy(blocks.reshape(-1).astype(np.int64)).to(device)
+    flat = upload(blocks.reshape(-1).astype(np.int64), device)
     return _BlockIndex(flat, len(blocks))
 
 

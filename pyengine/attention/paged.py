@@ -93,10 +93,12 @@ class PageTable:
 def page_table(seq_lens: Int32Array, block_tables: Int32Array, block_size: int) -> PageTable:
     """Compress `block_tables` `[B, W]`, of which `ceil(seq_len / block_size)` columns are valid."""
     counts = -(-seq_lens // block_size)
-    valid = np.arange(block_tables.shape[1]) < counts[:, None]
+    indptr = cumulative(counts)
+    begins = np.arange(len(counts)) * block_tables.shape[1] - indptr[:-1]  # in a row of all rows
+    at = np.arange(indptr[-1]) + begins.repeat(counts)  # however wide the table, no more than is in
     return PageTable(
-        indptr=cumulative(counts),
-        indices=block_tables[valid],
+        indptr=indptr,
+        indices=block_tables.reshape(-1).take(at),
         last_page_len=(seq_lens - (counts - 1) * block_size).astype(np.int32),
     )
 
@@ -122,14 +124,6 @@ def window_left(window: int | None) -> int:
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Inside, a CUDA `device` is the current one of this thread: where kernels and events go."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` on `device`. The host does not wait for a CUDA device: the memory is pinned."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
 
 
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ class VarlenBackend:
 
     name = "varlen"
     supports_graphs = True
+    reads_tables = True
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pyengine.cache.layer_groups import LayerGroups
-from pyengine.cache.memory import available_memory
+from pyengine.cache.memory import available_memory, upload
 from pyengine.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -291,11 +291,9 @@ class KVPool:
 
         A block is copied in every tensor, that is, for all layers of the group that it is of.
         """
-        import torch
-
         if not copies:
             return
-        sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).T
+        sources, targets = upload(np.array(copies, dtype=np.int64).T, self.device)
         for tensor in self._tensors:
             rows = _copyable(tensor)
             rows.index_copy_(0, targets, rows[sources])

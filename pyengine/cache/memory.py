@@ -1,8 +1,11 @@
-"""How much memory there is to allocate right now, without starting to allocate it."""
+"""Memory: how much can be allocated right now; from the host to the device."""
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +29,17 @@ def available_memory(device: "torch.device") -> int:
         return free + cached
     limits = [_host_memory(_MEMINFO), _container_memory(_CGROUP)]
     return min(limit for limit in limits if limit is not None)
+
+
+def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
+    """`array` on `device`; on the CPU the same memory, if it is contiguous.
+
+    To copy from pageable memory the host would wait until the device has come there.
+    """
+    import torch
+
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _host_memory(meminfo: Path) -> int:

@@ -16,6 +16,7 @@ from pyengine.sampling import (
     SamplingBatch,
     SamplingState,
     TokenLogprobs,
+    upload,
 )
 from pyengine.scheduler import Entry, Job, ScheduledStep
 
@@ -102,7 +103,8 @@ class Rows:
                 states += [one.sampling for one in job.state.samples]
                 counts.append(len(job.state.samples))
                 self.beginners.append(job.state)
-        self.repeats = torch.tensor(counts) if len(counts) != len(self.samples) else None
+        is_repeated = len(counts) != len(self.samples)
+        self.repeats = np.array(counts, dtype=np.int64) if is_repeated else None
         is_once = bool(step.chunks or self.beginners or self.drafts)
         self.decodes = None if is_once else step.decodes
         self.sampling = SamplingBatch(states)
@@ -210,14 +212,14 @@ class Batch:
         repeats = self.rows.repeats
         if repeats is None:
             return logits
-        return logits.repeat_interleave(repeats.to(logits.device), dim=0)
+        return logits[upload(np.arange(len(repeats)).repeat(repeats), logits.device)]
 
     def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Of each row of logits the token of the first sample: int64, where they are."""
         repeats = self.rows.repeats
         if repeats is None:
             return token_ids
-        return token_ids[(repeats.cumsum(0) - repeats).to(token_ids.device)]
+        return token_ids[upload(repeats.cumsum() - repeats, token_ids.device)]
 
     def prompt_rows(self) -> npt.NDArray[np.int64] | None:
         """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""
@@ -279,7 +281,7 @@ def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
     positions = np.array(
         [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
     )
-    return positions if rows.repeats is None else positions.repeat(rows.repeats.numpy())
+    return positions if rows.repeats is None else positions.repeat(rows.repeats)
 
 
 def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:

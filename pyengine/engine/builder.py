@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from pyengine.attention import AttentionNeeds, Choice, explain_backends, needs_of, select_backend
+from pyengine.attention import (
+    AttentionBackend,
+    AttentionNeeds,
+    Choice,
+    explain_backends,
+    needs_of,
+    select_backend,
+)
 from pyengine.attention.needs import dtype_name
 from pyengine.cache import BlockManager, ConfigError
 from pyengine.cache.kv_pool import KVPool, PoolSettings, resolve_kv_cache_dtype
@@ -27,6 +34,7 @@ from pyengine.engine.capacity import (
     activation_bytes,
     cache_specs,
     check_step_fits,
+    graph_bytes,
     keep_freed_memory,
     model_facts,
     plan_cache,
@@ -233,14 +241,17 @@ def _memory_left(
     kv_dtype: torch.dtype,
     loaded: LoadedModel,
 ) -> int:
-    """Bytes that the largest step leaves on the device: it is run over a pool of one block."""
+    """Bytes that the largest step and the graphs leave on the device: over a pool of one block."""
     specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
     longest, groups = pool.max_model_len, smallest.groups
     limits = _runner_limits(settings, longest, pool.block_size, groups, loaded.num_heads)
-    runner = ModelRunner(loaded, smallest, choice.build(smallest), limits)
+    backend = choice.build(smallest)
+    recorder = _recorder(settings, loaded, backend)
+    runner = ModelRunner(loaded, smallest, backend, limits, recorder=recorder)
     meter = CudaMeter(loaded.device)
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
+    taken += graph_bytes(runner, meter)
     return max(0, available_memory(loaded.device) - taken)
 
 
@@ -257,6 +268,14 @@ def _runner_limits(
     )
 
 
+def _recorder(
+    settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
+) -> CudaRecorder | None:
+    """What captures decode steps, where that can be had; None: they run eagerly."""
+    graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.heads is None
+    return CudaRecorder() if graphs and not settings.enforce_eager else None
+
+
 def _runner(
     settings: EngineSettings,
     loaded: LoadedModel,
@@ -267,14 +286,13 @@ def _runner(
     """A runner in this process, compiled and captured as asked."""
     pool = plan.pool(loaded)
     backend = choice.build(pool)
-    graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.heads is None
-    recorder = CudaRecorder() if graphs and not settings.enforce_eager else None
     if loaded.device.type == "cpu":
         keep_freed_memory()
     if can_pack(loaded.device, loaded.dtype):
         pack_linears(loaded.model)
         if loaded.heads is not None:
             pack_linears(loaded.heads.layers)
+    recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     if settings.compile:
         runner.compile()

@@ -169,10 +169,14 @@ def _gib(num_bytes: int) -> str:
 
 
 class MemoryMeter(Protocol):
-    """Tells how much memory something takes at its worst moment."""
+    """Tells how much memory something takes at its worst moment, and afterwards."""
 
     def peak(self, run: Callable[[], object]) -> int:
         """Bytes that are allocated while `run` runs, beyond those that are before it."""
+        ...
+
+    def kept(self, run: Callable[[], object]) -> int:
+        """Bytes that are free no longer once `run` has run."""
         ...
 
 
@@ -192,6 +196,17 @@ class CudaMeter:
         taken = torch.cuda.max_memory_allocated(self._device) - before
         torch.cuda.empty_cache()
         return taken
+
+    def kept(self, run: Callable[[], object]) -> int:
+        """See `MemoryMeter.kept`. Counts what the driver keeps beside torch, too."""
+        before = self._free()
+        run()
+        return max(0, before - self._free())
+
+    def _free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
 
 
 class LargestStep:
@@ -256,6 +271,18 @@ def activation_bytes(
             f"max_num_seqs={limits.max_num_seqs}, does not fit into the device's memory ({error}); "
             "give less of both"
         ) from error
+
+
+def graph_bytes(runner: ModelRunner, meter: MemoryMeter) -> int:
+    """Bytes that the graphs of decode steps keep, `runner` being able to capture them.
+
+    They share what the largest takes. So two are captured: the second stands for each further one.
+    """
+    sizes = runner.graph_sizes
+    largest, second = sizes[-1:], sizes[-2:-1]
+    first = meter.kept(lambda: runner.capture(largest))
+    another = meter.kept(lambda: runner.capture(second))
+    return first + another * (len(sizes) - 1) if second else first
 
 
 def keep_freed_memory() -> bool:

@@ -122,6 +122,7 @@ class AgreedBackend:
 
     def __init__(self, backend: AttentionBackend, readiness: Readiness) -> None:
         self.name = backend.name
+        self.reads_tables = backend.reads_tables
         self._backend = backend
         self._readiness = readiness
 

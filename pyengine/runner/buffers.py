@@ -6,6 +6,8 @@ in the step::
 
     host, filled in place     staging, pinned          device
     [G, S, max_blocks]   ->   [G, B, width]       ->   [G, B, width]
+
+Where the attention backend reads its tables on the host, they are not copied at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,6 +82,28 @@ class SharedArrays:
         return self._prefixes[: self.found.num_prefixes]
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What a decode step is padded to for a graph: so many sequences of length 1, in this block."""
+
+    num_sequences: int
+    trash_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferNeeds:
+    """What the runner and its attention backend need of the buffers.
+
+    `apart`: on the CPU too the device's side is memory of its own, as a graph's inputs must be.
+    `shared_group`: a step says what its sequences share in that layer group. `reads_tables`: the
+    backend's kernels read block tables on the device.
+    """
+
+    apart: bool = False
+    shared_group: int | None = None
+    reads_tables: bool = True
+
+
 _WIDTHS = 64
 """Tables are cut to a multiple of this many blocks: steps of one size use the same views then."""
 
@@ -114,7 +138,8 @@ def _nothing() -> None:
 class FilledStep:
     """A step in the host buffers, and what has to go from there to the device.
 
-    `tables` are staged, to be copied into memory of their own; None: the device reads the host's.
+    `tables` are staged, to be copied into memory of their own; None: nobody reads them there, or
+    the device reads the host's.
     """
 
     inputs: StepInputs
@@ -125,6 +150,8 @@ class FilledStep:
     def upload(self) -> StepInputs:
         """Bring the step to the device, in the order of its queue."""
         if self.tables is None:
+            if self.copies:
+                self.buffers.start_upload(self.copies)
             return self.inputs
         tables = torch.empty_like(self.tables, device=self.inputs.input_ids.device)
         self.buffers.start_upload([*self.copies, (self.tables, tables)])
@@ -134,8 +161,8 @@ class FilledStep:
 class InputBuffers:
     """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
 
-    On the CPU the twins are the host buffers themselves, and nothing is copied; with `apart` they
-    are memory of their own there too, as a graph's inputs must be. A block has `block_size` tokens.
+    On the CPU the twins are the host buffers themselves, and nothing is copied, unless they are
+    needed `apart`. A block has `block_size` tokens.
     """
 
     def __init__(
@@ -143,17 +170,16 @@ class InputBuffers:
         limits: RunnerLimits,
         block_size: int,
         device: torch.device,
+        needs: BufferNeeds | None = None,
         *,
         beside: "InputBuffers | None" = None,
-        apart: bool = False,
-        shared_group: int | None = None,
     ) -> None:
         """With `beside`, the device's side is shared with those buffers.
 
         So the next step can be filled in while the one before may still be read from its host
-        buffers; on the device they come one after the other. With `shared_group` a step says what
-        its sequences share in that layer group.
+        buffers; on the device they come one after the other.
         """
+        needs = needs or BufferNeeds()
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
         shapes = {
@@ -175,14 +201,16 @@ class InputBuffers:
             block_tables=tables.numpy(),
         )
         self._tables, self._block_size, self._device = tables, block_size, device
-        self._is_apart = device.type != "cpu" or apart
+        self._is_apart = device.type != "cpu" or needs.apart
+        self._copies_tables = self._is_apart and needs.reads_tables
         self._twins = self._host
         if self._is_apart:
             self._twins = beside._twins if beside else _like(self._host, device)
         self._staging = torch.empty(0, dtype=torch.int32)
         self._upload: Upload = upload_in_stream if self._pins else upload_at_once
         self._wait_for_upload: Callable[[], object] = _nothing
-        self._shared = None if shared_group is None else SharedArrays(shared_group, sequences)
+        group = needs.shared_group
+        self._shared = None if group is None else SharedArrays(group, sequences)
         self._sizes: tuple[int, int, int, int] | None = None
         self._filled: FilledStep | None = None
 
@@ -193,8 +221,8 @@ class InputBuffers:
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
-    def fill(self, plan: Plan) -> FilledStep:
-        """Let `plan` write its step. Only the rows of this step will be copied.
+    def fill(self, plan: Plan, padding: Padding | None = None) -> FilledStep:
+        """Let `plan` write its step, padded if asked. Only the rows of this step will be copied.
 
         If the step that was here before is still being copied, this waits until it is not: a step
         that was rolled back, or that samples nothing, has been waited for by nobody.
@@ -207,30 +235,61 @@ class InputBuffers:
             plan.fill(self.step_buffers)
         else:
             plan.fill(self.step_buffers, shared=self._shared.found)
-        width = self._width(plan.num_sequences) if self._is_apart else self._max_width
-        sizes = (plan.num_tokens, plan.num_sequences, plan.num_samples, width)
+        tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
+        if padding is not None:
+            self._pad(sequences, padding)
+            tokens = sequences = samples = padding.num_sequences
+        width = self._width(sequences) if self._copies_tables else self._max_width
+        sizes = (tokens, sequences, samples, width)
         if self._filled is None or sizes != self._sizes:
             self._filled, self._sizes = self._views(*sizes), sizes
         if self._filled.tables is not None:  # contiguous, as torch would wait for copies of others
             staged = self._filled.inputs.host_block_tables
-            np.copyto(staged, self.arrays.block_tables[:, : plan.num_sequences, :width])
+            np.copyto(staged, self.arrays.block_tables[:, :sequences, :width])
         return self._filled
 
     def start_upload(self, pairs: Pairs) -> None:
         """Copy to the device; the next `fill` waits until that has been done."""
         self._wait_for_upload = self._upload(pairs)
 
-    def fixed_inputs(self, size: int) -> StepInputs:
-        """The device's side of a decode step of so many sequences, in memory that never moves.
+    def fixed_inputs(self, padding: Padding) -> StepInputs:
+        """A decode step of nothing but padding, on the device's side in memory that never moves.
 
         Its tables have room for all that a sequence may have; the host's are one block wide.
         """
-        inputs = self._views(size, size, size, 1).inputs
-        return replace(inputs, block_tables=self._fixed_tables[:, :size])
+        size = padding.num_sequences
+        self._pad(0, padding)
+        filled = self._views(size, size, size, 1)
+        self.start_upload(filled.copies)
+        self._wait_for_upload()
+        tables = self._fixed_tables[:, :size]
+        if self._copies_tables:
+            tables[..., 0] = padding.trash_block
+        host = self.arrays.block_tables[:, :size, :1]
+        return replace(filled.inputs, block_tables=tables, host_block_tables=host)
 
     @cached_property
     def _fixed_tables(self) -> torch.Tensor:
+        if not self._copies_tables:
+            return self._no_tables
         return torch.zeros_like(self._tables, device=self._device)
+
+    @cached_property
+    def _no_tables(self) -> torch.Tensor:
+        """Tables that nobody reads: a shape, and no memory but for one number."""
+        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        return none.expand(self._tables.shape)
+
+    def _pad(self, count: int, padding: Padding) -> None:
+        """Rows from `count` on: of length 1, in the trash block, written nowhere."""
+        arrays, end = self.arrays, padding.num_sequences
+        arrays.input_ids[count:end] = 0
+        arrays.positions[count:end] = 0
+        arrays.slot_mapping[:, count:end] = -1
+        arrays.seq_lens[count:end] = 1
+        arrays.block_tables[:, count:end, 0] = padding.trash_block
+        arrays.query_start_loc[count : end + 1] = range(count, end + 1)
+        arrays.logits_indices[count:end] = range(count, end)
 
     def _width(self, sequences: int) -> int:
         """The columns of the longest table, rounded up, so that views can be used again."""
@@ -262,14 +321,15 @@ class InputBuffers:
                     zip(source, views[name], strict=True) if by_group else [(source, views[name])]
                 )
                 copies += pairs
-        tables = self._tables[:, :sequences, :width]
-        staged = self._staged(sequences, width) if self._is_apart else None
+        staged = self._staged(sequences, width) if self._copies_tables else None
+        tables = self._tables[:, :sequences, :width] if staged is None else staged
+        unread = self._is_apart and not self._copies_tables
         inputs = StepInputs(
             **views,
-            block_tables=tables if staged is None else staged,
+            block_tables=self._no_tables[:, :sequences] if unread else tables,
             host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
             host_seq_lens=self.arrays.seq_lens[:sequences],
-            host_block_tables=(tables if staged is None else staged).numpy(),
+            host_block_tables=tables.numpy(),
             shared=self._shared,
         )
         return FilledStep(inputs, copies, staged, self)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
-from pyengine.runner.buffers import InputBuffers
+from pyengine.runner.buffers import InputBuffers, Padding
 from pyengine.runner.interface import Plan
 
 _log = logging.getLogger(__name__)
@@ -95,6 +94,8 @@ class DecodeGraphs:
         self._trash_block = trash_block
         self._graphs: dict[int, _Graph] = {}
         self._sizes: list[int] = []
+        self._logits: torch.Tensor | None = None
+        """Of all graphs, as wide as the largest: what each kept of its own would stay taken."""
 
     @property
     def sizes(self) -> list[int]:
@@ -104,77 +105,61 @@ class DecodeGraphs:
     def capture(self, sizes: Sequence[int], recorder: Recorder) -> None:
         """Capture a graph for each size, the largest first.
 
-        If one cannot be captured, all steps run eagerly, and the log says why.
+        One that cannot be captured is left out, and the log says why: steps of its size run in the
+        next larger graph, or eagerly where there is none.
         """
         for size in sorted(sizes, reverse=True):
             try:
                 self._graphs[size] = self._captured(size, recorder)
             except Exception as error:  # whatever a kernel says that cannot be captured
                 _log.warning(
-                    "no CUDA graphs, decode steps run eagerly: for a batch of %d, %s: %s",
-                    size,
-                    type(error).__name__,
-                    error,
+                    "no CUDA graph for a batch of %d, %s: %s", size, type(error).__name__, error
                 )
-                self._graphs, self._sizes = {}, []
-                return
-            self._sizes.insert(0, size)
+        self._sizes = sorted(self._graphs)
 
     @torch.inference_mode()
     def _captured(self, size: int, recorder: Recorder) -> _Graph:
-        inputs = self._pad(self._buffers.fixed_inputs(size), 0)
+        inputs = self._buffers.fixed_inputs(Padding(size, self._trash_block))
         plan = self._backend.graph_plan(inputs)
+        found = self._forward(inputs, plan)  # what is made at first use is made now
+        if self._logits is None:
+            self._logits = torch.empty_like(found)
+        logits = self._logits[:size]
 
         def compute() -> torch.Tensor:
-            return self._forward(inputs, plan)
+            return logits.copy_(self._forward(inputs, plan))
 
-        compute()  # what is made at first use is made now
         return _Graph(inputs, plan, recorder.record(compute))
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether every sequence of the step decodes, and there is a graph for so many."""
-        decodes = plan.num_tokens == plan.num_sequences == plan.num_samples
-        return decodes and bool(self._sizes) and plan.num_sequences <= self._sizes[-1]
+    def padding(self, plan: Plan) -> Padding | None:
+        """What to pad a step to; None: not all of its sequences decode, or there is no graph."""
+        count = plan.num_sequences
+        if not plan.num_tokens == count == plan.num_samples:
+            return None
+        at = bisect_left(self._sizes, count)
+        return Padding(self._sizes[at], self._trash_block) if at < len(self._sizes) else None
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """The logits of a step that `fits`: `[B, vocab]`, valid until the next call.
+        """The logits of a step as `padding` wants it: `[B, vocab]`, valid until the next call.
 
-        `inputs` are on the device, in the buffers that the graphs read, but for the tables: those
-        are as wide as the step's longest, and copied into the first columns of the graph's.
+        `inputs` are on the device, in the buffers that the graphs read, but for tokens that were
+        pending, and for the tables: those are as wide as the step's longest, and copied into the
+        first columns of the graph's, if anybody reads them.
         """
-        count = len(inputs.seq_lens)
-        graph = self._graphs[self._sizes[bisect_left(self._sizes, count)]]
-        host = replace(
-            graph.inputs,
-            host_query_start_loc=inputs.host_query_start_loc,
-            host_seq_lens=inputs.host_seq_lens,
-            host_block_tables=inputs.host_block_tables,
+        graph = self._graphs[len(inputs.seq_lens)]
+        fixed = graph.inputs
+        if inputs.input_ids.data_ptr() != fixed.input_ids.data_ptr():
+            fixed.input_ids.copy_(inputs.input_ids)
+        if self._backend.reads_tables:
+            width = inputs.block_tables.shape[2]
+            fixed.block_tables[:, :, :width].copy_(inputs.block_tables)
+        graph.plan.refresh(
+            replace(
+                fixed,
+                host_query_start_loc=inputs.host_query_start_loc,
+                host_seq_lens=inputs.host_seq_lens,
+                host_block_tables=inputs.host_block_tables,
+            )
         )
-        graph.inputs.input_ids[:count].copy_(inputs.input_ids)  # what was pending is known now
-        width = inputs.block_tables.shape[2]
-        graph.inputs.block_tables[:, :count, :width].copy_(inputs.block_tables)
-        graph.plan.refresh(self._pad(host, count))
-        return graph.replay()[:count]
-
-    def _pad(self, inputs: StepInputs, count: int) -> StepInputs:
-        """Rows from `count` on: of length 1, in the trash block, written nowhere."""
-        size = len(inputs.seq_lens)
-        inputs.input_ids[count:].zero_()
-        inputs.positions[count:].zero_()
-        inputs.slot_mapping[:, count:].fill_(-1)
-        inputs.seq_lens[count:].fill_(1)
-        inputs.block_tables[:, count:, 0].fill_(self._trash_block)
-        for tensor in (inputs.query_start_loc, inputs.logits_indices):
-            torch.arange(len(tensor), dtype=tensor.dtype, device=tensor.device, out=tensor)
-        groups, _, width = inputs.host_block_tables.shape
-        tables = np.full((groups, size, width), self._trash_block, dtype=np.int32)
-        tables[:, :count] = inputs.host_block_tables[:, :count]
-        lengths = np.ones(size, dtype=np.int32)
-        lengths[:count] = inputs.host_seq_lens[:count]
-        return replace(
-            inputs,
-            host_query_start_loc=np.arange(size + 1, dtype=np.int32),
-            host_seq_lens=lengths,
-            host_block_tables=tables,
-        )
+        return graph.replay()

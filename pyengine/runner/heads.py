@@ -25,8 +25,8 @@ import torch
 from pyengine.attention.backend import StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.paged import upload
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 from pyengine.models import LoadedModel
 from pyengine.runner.interface import HeadState, HeadStep
 

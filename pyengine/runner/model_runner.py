@@ -12,15 +12,17 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
-from pyengine.attention.paged import on_device, upload
+from pyengine.attention.paged import on_device
 from pyengine.cache.kv_pool import KVPool
+from pyengine.cache.memory import upload
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
-from pyengine.runner.buffers import InputBuffers, RunnerLimits
+from pyengine.runner.buffers import BufferNeeds, InputBuffers, RunnerLimits
 from pyengine.runner.compiled import CompiledForward
 from pyengine.runner.graphs import DecodeGraphs, Recorder, graph_sizes
 from pyengine.runner.heads import DraftInputs, Heads
 from pyengine.runner.interface import DraftRow, Forward, HeadStep, Plan, StepLogits
+from pyengine.runner.rotary import settle_rotary
 
 
 class ModelRunner:
@@ -44,30 +46,43 @@ class ModelRunner:
         self._pool = pool
         self._backend = backend
         self._compiled: CompiledForward | None = None
-        apart = recorder is not None
         size, device = pool.block_size, pool.device
-        shared = backend.shared_group
-        self.buffers = InputBuffers(limits, size, device, apart=apart, shared_group=shared)
-        """Those that the next step is written into."""
-        self._other_buffers = InputBuffers(
-            limits, size, device, beside=self.buffers, apart=apart, shared_group=shared
+        needs = BufferNeeds(
+            apart=recorder is not None,
+            shared_group=backend.shared_group,
+            reads_tables=backend.reads_tables,
         )
+        self.buffers = InputBuffers(limits, size, device, needs)
+        """Those that the next step is written into."""
+        self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
         _switch_to_paged_attention(self._model)
         self._heads = Heads(loaded, pool) if loaded.heads is not None else None
         self._num_heads = loaded.num_heads
         self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None
         self._recorder = recorder
-        self._max_num_seqs = limits.max_num_seqs
+        self._longest = limits.max_blocks_per_seq * size
+        self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
 
-    def capture(self) -> None:
-        """Capture decode steps per batch size, if there is a recorder; they are replayed then.
+    @property
+    def graph_sizes(self) -> list[int]:
+        """The batch sizes that `capture` is for, smallest first; none without a recorder."""
+        return graph_sizes(self._most_decodes) if self._recorder is not None else []
 
-        After `compile`, if that is wanted too.
+    def capture(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture decode steps per batch size, `graph_sizes` by default; they are replayed then.
+
+        After `compile`, if that is wanted too. Raises `ConfigurationError` for a model whose
+        rotary embedding looks at the positions of each step, which a graph cannot.
         """
-        if self._recorder is not None:
-            with on_device(self._pool.device):
-                self.graphs.capture(graph_sizes(self._max_num_seqs), self._recorder)
+        asked = self.graph_sizes if sizes is None else sizes
+        if self._recorder is None or not asked:
+            return
+        obstacle = settle_rotary(self._model, self._longest)
+        if obstacle is not None:
+            raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
+        with on_device(self._pool.device):
+            self.graphs.capture(asked, self._recorder)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the forward pass, and say so on standard error: it takes a while.
@@ -75,6 +90,7 @@ class ModelRunner:
         `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
         """
         name, start = type(self._model).__name__, monotonic()
+        settle_rotary(self._model, self._longest)
         print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
         with on_device(self._pool.device):
             self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
@@ -89,18 +105,18 @@ class ModelRunner:
     ) -> Forward:
         """See `HeadRunner.prepare`."""
         copies = plan.copies()
-        filled = self.buffers.fill(plan)
+        extra = extra_rows if extra_rows is not None and len(extra_rows) else None
+        padding = self.graphs.padding(plan) if extra is None else None
+        filled = self.buffers.fill(plan, padding)
         self.buffers, self._other_buffers = self._other_buffers, self.buffers
         num_samples = plan.num_samples
-        extra = extra_rows if extra_rows is not None and len(extra_rows) else None
-        is_graph = extra is None and self.graphs.fits(plan)
 
         def compute(sampled: torch.Tensor | None) -> StepLogits:
             self._pool.copy_blocks(copies)
             inputs = filled.upload()
             if sampled is not None and len(sampled):  # else no token is pending
                 inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
-            if is_graph:
+            if padding is not None:
                 logits = self.graphs.run(inputs)
             else:
                 if extra is not None:
@@ -110,7 +126,8 @@ class ModelRunner:
                 logits = self._forward(inputs, self._backend.plan(inputs))
             if self._heads is not None:
                 self._heads.extend(inputs, heads)
-            return StepLogits(logits[:num_samples], logits[num_samples:])
+            behind = num_samples if extra is not None else len(logits)  # else padding, if anything
+            return StepLogits(logits[:num_samples], logits[behind:])
 
         def forward(sampled: torch.Tensor | None) -> StepLogits:
             with on_device(self._pool.device):

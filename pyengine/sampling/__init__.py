@@ -1,6 +1,7 @@
 """Logits to tokens. Knows torch and plain data; nothing of models, blocks or the cache."""
 
 from pyengine.sampling.batch import SamplingBatch
+from pyengine.sampling.host import upload
 from pyengine.sampling.logprobs import (
     PendingPromptLogprobs,
     PromptRows,
@@ -25,4 +26,5 @@ __all__ = [
     "TokenMatcher",
     "prompt_logprobs",
     "tokens_of_words",
+    "upload",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.sampling.host import upload
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import Positions
 
@@ -35,7 +36,7 @@ class Adjustments:
         self._stops = _Cells({row: one.stop_ids for row, one in rows.items()})
         self._stops_until = np.array([one.params.min_tokens for one in states])[self._stops.rows]
         self._bias = _Cells({row: one.bias_ids for row, one in rows.items()})
-        self._bias_values = torch.from_numpy(np.concatenate([one.bias_values for one in states]))
+        self._bias_values = np.concatenate([one.bias_values for one in states])
         self._worded = [(row, one) for row, one in rows.items() if one.bad_words]
         self._penalties = _Penalties(rows)
 
@@ -55,7 +56,7 @@ class Adjustments:
         if len(self._allowed):
             index = self._allowed.index(vocab_size, flat.device)
             kept = flat[index]
-            rows = torch.from_numpy(np.unique(self._allowed.rows)).to(flat.device)
+            rows = upload(np.unique(self._allowed.rows), flat.device)
             adjusted.index_fill_(0, rows, -torch.inf)
             flat[index] = kept
         if len(self._barred):
@@ -65,11 +66,12 @@ class Adjustments:
         if stops.any():
             index = self._stops.index(vocab_size, flat.device)
             if not stops.all():
-                index = index[torch.from_numpy(stops).to(flat.device)]
+                index = index[upload(np.flatnonzero(stops), flat.device)]
             flat.index_fill_(0, index, -torch.inf)
         if len(self._bias):
             index = self._bias.index(vocab_size, flat.device)
-            flat[index] = (flat[index] + self._bias_values.to(flat.device)).clamp_(max=_LARGEST)
+            bias = upload(self._bias_values, flat.device)
+            flat[index] = (flat[index] + bias).clamp_(max=_LARGEST)
         self._penalties.apply(flat, vocab_size)
         return adjusted
 
@@ -95,7 +97,7 @@ class _Cells:
                     f"token ids {self._ids.min()} to {self._ids.max()} in rows of "
                     f"{vocab_size} logits"
                 )
-            index = torch.from_numpy(self.rows * vocab_size + self._ids).to(device)
+            index = upload(self.rows * vocab_size + self._ids, device)
             self._made = (vocab_size, index)
         return self._made[1]
 
@@ -130,8 +132,8 @@ class _Penalties:
         times = np.concatenate([one.counts for one in self._counts])
         row = np.repeat(np.arange(len(self._counts)), [len(one) for one in self._counts])
         offset = self._frequency[row] * times + self._presence[row] * (times > 0)
-        divisor = torch.from_numpy(self._repetition[row]).to(flat.device)
+        divisor = upload(self._repetition[row], flat.device)
         values = flat[index]
         penalised = torch.where(values > 0, values / divisor, values * divisor)
-        penalised -= torch.from_numpy(offset).to(flat.device)
+        penalised -= upload(offset, flat.device)
         flat[index] = penalised.clamp_(max=_LARGEST)

@@ -10,6 +10,7 @@ import torch
 
 from pyengine.sampling.adjust import Adjustments
 from pyengine.sampling.draw_cpu import Columns
+from pyengine.sampling.host import upload
 from pyengine.sampling.state import SamplingState
 
 
@@ -103,7 +104,7 @@ def _columns(states: Sequence[SamplingState]) -> Columns:
 
 def _settings(columns: Columns, rows: slice, device: torch.device) -> DrawSettings:
     def moved(column: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(column).to(device)
+        return upload(column, device)
 
     min_p, top_k, top_p = columns.min_p[rows], columns.top_k[rows], columns.top_p[rows]
     return DrawSettings(

@@ -12,6 +12,7 @@ import torch
 
 from pyengine.sampling.batch import DrawBatch, DrawSettings
 from pyengine.sampling.draw_cpu import draw_on_cpu
+from pyengine.sampling.host import upload
 from pyengine.sampling.uniform import Positions, uniforms
 
 _CHUNK_ELEMENTS = 1 << 22
@@ -32,7 +33,7 @@ def draw(logits: torch.Tensor, batch: DrawBatch, positions: Positions) -> torch.
     if logits.device.type == "cpu":
         return torch.from_numpy(draw_on_cpu(logits.detach(), batch.rows, batch.columns, numbers))
     if len(batch) < len(logits):
-        logits = logits[torch.from_numpy(batch.rows).to(logits.device)]
+        logits = logits[upload(batch.rows, logits.device)]
     return draw_on_device(logits.float(), batch, numbers)
 
 
@@ -40,12 +41,10 @@ def draw_on_device(
     logits: torch.Tensor, batch: DrawBatch, numbers: npt.NDArray[np.float64]
 ) -> torch.Tensor:
     """Do the same without ever waiting for the device; ``logits`` float32 [R, V]."""
-    columns = torch.from_numpy(numbers).unsqueeze(1)
+    columns = upload(numbers[:, None], logits.device)
     rows = max(1, _CHUNK_ELEMENTS // logits.shape[1])
     parts = [
-        _draw_chunk(
-            logits[part], batch.settings(part, logits.device), columns[part].to(logits.device)
-        )
+        _draw_chunk(logits[part], batch.settings(part, logits.device), columns[part])
         for part in (slice(start, start + rows) for start in range(0, len(batch), rows))
     ]
     return torch.cat(parts)

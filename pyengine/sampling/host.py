@@ -1,8 +1,20 @@
-"""From the device to the host without waiting in line behind what is queued next."""
+"""Between host and device, without waiting for what is queued there."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``; on the CPU the same memory.
+
+    To copy from pageable memory the host would wait until the device has come there.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.core.outputs import Logprob
-from pyengine.sampling.host import HostCopy
+from pyengine.sampling.host import HostCopy, upload
 
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are worked on in chunks of about so many logits; a float32 copy of one is 16 MiB."""
@@ -54,13 +54,13 @@ class PendingLogprobs:
     """Log-probabilities that the device computes: one token per row, and the best ``top[i]``.
 
     ``logits`` are raw, [T, V] of any floating type (computed in float32); ``token_ids`` int64
-    [T]; ``top`` holds T counts from 0 to V. The work is queued at once, in slices of rows, so
-    that its memory does not follow T; the logits are not kept, the caller may drop them.
+    [T], on the same device; ``top`` holds T counts from 0 to V. The work is queued at once, in
+    slices of rows, so that its memory does not follow T; the logits are not kept, the caller may
+    drop them.
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, top: Sequence[int]) -> None:
         rows = max(1, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // logits.shape[1]))
-        token_ids = token_ids.to(logits.device)
         chunks = [slice(start, start + rows) for start in range(0, len(top), rows)]
         self._top = [top[chunk] for chunk in chunks]
         self._chunks = [
@@ -117,7 +117,8 @@ class PendingPromptLogprobs:
         self._pending: PendingLogprobs | None = None
         if len(logits):
             top = [part.top for part in parts for _ in range(len(part))]
-            self._pending = PendingLogprobs(logits, torch.from_numpy(np.concatenate(ids)), top)
+            following = upload(np.concatenate(ids), logits.device)
+            self._pending = PendingLogprobs(logits, following, top)
 
     def result(self) -> list[list[TokenLogprobs]]:
         """Wait for them; one list per part, one entry per position."""

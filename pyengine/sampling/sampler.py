@@ -10,7 +10,7 @@ from pyengine.core.errors import BrokenLogitsError
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.draw import draw
 from pyengine.sampling.draw_cpu import largest_on_cpu
-from pyengine.sampling.host import HostCopy
+from pyengine.sampling.host import HostCopy, upload
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling.structured import TokenMasks
@@ -114,7 +114,7 @@ class Sampler:
             chosen = candidates.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         logprobs = None
         if batch.wanted:
-            rows = torch.tensor(list(batch.wanted), device=logits.device)
+            rows = upload(np.array([*batch.wanted]), logits.device)
             logprobs = PendingLogprobs(logits[rows], token_ids[rows], [*batch.wanted.values()])
         return PendingSample(token_ids, chosen, list(batch.wanted), logprobs)
 
@@ -127,7 +127,7 @@ def _choose(candidates: torch.Tensor, batch: SamplingBatch, positions: Positions
     if len(drawn) == len(batch):
         return drawn
     token_ids = _largest(candidates)
-    token_ids[torch.from_numpy(batch.draws.rows).to(drawn.device)] = drawn
+    token_ids[upload(batch.draws.rows, drawn.device)] = drawn
     return token_ids
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.sampling.draw_cpu import largest_on_cpu
+from pyengine.sampling.host import upload
 
 _LONGEST_MASK = 0.1
 """Seconds of the processor; nobody waits longer for a row."""
@@ -150,11 +151,11 @@ class TokenMasks:
             return torch.from_numpy(_masked(values.numpy(), self._rows, bits, is_own=is_own))
         if to_copy:
             logits = logits.to(torch.float32, copy=True)
-        words = torch.from_numpy(bits).pin_memory().to(logits.device, non_blocking=True)
+        words = upload(bits, logits.device)
         is_out = ~_unpacked(words, logits.shape[1])
         if len(bits) == len(logits):
             return logits.masked_fill_(is_out, -torch.inf)
-        rows = torch.from_numpy(self._rows).to(logits.device)
+        rows = upload(self._rows, logits.device)
         logits[rows] = logits[rows].masked_fill_(is_out, -torch.inf)
         return logits
 

@@ -16,6 +16,7 @@ class StaticBackend(GatherBackend):
 
     name = "static"
     supports_graphs = True
+    reads_tables = True
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:

@@ -78,6 +78,12 @@ class _Wrapper:
         assert kv_layout == "NHD"
         self.settings = settings
         self.plans = 0
+        self.workspace = workspace
+        self.int_workspace = torch.zeros(1, dtype=torch.uint8)
+        self._pin_memory_int_workspace_buffer = torch.zeros(1, dtype=torch.int64)
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        self.workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
         self._pin_memory_int_workspace_buffer = torch.zeros(1, dtype=torch.int64)
 
     def keep(
@@ -124,6 +130,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             assert len(buffer) == len(last_page_len)
             assert len(self.settings["paged_kv_indptr_buffer"]) == len(indptr)
             assert len(self.settings["paged_kv_indices_buffer"]) >= len(indices)
+            self.settings["paged_kv_indptr_buffer"].copy_(indptr)
+            self.settings["paged_kv_indices_buffer"][: len(indices)].copy_(indices)
+            buffer.copy_(last_page_len)
+        self.planned_in_full = True
         self.keep(indptr, indices, last_page_len, *shape, **settings)
 
     def run(self, q, cache, *, k_scale=None, v_scale=None, out=None, return_lse=False):
@@ -145,7 +155,29 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         return self.attend(self.starts, q, cache, k_scale, v_scale, out, return_lse)
 
 
+def fast_decode_plan(
+    self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+    pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type=None,
+    kv_data_type=None, data_type=None, sm_scale=None, rope_scale=None, rope_theta=None,
+    non_blocking=True, fixed_split_size=None, disable_split_kv=False, q_len_per_req=1,
+    global_override_indptr_cpu=None,
+):  # fmt: skip
+    assert self.planned_in_full, "it uses what the first plan has made"
+    assert global_override_indptr_cpu.device.type == last_page_len.device.type == "cpu"
+    fixed = {name: self.settings[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices")}
+    assert fixed["indptr"].tolist() == global_override_indptr_cpu.tolist()
+    in_place = fixed["indices"][: len(indices)]  # what the kernels read; nothing is copied here
+    assert in_place.tolist() == indices.tolist()
+    assert self.settings["paged_kv_last_page_len_buffer"].tolist() == last_page_len.tolist()
+    self.keep(
+        indptr, in_place, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
+        kv_data_type=kv_data_type, sm_scale=sm_scale,
+    )  # fmt: skip
+
+
 flashinfer = SimpleNamespace(
+    fast_decode_plan=fast_decode_plan,
     BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
 )

@@ -230,7 +230,7 @@ def on_cpu(monkeypatch):
     for name, obstacle in (("flashinfer", None), ("cpu", "it is left out")):
         candidate = replace(choice._CANDIDATES[name], obstacle=lambda _, why=obstacle: why)
         monkeypatch.setitem(choice._CANDIDATES, name, candidate)
-    monkeypatch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
 
 
 def test_the_oracle_passes_for_every_kind_of_layer():

@@ -2,21 +2,31 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 from pyengine.attention import flashinfer
-from pyengine.attention.flashinfer import FlashInferBackend, PlanMemory
+from pyengine.attention.flashinfer import (
+    FlashInferBackend,
+    _Kind,
+    workspace_bytes,
+)
+from pyengine.attention.flashinfer_memory import PlanMemory
+from pyengine.attention.gather import GatherBackend
+from pyengine.attention.paged import page_table
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,
     Shape,
     assert_graph_plan_follows,
     assert_like_oracle,
+    copied,
     make_step,
     new_and_context,
     options_of,
+    refill,
 )
 
 SHAPE = Shape()
@@ -26,7 +36,8 @@ SHAPE = Shape()
 def fake_package():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
-        patch.setattr(flashinfer, "_WORKSPACE_BYTES", 1024)
+        patch.setattr(flashinfer, "_LEAST_WORKSPACE", 1024)
+        patch.setattr(flashinfer, "_INT_WORKSPACE", 1024)
         yield
 
 
@@ -82,3 +93,70 @@ def test_a_plan_is_not_written_over_one_that_the_device_has_yet_to_read(monkeypa
         assert len(queue.waiting) == 4
         queue.run()
     assert len(memory._lent) <= 4 + 2 * with_graphs, "memory is used again"
+
+
+def test_the_wrappers_of_all_graphs_share_their_memory():
+    """Each has 8 MiB of its own on the device otherwise, for every size and kind of layer."""
+    backend = FlashInferBackend(SHAPE.pool())
+    wrappers = []
+    for size in (4, 2, 1):
+        step = make_step([(1, 9)] * size, SHAPE, width=8)
+        plan = backend.graph_plan(step.inputs)
+        for case in ("plain", "window"):
+            step.run(plan, options_of(case))
+        wrappers.append(list(plan._wrappers.values()))
+    for of_kind in zip(*wrappers, strict=True):
+        assert len({one.int_workspace.data_ptr() for one in of_kind}) == 1
+        assert len({one.settings["paged_kv_indptr_buffer"].data_ptr() for one in of_kind}) == 1
+        assert len({one.workspace.data_ptr() for one in of_kind}) == 1
+    (plain, window), *_ = wrappers
+    assert plain.int_workspace.data_ptr() != window.int_workspace.data_ptr()
+
+
+def test_graphs_of_several_sizes_in_turn_give_what_the_oracle_gives():
+    pool = SHAPE.pool()
+    backend, options = FlashInferBackend(pool), options_of("plain")
+    plans = {}
+    for size in (4, 2):
+        step = make_step([(1, 3)] * size, SHAPE, width=8)
+        plans[size] = backend.graph_plan(step.inputs), step
+        step.run(plans[size][0], options)
+    for seed, size in enumerate((2, 4, 2, 4), start=1):
+        plan, step = plans[size]
+        other = make_step([(1, c) for c in range(seed, seed + size)], SHAPE, width=8, seed=seed)
+        oracle = copied(pool)
+        expected = other.run(GatherBackend(oracle).plan(other.inputs), options)
+        refill(step, other)
+        plan.refresh(step.inputs)
+        torch.testing.assert_close(step.run(plan, options), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rows", "mib"),
+    [
+        (16, 8, 128, 256, 36),  # Qwen3-0.6B: graphs of up to 256
+        (64, 8, 128, 512, 387),  # 256 MiB would not do
+        (32, 8, 128, 0, 67),  # eager: prefills alone
+        (8, 8, 64, 1, 16),
+    ],
+)
+def test_the_workspace_follows_heads_and_sequences(heads, kv_heads, dim, rows, mib, monkeypatch):
+    """Reckoned by hand from flashinfer's `PrefillPlan`, for the 132 processors of an H100."""
+    monkeypatch.setattr(flashinfer, "_LEAST_WORKSPACE", 16 << 20)
+    kind = _Kind(0, heads, kv_heads, dim, torch.bfloat16, None, None, 1.0)
+    assert round(workspace_bytes(kind, 132, rows) / 2**20) == mib
+
+
+@pytest.mark.parametrize("width", [3, 40, 8_192])
+def test_page_tables_are_compressed_whatever_their_width(width):
+    rng = np.random.default_rng(1)
+    lens = rng.integers(1, 3 * 4, 20).astype(np.int32)
+    tables = rng.integers(0, 99, (20, width)).astype(np.int32)
+    pages = page_table(lens, tables, 4)
+    counts = -(-lens // 4)
+    for row, count in enumerate(counts):
+        assert (
+            pages.indices[pages.indptr[row] : pages.indptr[row + 1]].tolist()
+            == tables[row, :count].tolist()
+        )
+    assert ((counts - 1) * 4 + pages.last_page_len == lens).all()

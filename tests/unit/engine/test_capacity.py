@@ -12,9 +12,11 @@ from pyengine.attention.gather import GatherBackend
 from pyengine.cache.kv_pool import KVPool, kv_cache_specs
 from pyengine.core.errors import ConfigurationError
 from pyengine.engine import capacity
-from pyengine.engine.capacity import LargestStep, activation_bytes
+from pyengine.engine.capacity import LargestStep, activation_bytes, graph_bytes
 from pyengine.models import LoadedModel
 from pyengine.runner import InputBuffers, ModelRunner, RunnerLimits
+from pyengine.runner.graphs import EagerRecorder
+from tests.support.static_attention import StaticBackend
 from tests.unit.runner.hand_made import as_loaded, random_model
 
 LIMITS = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=8, max_blocks_per_seq=4)
@@ -57,6 +59,35 @@ def test_it_is_run_and_leaves_the_pool_as_it_was() -> None:
     assert meter.runs == 1
     assert taken >= 50 * 96 * 4  # the widest layer's activations, float32
     assert not pool.keys[0][0].any(), "only the trash block may be written"
+
+
+class Counting:
+    """Counts graphs: the first keeps 1,000, each further one 7."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    def peak(self, run: Callable[[], object]) -> int:
+        raise AssertionError(run)
+
+    def kept(self, run: Callable[[], object]) -> int:
+        before = len(self.runner.graphs.sizes)
+        run()
+        after = len(self.runner.graphs.sizes)
+        return 0 if after == before else 1000 if before == 0 else 7
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(8, 1000 + 3 * 7), (1, 1000), (None, 0)]
+)  # graphs of 1, 2, 4, 8
+def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> None:
+    loaded = loaded_model()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    limits = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=most or 8, max_blocks_per_seq=4)
+    recorder = EagerRecorder() if most else None
+    runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, recorder=recorder)
+    assert graph_bytes(runner, Counting(runner)) == expected
+    assert len(runner.graphs.sizes) <= 2
 
 
 class FullDevice:

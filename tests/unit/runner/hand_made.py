@@ -90,6 +90,7 @@ class PagedRun:
         grouped: bool = False,
         backend: Callable[[KVPool], Any] | None = None,
         recorder: Recorder | None = None,
+        max_tokens: int = 64,
     ) -> None:
         device = torch.device("cpu")
         self.block_size = block_size
@@ -106,7 +107,7 @@ class PagedRun:
         )
         loaded = as_loaded(model, device)
         limits = RunnerLimits(
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=max_tokens,
             max_num_seqs=8,
             max_blocks_per_seq=16,
             num_groups=len(self.groups.windows),

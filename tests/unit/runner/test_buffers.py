@@ -9,8 +9,9 @@ import torch
 from pyengine.cache import BlockManager
 from pyengine.core.errors import ConfigurationError
 from pyengine.runner import InputBuffers, RunnerLimits
-from pyengine.runner.buffers import upload_at_once
+from pyengine.runner.buffers import BufferNeeds, Padding, upload_at_once
 
+APART = BufferNeeds(apart=True)
 LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=4)
 
 
@@ -139,7 +140,7 @@ def test_what_is_copied_follows_from_the_step_and_not_from_the_longest_there_may
         max_blocks_per_seq=capacity,
         num_groups=groups,
     )
-    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), apart=True)
+    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), APART)
     buffers.arrays.block_tables[:] = -7  # stale
     buffers._upload = recording = Recording()
     others = ROWS * (8 + 8 + 8 * groups + 4 + 8) + 4 * (ROWS + 1)
@@ -175,8 +176,8 @@ class LateStream:
 
 def test_a_step_is_not_written_over_one_that_is_still_being_copied():
     """Nobody waits for the tokens of a step that samples nothing, or that is rolled back."""
-    first = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True)
-    second = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True, beside=first)
+    first = InputBuffers(LIMITS, 4, torch.device("cpu"), APART)
+    second = InputBuffers(LIMITS, 4, torch.device("cpu"), APART, beside=first)
     stream = LateStream()
     first._upload = second._upload = stream
     one = first.fill(Decodes([5, 9], first, 4)).upload()
@@ -196,9 +197,47 @@ def test_a_step_is_not_written_over_one_that_is_still_being_copied():
 
 
 def test_what_was_never_copied_is_not_waited_for():
-    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), apart=True)
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), APART)
     buffers._upload = stream = LateStream()
     for lengths in ([5, 9], [1, 2]):
         inputs = buffers.fill(Decodes(lengths, buffers, 4))  # rolled back before it was run
     assert inputs.upload().host_seq_lens.tolist() == [1, 2]
     assert len(stream.waiting) == 1
+
+
+@pytest.mark.parametrize("reads_tables", [False, True])
+def test_a_step_is_padded_on_the_host_and_costs_no_further_copy(reads_tables: bool) -> None:
+    needs = BufferNeeds(apart=True, reads_tables=reads_tables)
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), needs)
+    buffers.arrays.slot_mapping[:] = 9  # stale
+    buffers._upload = recording = Recording()
+    padding = Padding(3, trash_block=8)
+    inputs = buffers.fill(Decodes([5], buffers, 4), padding).upload()
+    assert inputs.input_ids.tolist() == [5, 0, 0]
+    assert inputs.positions.tolist()[1:] == [0, 0]
+    assert inputs.slot_mapping[0].tolist() == [9, -1, -1]
+    assert inputs.query_start_loc.tolist()[1:] == [1, 2, 3]
+    assert inputs.seq_lens.tolist() == [5, 1, 1]
+    assert inputs.logits_indices.tolist()[1:] == [1, 2]
+    assert inputs.host_seq_lens.tolist() == [5, 1, 1]
+    assert inputs.host_block_tables[0, :, 0].tolist() == [1, 8, 8]
+    others = 3 * (8 + 8 + 8 + 4 + 8) + 4 * 4
+    width = inputs.block_tables.shape[2] if reads_tables else 0
+    assert recording.num_bytes == others + 4 * 3 * width
+    if reads_tables:
+        assert inputs.block_tables[0, :, 0].tolist() == [1, 8, 8]
+
+
+@pytest.mark.parametrize("capacity", [263, 2_560, 8_192])
+def test_tables_that_nobody_reads_on_the_device_are_not_copied(capacity: int) -> None:
+    limits = RunnerLimits(
+        max_num_batched_tokens=ROWS, max_num_seqs=ROWS, max_blocks_per_seq=capacity, num_groups=7
+    )
+    needs = BufferNeeds(apart=True, reads_tables=False)
+    buffers = InputBuffers(limits, BLOCK, torch.device("cpu"), needs)
+    buffers._upload = recording = Recording()
+    inputs = buffers.fill(Decodes([570] * ROWS, buffers, BLOCK)).upload()
+    assert recording.num_bytes == ROWS * (8 + 8 + 8 * 7 + 4 + 8) + 4 * (ROWS + 1)
+    assert inputs.block_tables.shape == (7, ROWS, capacity)
+    assert inputs.block_tables.untyped_storage().nbytes() == 4
+    assert inputs.host_block_tables.ctypes.data == buffers.arrays.block_tables.ctypes.data

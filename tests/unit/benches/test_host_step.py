@@ -1,0 +1,23 @@
+"""The bench of the host's part of a decode step: it runs, and counts what is copied."""
+
+import pytest
+
+from benches.gpu.host_step import Case, figures, main
+
+
+@pytest.mark.parametrize("longest", [False, True])
+@pytest.mark.parametrize("groups", [1, 7])
+def test_what_is_copied_does_not_follow_from_the_width_of_the_tables(
+    groups: int, longest: bool
+) -> None:
+    cases = [Case(4, pages, groups, longest) for pages in (64, 128)]
+    found = list(figures(cases, 2))
+    assert [one["copies"] for one in found] == [5 + groups] * 2
+    assert [one["bytes"] for one in found] == [4 * (8 + 8 + 8 * groups + 4 + 8) + 4 * 5] * 2
+
+
+def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--steps", "2", "--rows", "3", "--pages", "64", "--groups", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| 3 | 64 | 1 | no |")

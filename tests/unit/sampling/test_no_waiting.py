@@ -1,0 +1,118 @@
+"""The sampler never waits for the device: seen on one that has no numbers to wait for.
+
+Nothing can be read from torch's device "meta": an operator whose result's shape depends on numbers
+fails there. What is copied to it has to be pinned, and the copy must not block.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyengine.core.sampling_params import SamplingParams
+from pyengine.sampling import Sampler
+from pyengine.sampling.sampler import SamplingBatch
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling.structured import TokenMasks
+
+META = torch.device("meta")
+VOCAB = 50
+
+
+class Uploads(TorchDispatchMode):
+    """Holds every copy to the device to what a copy has to be, and counts them."""
+
+    def __init__(self, pinned: set[int]) -> None:
+        super().__init__()
+        self.pinned, self.count = pinned, 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            source, target = args[0], kwargs.get("device", args[0].device)
+            if source.device.type == "cpu" and torch.device(target) == META:
+                self.count += 1
+                assert kwargs.get("non_blocking"), "the host waits for this copy"
+                assert source.data_ptr() in self.pinned, "a copy from pageable memory blocks"
+        else:
+            devices = {one.device.type for one in args if isinstance(one, torch.Tensor)}
+            assert len(devices) < 2, f"{func} mixes {devices}"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Uploads:
+    pinned: set[int] = set()
+    kept = []  # so that no other tensor gets the same address
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        kept.append(copy)
+        pinned.add(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return Uploads(pinned)
+
+
+def states(*params: SamplingParams) -> list[SamplingState]:
+    made = [
+        SamplingState(one, [3, 4, 5], seed=row, vocab_size=VOCAB, stop_ids={2})
+        for row, one in enumerate(params)
+    ]
+    for one in made:
+        one.append(7)
+    return made
+
+
+GREEDY = SamplingParams(temperature=0)
+ASKED = {
+    "greedy": [GREEDY],
+    "temperature": [SamplingParams(temperature=1)],
+    "greedy beside drawn": [GREEDY, SamplingParams(temperature=1), GREEDY],
+    "top-k": [SamplingParams(temperature=1, top_k=5)],
+    "top-p": [SamplingParams(temperature=1, top_p=0.9), SamplingParams(temperature=0.5, top_k=3)],
+    "min-p": [SamplingParams(temperature=1, min_p=0.1)],
+    "logprobs": [SamplingParams(temperature=0, logprobs=3), GREEDY],
+    "bias": [SamplingParams(temperature=0, logit_bias={3: 1.0}), GREEDY],
+    "allowed": [SamplingParams(temperature=0, allowed_token_ids=[3, 9]), GREEDY],
+    "min_tokens": [SamplingParams(temperature=0, min_tokens=5), GREEDY],
+    "min_tokens of some": [
+        SamplingParams(temperature=0, min_tokens=5),
+        SamplingParams(temperature=0, min_tokens=1),
+    ],
+    "penalties": [
+        SamplingParams(temperature=0, frequency_penalty=0.5, repetition_penalty=1.5),
+        GREEDY,
+    ],
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) -> None:
+    batch = SamplingBatch(states(*ASKED[asked]))
+    logits = torch.empty(len(batch), VOCAB, dtype=torch.bfloat16, device=META)
+    with uploads:
+        pending = Sampler().launch(logits, batch, [1] * len(batch))
+    assert pending.token_ids.shape == (len(batch),)
+    assert pending.token_ids.device == META
+    assert (uploads.count == 0) == (asked == "greedy")
+
+
+class Filled:
+    """Masks that have been filled already."""
+
+    def result(self) -> Any:
+        import numpy as np
+
+        return np.full((1, 2), -1, dtype=np.int32)
+
+
+def test_masks_of_some_rows_do_not_wait_either(uploads: Uploads) -> None:
+    batch = SamplingBatch(states(GREEDY, GREEDY))
+    logits = torch.empty(2, VOCAB, device=META)
+    masks = TokenMasks([1], Filled())  # type: ignore[arg-type]
+    with uploads:
+        Sampler().launch(logits, batch, [1, 1], masks)
+    assert uploads.count == 2
