@@ -28,7 +28,7 @@ SHOWN = """() => ({
     states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
         one => [one.dataset.state, Number(one.textContent.replaceAll(",", ""))])),
     cells: ["free", "idle", "active", "leased"].map(
-        (_, at) => blocks.state.reduce((sum, one) => sum + (one === at), 0)),
+        (_, at) => blocks?.state.reduce((sum, one) => sum + (one === at), 0)),
     running: Number(document.getElementById("running").textContent.replaceAll(",", "")),
 })"""
 
