@@ -246,6 +246,8 @@ class InputBuffers:
         if self._filled.tables is not None:  # contiguous, as torch would wait for copies of others
             staged = self._filled.inputs.host_block_tables
             np.copyto(staged, self.arrays.block_tables[:, :sequences, :width])
+            if padding is not None:
+                staged[:, plan.num_sequences :, 0] = padding.trash_block
         return self._filled
 
     def start_upload(self, pairs: Pairs) -> None:
@@ -281,13 +283,16 @@ class InputBuffers:
         return none.expand(self._tables.shape)
 
     def _pad(self, count: int, padding: Padding) -> None:
-        """Rows from `count` on: of length 1, in the trash block, written nowhere."""
+        """Rows from `count` on: of length 1, written nowhere.
+
+        The host's tables are not touched: `plan.fill` knows what it has written there, and writes
+        nothing twice. What stands in such a row there is a block that exists.
+        """
         arrays, end = self.arrays, padding.num_sequences
         arrays.input_ids[count:end] = 0
         arrays.positions[count:end] = 0
         arrays.slot_mapping[:, count:end] = -1
         arrays.seq_lens[count:end] = 1
-        arrays.block_tables[:, count:end, 0] = padding.trash_block
         arrays.query_start_loc[count : end + 1] = range(count, end + 1)
         arrays.logits_indices[count:end] = range(count, end)
 
