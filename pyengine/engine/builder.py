@@ -323,8 +323,9 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
     on_cuda = device.type == "cuda"
     ahead = on_cuda if settings.async_scheduling is None else settings.async_scheduling
     if not ahead or settings.tensor_parallel_size != 1:
-        return Executor(runner, InlineQueue(device))
-    return Executor(runner, InlineQueue(device) if on_cuda else ThreadQueue(), depth=2)
+        return Executor(runner, InlineQueue(device), device=device)
+    queue = InlineQueue(device) if on_cuda else ThreadQueue()
+    return Executor(runner, queue, depth=2, device=device)
 
 
 def _drafter(

@@ -30,6 +30,8 @@ from pyengine.scheduler import ScheduledStep
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
@@ -57,16 +59,25 @@ class Executor:
     """A runner, a sampler, and the queue in which both run.
 
     `depth` is how many steps may be in it at a time. With 2 a step decodes the tokens of the one
-    before while those are still on the device; they are fed forward there.
+    before while those are still on the device; they are fed forward there. `device` is where the
+    runner's logits are.
     """
 
-    def __init__(self, runner: Runner, queue: DeviceQueue | None = None, *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        queue: DeviceQueue | None = None,
+        *,
+        depth: int = 1,
+        device: torch.device = _CPU,
+    ) -> None:
         if depth not in (1, 2):
             raise ConfigurationError(
                 f"depth={depth}: one step runs at a time (1), or a second one waits behind it (2)"
             )
         self.runner = runner
         self.depth = depth
+        self._device = device
         self._queue = queue or InlineQueue()
         self._sampler = Sampler()
         self._masks = MaskFiller()
@@ -89,7 +100,9 @@ class Executor:
         else:
             runner = cast(HeadRunner, self.runner)
             forward = runner.prepare(step.plan, extra_rows=extra, heads=heads)
-        masks = self._masks.start(batch.sampling.matchers, batch.sampling.vocab_size)
+        masks = self._masks.masks(batch.sampling.matchers, batch.sampling.vocab_size)
+        if masks is not None and (batch.sampling.draws is not None or self._device.type != "cpu"):
+            masks.begin()  # else `TokenMasks.largest` needs few of them
 
         def work() -> tuple[PendingSample, PendingPromptLogprobs]:
             known: torch.Tensor | None = None

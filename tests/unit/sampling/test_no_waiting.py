@@ -14,7 +14,7 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.sampling import Sampler
 from pyengine.sampling.sampler import SamplingBatch
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.structured import TokenMasks
+from pyengine.sampling.structured import MaskFiller
 
 META = torch.device("meta")
 VOCAB = 50
@@ -100,19 +100,17 @@ def test_nothing_in_a_launch_waits_for_the_device(asked: str, uploads: Uploads) 
     assert (uploads.count == 0) == (asked == "greedy")
 
 
-class Filled:
-    """Masks that have been filled already."""
+class Anything:
+    """A matcher that allows every token."""
 
-    def result(self) -> Any:
-        import numpy as np
-
-        return np.full((1, 2), -1, dtype=np.int32)
+    def fill(self, masks: Any, row: int) -> None:
+        masks[row] = -1
 
 
 def test_masks_of_some_rows_do_not_wait_either(uploads: Uploads) -> None:
     batch = SamplingBatch(states(GREEDY, GREEDY))
     logits = torch.empty(2, VOCAB, device=META)
-    masks = TokenMasks([1], Filled())  # type: ignore[arg-type]
+    masks = MaskFiller().masks({1: Anything()}, VOCAB)  # type: ignore[dict-item]
     with uploads:
         Sampler().launch(logits, batch, [1, 1], masks)
     assert uploads.count == 2

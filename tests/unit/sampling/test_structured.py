@@ -30,6 +30,9 @@ class FakeMatcher:
     def give_up(self, reason: str) -> None:
         self.error = self.error or reason
 
+    def may_come(self, token: int) -> bool:
+        return bool(self.error) or token in self.allowed
+
     def fill(self, masks: Any, row: int) -> None:
         self.num_filled += 1
         if not self.allowed:
@@ -50,7 +53,7 @@ def state(vocab_size: int, allowed: set[int] | None, **params: Any) -> SamplingS
 
 
 def start(batch: SamplingBatch) -> Any:
-    return MaskFiller().start(batch.matchers, batch.vocab_size)
+    return MaskFiller().masks(batch.matchers, batch.vocab_size)
 
 
 def sampled(logits: torch.Tensor, states: list[SamplingState]) -> Any:
@@ -133,7 +136,7 @@ def test_what_fails_while_masks_are_filled_is_raised_where_they_are_used() -> No
 def test_no_mask_where_nobody_needs_one() -> None:
     batch = SamplingBatch([state(97, None)])
     assert batch.matchers == {}
-    assert MaskFiller().start(batch.matchers, 97) is None
+    assert MaskFiller().masks(batch.matchers, 97) is None
 
 
 def test_a_state_tells_its_matcher_and_a_sibling_has_its_own() -> None:
@@ -165,13 +168,13 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     states[1].keep_to(stuck)
     batch, filler = SamplingBatch(states), MaskFiller()
     logits = torch.arange(97.0).expand(3, 97)
-    masks = filler.start(batch.matchers, 97)
+    masks = filler.masks(batch.matchers, 97)
     tokens = Sampler().launch(logits, batch, None, masks).result().token_ids.tolist()
     assert tokens == [7, 96, 8]
     assert "takes more than 0.02 s" in stuck.error
     states = [state(97, {3})]
     batch = SamplingBatch(states)  # the next step has another thread
-    masks = filler.start(batch.matchers, 97)
+    masks = filler.masks(batch.matchers, 97)
     assert Sampler().launch(logits[:1], batch, None, masks).result().token_ids.tolist() == [3]
     go_on.set()
 
@@ -201,3 +204,30 @@ def test_a_matcher_walks_drafts_and_stays_where_it_is() -> None:
     masks = np.zeros((1, 9), np.int32)
     ahead.fill(masks, 0)
     assert ahead._spent is matcher._spent and matcher._spent.num_masks == 1
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        llguidance.LLMatcher.grammar_from_regex(r"[ab]*(cd|ce)?[0-9]{2,3}"),
+        llguidance.LLMatcher.grammar_from_json_schema(
+            {"type": "array", "items": {"enum": ["red", 12, None]}, "maxItems": 2}
+        ),
+        llguidance.LLMatcher.grammar_from_lark('start: "x" start "y" | "z"'),
+    ],
+)
+def test_a_token_may_come_where_the_mask_has_it_or_that_is_not_said(grammar: str) -> None:
+    tokenizer = llguidance.LLTokenizer("byte")
+    chance = np.random.default_rng(0)
+    for _ in range(20):
+        matcher = TokenMatcher(llguidance.LLMatcher(tokenizer, grammar))
+        masks = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
+        for _ in range(12):
+            matcher.fill(masks, 0)
+            bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[: tokenizer.vocab_size]
+            said = np.array([matcher.may_come(token) for token in range(len(bits))])
+            assert not (said & (bits == 0)).any()
+            assert set(np.flatnonzero(~said & (bits == 1))) <= {tokenizer.eos_token}
+            if matcher.is_finished:
+                break
+            matcher.append(int(chance.choice(np.flatnonzero(bits))))
