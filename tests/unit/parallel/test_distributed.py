@@ -278,7 +278,7 @@ def test_a_fork_is_refused_and_its_parent_goes_on(llama: Path) -> None:
 
         said = in_a_fork(ask)
         assert said.count(f"belongs to process {os.getpid()}, which goes on") == 2, said
-        assert "make a new engine here" in said
+        assert "'spawn', and make a new engine in it" in said
         assert tokens(llm) == expected
         in_a_fork(lambda: "and again, without a word")
         assert tokens(llm) == expected
