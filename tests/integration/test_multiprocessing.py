@@ -61,3 +61,15 @@ def test_processes_beside_a_live_llm(method: str, size: int, folder: Path) -> No
         assert own == answer
         assert "LLM cannot be pickled or copied" in argument
         assert not told
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SOAK)])
+def test_two_engines_in_one_process_and_its_end_in_the_middle_of_streams(
+    size: int, folder: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.support.engines_at_the_end", str(folder), str(size)]
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    assert json.loads(done.stdout.lower()) == [True] * 8
