@@ -19,6 +19,7 @@ from pyengine.attention.varlen import VarlenBackend, varlen_obstacle
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.cache.memory import upload
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.fields import shown
 
 _TRIAL_BLOCKS = 4
 _log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def choose_backend(
         if requested not in _CANDIDATES:
             known = ", ".join(["auto", *_CANDIDATES])
             raise ConfigurationError(
-                f"attention_backend={requested!r} is not known: use one of {known}"
+                f"attention_backend={shown(requested)} is not known: use one of {known}"
             )
         obstacle = _obstacle(requested, needs, failed)
         if obstacle is not None:

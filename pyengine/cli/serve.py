@@ -18,6 +18,8 @@ from pyengine.core.settings import EngineSettings
 if TYPE_CHECKING:
     from pyengine.server.lifetime import SignalledServer
 
+_MOST_REPLICAS = 64
+"""On one machine: each is a process with a model."""
 _LIBRARIES = ("fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
 
 
@@ -30,7 +32,9 @@ def serve(
     ] = None,
     replicas: Annotated[
         int,
-        typer.Option(min=1, help="Engines on this machine, behind a router; needs Ray."),
+        typer.Option(
+            min=1, max=_MOST_REPLICAS, help="Engines on this machine, behind a router; needs Ray."
+        ),
     ] = 1,
     settings: EngineSettings,
     server: ServerSettings,

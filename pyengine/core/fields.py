@@ -19,7 +19,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """``value`` as messages show it: short, whatever it is."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
@@ -31,7 +31,7 @@ def _shown(value: object) -> str:
 
 def refuse(name: str, value: object, allowed: str) -> InvalidRequestError:
     """Return the error that names the value found and what is allowed."""
-    return InvalidRequestError(f"{name}={_shown(value)} is not allowed: it must be {allowed}")
+    return InvalidRequestError(f"{name}={shown(value)} is not allowed: it must be {allowed}")
 
 
 def is_integer(value: object) -> bool:

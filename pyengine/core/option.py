@@ -7,7 +7,6 @@ Imports the standard library only.
 import dataclasses
 import difflib
 import inspect
-import reprlib
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.fields import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +77,19 @@ def _checked(one: "dataclasses.Field[Any]", value: Any) -> Any:
     alternatives = [one for kind in get_args(declared) or (declared,) for one in _flat(kind)]
     for kind in alternatives:
         if kind not in _KINDS:
-            if value == kind and isinstance(value, str):
+            if isinstance(value, str) and value == kind:
                 return value
         elif isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool)):
-            plain = kind(value) if kind in (int, float) else value
+            try:
+                plain = kind(value) if kind in (int, float) else value
+            except OverflowError:
+                break
             _check_range(one.name, plain, option)
             return plain
     allowed = " or ".join(
         _KINDS[kind][1] if kind in _KINDS else repr(kind) for kind in alternatives
     )
-    raise ConfigurationError(f"{one.name}={reprlib.repr(value)}: it must be {allowed}")
+    raise ConfigurationError(f"{one.name}={shown(value)}: it must be {allowed}")
 
 
 def _checked_texts(name: str, value: Any) -> tuple[str, ...]:
@@ -102,16 +105,15 @@ def _flat(kind: Any) -> tuple[Any, ...]:
 
 
 def _check_range(name: str, value: Any, option: SettingOption) -> None:
-    if option.least is not None and isinstance(value, int | float):
-        if isinstance(value, int) and value.bit_length() > 63:  # Python can't print the largest
-            raise ConfigurationError(
-                f"{name} is an integer of {value.bit_length()} bits: no machine has as much"
-            )
-        if not value >= option.least:
-            raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
+    if isinstance(value, int) and value.bit_length() > 64 - (option.least is not None):
+        raise ConfigurationError(  # Python can't print the largest
+            f"{name} is an integer of {value.bit_length()} bits: no machine has as much"
+        )
+    if option.least is not None and isinstance(value, int | float) and not value >= option.least:
+        raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
     if option.choices and value not in option.choices:
         raise ConfigurationError(
-            f"{name}={value!r} is not known: use one of {', '.join(option.choices)}"
+            f"{name}={shown(value)} is not known: use one of {', '.join(option.choices)}"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.fields import shown
 from pyengine.core.option import check_settings, setting
 
 LogFormat: TypeAlias = Literal["text", "json", "none"]
@@ -107,7 +108,7 @@ class ServerSettings:
             )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path == "/"):
             raise ConfigurationError(
-                f"root_path={self.root_path!r}: it must begin with / and name a path, as /llm"
+                f"root_path={shown(self.root_path)}: it must begin with / and name a path, as /llm"
             )
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.fields import shown
 from pyengine.core.option import check_settings, setting, takes
 
 if TYPE_CHECKING:
@@ -205,8 +206,8 @@ class EngineSettings:
             )
         if (self.speculation == "draft") != (self.draft_model is not None):
             raise ConfigurationError(
-                f"speculation={self.speculation!r} and draft_model={self.draft_model!r}: a second "
-                "model drafts with speculation='draft' and its name, and not otherwise"
+                f"speculation={self.speculation!r} and draft_model={shown(self.draft_model)}: a "
+                "second model drafts with speculation='draft' and its name, and not otherwise"
             )
         if self.tensor_parallel_size != 1:
             self._check_divided()

@@ -4,6 +4,7 @@ from pyengine.engine.async_engine import AsyncEngine
 from pyengine.engine.chat import ChatOptions, render_chat
 from pyengine.engine.engine import Engine, EngineObserver, EngineStats, StepResult
 from pyengine.engine.executor import Executor
+from pyengine.engine.foreign import encode_text, tokenizer_errors
 from pyengine.engine.intake import Intake, ModelFacts
 from pyengine.engine.llm import LLM
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
@@ -31,5 +32,7 @@ __all__ = [
     "RequestView",
     "Sample",
     "StepResult",
+    "encode_text",
     "render_chat",
+    "tokenizer_errors",
 ]

@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from pyengine.core.errors import InvalidRequestError
+from pyengine.engine.foreign import is_failure, within
 from pyengine.engine.prompts import refuse_surrogates, shown
 
 Message: TypeAlias = Mapping[str, Any]
@@ -58,7 +60,7 @@ class ChatOptions:
 
     `tools` are JSON schemas of functions, `template` replaces the model's own, and `variables` are
     handed to it (vLLM's `chat_template_kwargs`). With `continue_final_message` the last message is
-    left open and the model goes on with it.
+    left open and the model goes on with it. `seconds` is the time that all this may take.
     """
 
     add_generation_prompt: bool = True
@@ -66,6 +68,7 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     template: str | None = None
     variables: Mapping[str, Any] | None = None
+    seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -130,17 +133,44 @@ def render_chat(
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
     try:
-        try:
-            return _render(several, tokenizer, options)
-        except Exception:
-            if all("content" in one for one in several):
-                raise
-        # Some templates add the content to other text, whether there is one or not.
-        return _render([{"content": "", **one} for one in several], tokenizer, options)
-    except Exception as error:  # a template is a program of somebody else's: it may raise anything
+        _refuse_powers(str(template))
+        render = partial(_render_somehow, several, tokenizer, options)
+        return within(options.seconds, render, "the chat template")
+    except InvalidRequestError:
+        raise
+    except BaseException as error:  # a template is a program of somebody else's: any error may come
+        if not is_failure(error):
+            raise
         raise InvalidRequestError(
             f"the model's chat template does not take this conversation: {_words(error)}"
         ) from error
+
+
+@lru_cache(maxsize=16)
+def _refuse_powers(template: str) -> None:
+    """Raise `ValueError` for a template that raises numbers to powers.
+
+    It could be one operation that takes for ever, and nothing can interrupt it.
+    """
+    from jinja2 import Environment
+
+    before = ""
+    for _, kind, value in Environment(autoescape=True).lex(template):
+        if (kind, value) == ("operator", "**") and before not in ("(", ","):
+            raise ValueError("it computes powers (**), and none needs to")
+        before = before if kind == "whitespace" else value
+
+
+def _render_somehow(
+    messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions
+) -> list[int]:
+    try:
+        return _render(messages, tokenizer, options)
+    except Exception:
+        if all("content" in one for one in messages):
+            raise
+    # Some templates add the content to other text, whether there is one or not.
+    return _render([{"content": "", **one} for one in messages], tokenizer, options)
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions) -> list[int]:
@@ -157,7 +187,7 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions
     return ids
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

@@ -1,13 +1,18 @@
 """Tokens to text as they come: whole characters only, and stop strings found on the way."""
 
-from bisect import bisect_left
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
+
+from pyengine.engine.foreign import is_failure
+from pyengine.engine.stop_search import StopSearch
+
+_log = logging.getLogger(__name__)
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTES_PER_CHARACTER = 4
@@ -71,8 +76,10 @@ class IncrementalDetokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = _decoder(tokenizer, skip_special_tokens, prompt_token_ids)
-        self._stops = _StopSearch(tuple(stop)) if stop else None
+        self._decoder = _SafeDecoder(
+            partial(_decoder, tokenizer, skip_special_tokens, prompt_token_ids)
+        )
+        self._stops = StopSearch(tuple(stop)) if stop else None
         self._includes_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -147,7 +154,7 @@ class IncrementalDetokenizer:
             self._pieces.append(piece)
             self._length += len(piece)
 
-    def _append_searched(self, stops: "_StopSearch", token_ids: list[int]) -> StopMatch | None:
+    def _append_searched(self, stops: "StopSearch", token_ids: list[int]) -> StopMatch | None:
         piece = self._decoder.push(token_ids)
         if stops.find(piece) is None:
             stops.skip(piece)
@@ -171,6 +178,66 @@ class IncrementalDetokenizer:
         if self._stops is None or self._is_finished or self._includes_stop:
             return self._length
         return self._length - self._stops.length_held_back()
+
+
+def text_of(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a single token; U+FFFD where the tokenizer fails on it."""
+    decode: Any = tokenizer.decode
+    try:
+        return str(decode([token]))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return _REPLACEMENT
+
+
+class _SafeDecoder:
+    """Decodes as the one does that `make` gives. Where that fails the text ends, with U+FFFD."""
+
+    def __init__(self, make: "Callable[[], _StreamDecoder | _WindowDecoder]") -> None:
+        self._decoder: _StreamDecoder | _WindowDecoder | None = None
+        self._last, self._mark = "", _REPLACEMENT
+        try:
+            self._decoder = make()
+        except BaseException as error:
+            self._give_up(error)
+
+    def push(self, token_ids: list[int]) -> str:
+        """Return the characters that are complete now and were not before."""
+        if self._decoder is not None:
+            try:
+                self._last = self._decoder.push(token_ids)
+                return self._last
+            except BaseException as error:
+                self._give_up(error)
+        self._last, self._mark = self._mark, ""
+        return self._last
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return what each of the tokens that were pushed last gave."""
+        if self._decoder is not None:
+            try:
+                return self._decoder.pieces(token_ids)
+            except BaseException as error:
+                self._give_up(error)
+        return [*[""] * (len(token_ids) - 1), self._last]
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        if self._decoder is None:
+            return ""
+        try:
+            return self._decoder.flush()
+        except BaseException as error:
+            self._give_up(error)
+        return self._mark
+
+    def _give_up(self, error: BaseException) -> None:
+        """Decode no further after `error`, unless it is none of the tokenizer's."""
+        if not is_failure(error):
+            raise error
+        _log.warning("the tokenizer fails on tokens of an answer, whose text ends: %r", error)
+        self._decoder = None
 
 
 def _decoder(
@@ -357,66 +424,3 @@ class _WindowDecoder:
         if len(common) > num_held_back and self._window_text.endswith(common):
             self._window, self._window_text = tail, tail_text
             self._num_given = len(tail_text) - num_held_back
-
-
-class _StopSearch:
-    """Looks for stop strings at the end of a growing text, of which it keeps as much as it needs.
-
-    The cost per character follows the number of their lengths, not that of the strings.
-    """
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = _prepared(stops)
-        self._tail = ""
-
-    def skip(self, piece: str) -> None:
-        """Take note of text in which no match counts."""
-        longest = self._stops.lengths[0]
-        self._tail = (self._tail + piece)[1 - longest :] if longest > 1 else ""
-
-    def find(self, piece: str) -> tuple[str, int] | None:
-        """Return the match that ends first in `piece`, and the number of characters behind it."""
-        stops, tail = self._stops, self._tail
-        text = tail + piece
-        for end in range(len(tail) + 1, len(text) + 1):
-            if text[end - 1] in stops.last_characters:
-                for length in stops.lengths:
-                    if length <= end and text[end - length : end] in stops.strings:
-                        return text[end - length : end], len(text) - end
-        return None
-
-    def length_held_back(self) -> int:
-        """Return the length of the longest end of the text with which a stop string begins."""
-        tail, ordered = self._tail, self._stops.ordered
-        for start, character in enumerate(tail):
-            if character in self._stops.first_characters:
-                end = tail[start:]
-                at = bisect_left(ordered, end)
-                if at < len(ordered) and ordered[at] == end:  # it came too early to count
-                    at += 1
-                if at < len(ordered) and ordered[at].startswith(end):
-                    return len(end)
-        return 0
-
-
-@dataclass(frozen=True, slots=True)
-class _StopStrings:
-    strings: frozenset[str]
-    ordered: list[str]
-    lengths: list[int]
-    """Each once, the longest first."""
-    first_characters: frozenset[str]
-    last_characters: frozenset[str]
-
-
-@lru_cache(maxsize=8)
-def _prepared(stops: tuple[str, ...]) -> _StopStrings:
-    """Return what the search needs; samples of a request, and requests alike, share it."""
-    strings = frozenset(stops)
-    return _StopStrings(
-        strings=strings,
-        ordered=sorted(strings),
-        lengths=sorted({len(stop) for stop in strings}, reverse=True),
-        first_characters=frozenset(stop[0] for stop in strings),
-        last_characters=frozenset(stop[-1] for stop in strings),
-    )

@@ -16,13 +16,14 @@ from pyengine.engine.chat import ChatOptions, Message, render_chat
 from pyengine.engine.engine import EngineObserver, EngineStats
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
-from pyengine.engine.shared import SharedEngine
+from pyengine.engine.shared import SharedEngine, refuse_engine_in_fork
 
 
 class Frontend:
     """A model, its KV cache and an engine that several callers share."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        refuse_engine_in_fork()
         parts = build_engine(settings)
         release_threads()  # the steps may be run by another thread
         self.model_path: Path = parts.loaded.path

@@ -1,5 +1,7 @@
 """A process that finds out whether grammars can be served, for `grammars.py`; run by its path.
 
+Its argument is the process id of its engine, with which it ends, whatever it is at.
+
 A hostile grammar can take any time and memory to compile, or more stack than there is, which ends
 the process. So it does that here first: with less stack than the engine's threads have, with
 bounded memory, and until the engine loses patience. It imports nothing of ours, and starts fast.
@@ -9,6 +11,7 @@ Lines of JSON: first the vocabulary, answered by `{}`; then a grammar a line, an
 """
 
 import json
+import os
 import resource
 import sys
 import threading
@@ -20,6 +23,8 @@ LONGEST_MASK = 0.1
 STACK = 1 << 20
 MEMORY = 4 << 30
 """Bytes."""
+LOOKS_EVERY = 0.5
+"""Seconds."""
 _WHITE_SPACE = r"(?: |\n[ \t]{0,64})?"
 """Between the parts of JSON: nothing, a space, or a new line that is indented. With any amount of
 white space, as JSON has it, weak models never come to an end of it."""
@@ -73,10 +78,18 @@ def serve() -> None:
         print(json.dumps(checked(vocabulary, first["limits"], *json.loads(line))), flush=True)
 
 
+def end_with(engine: int) -> None:
+    """End this process when `engine` is no longer its parent."""
+    while os.getppid() == engine:
+        time.sleep(LOOKS_EVERY)
+    os._exit(0)
+
+
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
+    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
     thread = threading.Thread(target=serve)
     thread.start()
     thread.join()

@@ -153,7 +153,7 @@ class _Checker:
 
     def __init__(self, first: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", grammar_checker.__file__],
+            [sys.executable, "-P", grammar_checker.__file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

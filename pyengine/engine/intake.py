@@ -12,6 +12,7 @@ import numpy as np
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.fields import is_real
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.foreign import tokenizer_errors
 from pyengine.engine.grammars import Grammars
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
@@ -93,7 +94,7 @@ class Intake:
     def _tokens_of(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
         if not words:
             return []
-        with self._encoding:  # tokenizers are not re-entrant
+        with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
             return tokens_of_words(words, self._tokenizer)
 
     def request(

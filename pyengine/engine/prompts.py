@@ -10,6 +10,7 @@ import numpy.typing as npt
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.fields import is_integer
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.engine.foreign import encode_text
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
@@ -118,7 +119,7 @@ def _encode(text: str, tokenizer: Any) -> Sequence[int]:
             f"the prompt {text[:40]!r} is text and this model has no tokenizer: give token ids"
         )
     refuse_surrogates(text)
-    return cast(Sequence[int], np.array(tokenizer.encode(text), dtype=np.int64))
+    return cast(Sequence[int], np.array(encode_text(text, tokenizer.encode), dtype=np.int64))
 
 
 def refuse_surrogates(text: str) -> None:

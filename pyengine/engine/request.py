@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from pyengine.core.outputs import (
 )
 from pyengine.core.request import Request
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.detokenizer import IncrementalDetokenizer
+from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.sampling import SamplingState, TokenLogprobs
@@ -313,7 +314,7 @@ class RequestState(Request):
     def decoder(self) -> Callable[[int], str] | None:
         """The text of a single token, for log-probabilities; None without a tokenizer."""
         tokenizer = self.tokenizer
-        return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
+        return None if tokenizer is None else partial(text_of, tokenizer)
 
     def readable_tokens(self) -> int:
         """See `Request.readable_tokens`."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
-from pyengine.core.errors import EngineDeadError
+from pyengine.core.errors import ConfigurationError, EngineDeadError
 from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
 
@@ -23,6 +23,26 @@ _log = logging.getLogger(__name__)
 
 _LOOKS_EVERY = 0.001
 """Seconds between two looks whether the thread that drives has stopped."""
+
+
+_made_in: list[int] = []
+"""The process that made the first engine, here or in a process of which this one is a fork."""
+
+
+def refuse_engine_in_fork() -> None:
+    """Raise `ConfigurationError` in a fork of a process that has made an engine.
+
+    The threads in which torch computes are not in the fork, and whoever waits for them waits for
+    ever.
+    """
+    if not _made_in:
+        _made_in.append(os.getpid())
+    if _made_in[0] != os.getpid():
+        raise ConfigurationError(
+            f"this process ({os.getpid()}) is a fork of process {_made_in[0]}, which has made an "
+            "engine, and the threads that compute are not in it: start the process by "
+            "multiprocessing's 'spawn', and make the engine in it"
+        )
 
 
 class SharedEngine:
@@ -62,8 +82,8 @@ class SharedEngine:
         if self.is_elsewhere:
             raise EngineDeadError(
                 f"this engine belongs to process {self._owner}, which goes on, and this process "
-                f"({os.getpid()}) is a fork of it: make a new engine here, or start the process "
-                "by multiprocessing's `spawn`"
+                f"({os.getpid()}) is a fork of it: start the process by multiprocessing's "
+                "'spawn', and make a new engine in it"
             )
 
     def submit(self, states: Sequence[RequestState]) -> None:

@@ -41,7 +41,7 @@ def _plan(manager: BlockManager, size: int, rows: int) -> StepPlan | None:
     plan = manager.begin_step(size)
     for first in range(0, size, rows):
         drafts = [0] * (min(rows, size - first) - 1)
-        answer = plan.speculate(manager.sequence([first]), drafts)
+        answer = plan.speculate(manager.sequence([0]), drafts)
         if isinstance(answer, NoRoom | NoBudget):
             plan.rollback()
             return None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.core.fields import shown
 
 _log = logging.getLogger(__name__)
 
@@ -32,13 +33,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
     "auto" is the first CUDA device where there is one, else the CPU. Raises
     `ConfigurationError` for a device that torch does not know or does not see.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"device={device!r} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:0'"
+            f"device={shown(device)} is not known: use 'auto', 'cpu', 'cuda' or 'cuda:0'"
         ) from error
     if resolved.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -109,7 +110,9 @@ def choose_dtype(
         return _auto_dtype(saved, device)
     dtype = _DTYPES.get(asked) if isinstance(asked, str) else asked
     if dtype is None or dtype not in _DTYPES.values():
-        raise ConfigurationError(f"dtype={asked!r} is not known: use 'auto', {', '.join(_DTYPES)}")
+        raise ConfigurationError(
+            f"dtype={shown(asked)} is not known: use 'auto', {', '.join(_DTYPES)}"
+        )
     if device.type == "cpu" and dtype == torch.bfloat16 and bfloat16_instructions() is None:
         slow = f"this CPU has no instructions for bfloat16 ({_WANTED}): float32 would be faster"
         _log.warning("dtype='bfloat16': %s", slow)

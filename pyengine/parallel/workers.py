@@ -96,8 +96,8 @@ class Workers:
         if os.getpid() != self._owner:
             raise EngineDeadError(
                 f"this engine belongs to process {self._owner}, of which this one "
-                f"({os.getpid()}) is a fork: make a new LLM here, or start the process by "
-                "multiprocessing's method 'spawn'"
+                f"({os.getpid()}) is a fork: start the process by multiprocessing's 'spawn', and "
+                "make a new LLM in it"
             )
         if self._fate.is_over.is_set() or self._fate.is_wanted:
             raise self.death()

@@ -58,8 +58,7 @@ async def chat_completions(
     def encoded(tokenizer: Any) -> list[list[int]]:
         return [render(body.messages, tokenizer, options, context.longest_text)]
 
-    limit = context.settings.template_timeout
-    start = begin(context, request, body, params, encoded, limit=limit)
+    start = begin(context, request, body, params, encoded)
     return await answer(request, body, start, _Writer(body, tools))
 
 
@@ -103,6 +102,7 @@ def chat_options(
         continue_final_message=body.continue_final_message,
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         variables=variables,
+        seconds=settings.template_timeout,
     )
 
 

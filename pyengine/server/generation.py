@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
@@ -18,7 +19,7 @@ from pyengine.core.errors import InvalidRequestError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import RequestState
+from pyengine.engine import RequestState, encode_text
 from pyengine.server.auth import key_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
@@ -153,12 +154,10 @@ async def begin(
     body: SamplingFields,
     params: SamplingParams,
     encoded: Callable[[Any], list[list[int]]],
-    *,
-    limit: float | None = None,
 ) -> Call:
     """Make the requests of a call, off the event loop, and queue them.
 
-    `encoded` gives the token ids of its prompts by a tokenizer, in `limit` seconds.
+    `encoded` gives the token ids of its prompts by a tokenizer.
     """
     model = context.check_model(body.model)
     name, key = name_of(request, body), key_of(request.scope)
@@ -178,9 +177,9 @@ async def begin(
 
     threads = context.tokenizers
     if params.structured_outputs is None:
-        requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)), limit=limit)
+        requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)))
     else:  # a grammar may take a while to compile, and tokenizers are for all
-        requests = await asyncio.to_thread(made, await threads.run(encoded, limit=limit))
+        requests = await asyncio.to_thread(made, await threads.run(encoded))
     return Call(context, name, model, int(time.time()), context.submit(name, key, requests))
 
 
@@ -193,8 +192,7 @@ def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) 
             f"the prompt has {len(text)} characters, and of no text do more than "
             f"{context.longest_text} fit into the model: shorten it"
         )
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
-    return ids
+    return encode_text(text, partial(tokenizer.encode, add_special_tokens=special))
 
 
 @dataclass(slots=True)

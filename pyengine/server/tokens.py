@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from pyengine.core.errors import InvalidRequestError
+from pyengine.engine import tokenizer_errors
 from pyengine.server.chat import chat_options, render
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
@@ -66,7 +67,7 @@ async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
         wants_texts = body.return_token_strs
         return ids, tokenizer.convert_ids_to_tokens(ids) if wants_texts else None
 
-    ids, texts = await context.tokenizers.run(make, limit=context.settings.template_timeout)
+    ids, texts = await context.tokenizers.run(make)
     return TokenizeResponse(
         count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
     )
@@ -85,7 +86,8 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
             raise InvalidRequestError(
                 f"token id {foreign[0]} is outside the vocabulary of {len(tokenizer)} tokens"
             )
-        return str(tokenizer.decode(body.tokens))
+        with tokenizer_errors():
+            return str(tokenizer.decode(body.tokens))
 
     return DetokenizeResponse(prompt=await context.tokenizers.run(make))
 

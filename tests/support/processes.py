@@ -1,7 +1,10 @@
 """Which processes there are, by /proc."""
 
 import os
+import socket
+import struct
 import time
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 WORKERS = ("pyengine.parallel.worker", "tests.support.faulty_worker")
@@ -60,3 +63,42 @@ def processes_with(*words: str) -> list[int]:
         if any(word in line for word in words) and is_running(int(folder.name)):
             found.append(int(folder.name))
     return sorted(found)
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """The inodes of a process's sockets."""
+    found = set()
+    for descriptor in (Path("/proc") / str(pid) / "fd").iterdir():
+        try:
+            name = os.readlink(descriptor)
+        except OSError:  # closed meanwhile
+            continue
+        if name.startswith("socket:["):
+            found.add(name.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def listening(pid: int) -> list[tuple[IPv4Address | IPv6Address, int]]:
+    """The addresses and ports on which a process takes connections."""
+    found: list[tuple[IPv4Address | IPv6Address, int]] = []
+    own = _sockets_of(pid)
+    for table, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in (Path("/proc") / str(pid) / "net" / table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] != "0A" or words[9] not in own:  # TCP_LISTEN
+                continue
+            host, _, port = words[1].partition(":")
+            digits = bytes.fromhex(host)  # 32 bits each, as numbers
+            numbers = struct.unpack(f">{len(digits) // 4}I", digits)
+            address = struct.pack(f"={len(numbers)}I", *numbers)
+            named = IPv4Address(address) if kind == socket.AF_INET else IPv6Address(address)
+            found.append((named, int(port, 16)))
+    return found
+
+
+def unix_names(pid: int) -> list[str]:
+    """The names of a process's Unix sockets, by which others can reach them."""
+    own = _sockets_of(pid)
+    lines = (Path("/proc") / str(pid) / "net" / "unix").read_text().splitlines()[1:]
+    several = [line.split() for line in lines]
+    return [words[7] for words in several if words[6] in own and len(words) > 7]

@@ -1,6 +1,8 @@
 """Recordings of a manager: what a replay finds, and files that are none."""
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from pyengine.cache import BlockManager, KvError, TraceError, replay
 from tests.support.blocks import compute, computed, unchanged
+from tests.support.docs import ROOT
 
 
 def record(path: Path, **settings: object) -> BlockManager:
@@ -168,3 +171,38 @@ def test_a_file_that_blocks_blocks_nobody_else(tmp_path: Path) -> None:
         manager.stop_recording()
         assert reader.read().startswith(b"kvtrace")
     assert not waited
+
+
+FILLS = """
+import resource, sys
+from pathlib import Path
+from pyengine.cache import BlockManager
+from tests.support.blocks import computed
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+manager = BlockManager(64, 4)
+manager.record(sys.argv[1])
+for at in range(2000):
+    computed(manager, range(at * 7 % 50, at * 7 % 50 + 10)).free()
+manager.check()
+try:
+    manager.stop_recording()
+except OSError as error:
+    print(error)
+computed(manager, range(30)).free()
+manager.check()
+"""
+
+
+def test_a_disk_that_fills_is_said_at_the_end_of_a_recording(tmp_path: Path) -> None:
+    """By a limit of the size of files; the manager goes on."""
+    done = subprocess.run(
+        [sys.executable, "-c", FILLS, str(tmp_path / "recording")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "File too large" in done.stdout

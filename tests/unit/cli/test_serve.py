@@ -40,3 +40,23 @@ def test_settings_that_cannot_be(options: str, words: str, monkeypatch: pytest.M
     result = CliRunner().invoke(app, ["serve", *options.split()])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ") and words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("replicas", "status", "words"),
+    [
+        ("0", 2, "greater than or equal to 1"),
+        ("-1", 2, "greater than or equal to 1"),
+        ("two", 2, "valid integer"),
+        ("2", 1, "ray"),
+        ("1000000", 2, "less than or equal to 64"),
+    ],
+)
+def test_replicas_that_cannot_be(
+    replicas: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--replicas", replicas])
+    assert result.exit_code == status
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert words in said and "Traceback" not in said

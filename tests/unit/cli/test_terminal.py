@@ -1,6 +1,7 @@
 """What the command line is connected to: terminals, pipes, full disks, odd encodings, nothing."""
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -284,6 +286,61 @@ def test_ctrl_c_at_the_prompt_of_a_terminal() -> None:
     terminal.interrupt()
     assert terminal.end() == 0
     no_traceback(terminal.shown)
+
+
+@pytest.mark.parametrize("words", [20_000, pytest.param(200_000, marks=pytest.mark.soak)])
+def test_a_long_text_is_pasted_into_a_terminal(words: int) -> None:
+    """Up to a megabyte, read while it is written, as terminals do."""
+    terminal = Terminal("chat", NO_COLOR="1")
+    terminal.wait_for(lambda shown: b"> " in shown)
+    pasted = memoryview(b"word " * words + b"\r")
+    while pasted:
+        _, writable, _ = select.select([], [terminal.master], [], 0)
+        if writable:
+            pasted = pasted[os.write(terminal.master, pasted[:1024]) :]
+        if select.select([terminal.master], [], [], 0.001)[0]:
+            os.read(terminal.master, 65536)
+    terminal.wait_for(lambda shown: b"error: the prompt has " in shown)
+    terminal.wait_for(lambda shown: shown.endswith(b"> "))
+    terminal.type("short\n")
+    terminal.wait_for(lambda shown: b"The answer." in shown)
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    no_traceback(terminal.shown)
+
+
+ON_A_FULL_DISK = """
+mount -t tmpfs -o size=16k none "$1" && cd "$1" && head -c 8000 /dev/zero > filled || exit 1
+shift
+exec "$@"
+"""
+
+
+def test_a_disk_that_fills_keeps_what_was_whole(tmp_path: Path) -> None:
+    """A small one, in a mount namespace of its own."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"prompt {at}\n" for at in range(200)))
+    target = tmp_path / "disk"
+    target.mkdir()
+    alone = ["unshare", "-m", "sh", "-c", ON_A_FULL_DISK, "sh", str(target)]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    show = ["sh", "-c", '"$@"; status=$?; cat out; exit $status', "sh"]
+    done = subprocess.run(
+        [*alone, *show, *command("generate", "--raw", "--file", str(file), "--output", "out")],
+        capture_output=True,
+        check=False,
+        timeout=60,
+        env=environment(),
+    )
+    no_traceback(done.stderr)
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith(b"error: ")]
+    assert b"No space left on device" in line
+    whole = done.stdout.split(b"\n")[:-1]
+    assert len(whole) > 5
+    assert len({json.loads(one)["index"] for one in whole}) == len(whole)
+    assert f"{len(whole)} of 200 results are in".encode() in done.stderr
 
 
 @pytest.mark.parametrize("shell", ["> /dev/full", "| head -1 > /dev/null", "<&-"])

@@ -51,7 +51,7 @@ def in_a_fork(act: Callable[[], object], seconds: int = 20) -> str:
 def assert_refused(told: str) -> None:
     assert told.startswith("EngineDeadError: "), told
     assert f"belongs to process {os.getpid()}" in told
-    assert "make a new engine here" in told
+    assert "'spawn', and make a new engine in it" in told
 
 
 def test_an_llm_is_refused_in_a_fork_and_goes_on_in_the_parent(model: FakeModel) -> None:
@@ -223,3 +223,11 @@ def test_a_fork_may_make_its_own(model: FakeModel) -> None:
         return output.outputs[0].token_ids
 
     assert in_a_fork(make) == repr(continued([1], 8))
+
+
+def test_but_not_an_llm_whose_threads_it_does_not_have(model: FakeModel) -> None:
+    model.llm()
+    told = in_a_fork(model.llm)
+    assert told.startswith("ConfigurationError: ")
+    assert f"a fork of process {os.getpid()}, which has made an engine" in told
+    assert "'spawn', and make the engine in it" in told

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ from pyengine.core import InvalidRequestError, SamplingParams, StructuredOutputs
 from pyengine.engine import grammars as grammars_module
 from pyengine.engine.grammars import Grammars
 from tests.support.callers import FakeModel
+from tests.support.docs import ROOT
 from tests.support.engines import EOS
 from tests.support.fake_runner import VOCAB_SIZE
+from tests.support.processes import wait_for_end
 from tests.unit.engine.test_structured import ONE_OF, SCHEMA, tokenizer
 
 
@@ -193,6 +196,31 @@ def test_no_process_is_left_behind() -> None:
     process = checker._process
     del checker, there
     assert process.wait(5) == -signal.SIGKILL
+
+
+COMPILES = """
+import sys
+from pyengine.core import StructuredOutputs
+from pyengine.engine import grammars
+from tests.unit.engine import test_grammars as tests
+
+grammars._SECONDS = 100.0
+there = tests.grammars()
+there.prepare()
+print(there._idle[0]._process.pid, flush=True)
+there.matcher(StructuredOutputs(**tests.HOSTILE["many multiples"]))
+"""
+
+
+def test_nor_when_its_engine_is_killed_while_it_is_at_work() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILES], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as engine:
+        assert engine.stdout is not None
+        checker = int(engine.stdout.readline())
+        time.sleep(0.5)  # it is compiling
+        engine.kill()
+    assert wait_for_end([checker], 10) == []
 
 
 def test_without_the_library_a_sentence_says_what_to_install(

@@ -23,3 +23,13 @@ def test_sizes_up_to_the_largest_step_and_the_pool_are_run() -> None:
     assert sizes(64, 16) == [1, 2, 4, 8, 16]
     assert sizes(3, 64) == [1, 2, 4, 8]
     assert sizes(1, 1) == [1]
+
+
+def test_the_tokens_are_of_every_vocabulary() -> None:
+    runner, manager = FakeRunner(512, 4), BlockManager(512, 4)
+    limits = RunnerLimits(
+        max_num_batched_tokens=256, max_num_seqs=256, max_blocks_per_seq=9, rows_per_seq=2
+    )
+    measured_costs(runner, manager, limits)
+    assert max(runner.computed) == 256
+    assert not any(one["input_ids"].any() for one in runner._sets)

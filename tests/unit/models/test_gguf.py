@@ -290,3 +290,18 @@ def test_a_gguf_that_does_not_hold_what_it_declares_is_refused(tmp_path, file, m
         load_model(tmp_path / "tiny.gguf", device="cpu")
     cache = cache_root() / "models"
     assert not cache.exists() or list(cache.iterdir()) == []
+
+
+@pytest.mark.soak
+def test_processes_that_convert_at_once_do_not_disturb_each_other(tmp_path):
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    code = (
+        "import sys\nfrom pyengine.models import load_model\n"
+        "print(load_model(sys.argv[1], device='cpu').path)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "tiny.gguf")]
+    several = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = {process.communicate(timeout=300)[0].strip() for process in several}
+    assert [process.returncode for process in several] == [0, 0, 0]
+    (folder,) = (cache_root() / "models").iterdir()
+    assert said == {str(folder)}

@@ -1,7 +1,9 @@
 """A model divided over processes gives the tokens of one; who fails, fails with all or ends."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +27,7 @@ from pyengine.models import LoadedModel, load_model
 from pyengine.parallel import Team, distributed
 from pyengine.parallel.workers import WORKER
 from tests.support import faulty_worker
-from tests.support.processes import workers_left, workers_of
+from tests.support.processes import listening, unix_names, workers_left, workers_of
 from tests.unit.models.tiny import save_tiny_model
 from tests.unit.runner.hand_made import random_model
 from tests.unit.runner.test_model_runner import FAMILIES
@@ -213,6 +215,28 @@ def test_a_step_that_fails_is_rolled_back_on_all_ranks(
     assert workers_left(os.getpid(), IN_TIME) == []
 
 
+def test_nobody_else_can_reach_the_processes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks meet by a file of this user's own, speak by gloo on the loopback, and take pickles from
+    a pair of sockets without names."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
+        expected = tokens(llm)
+        for rank in (os.getpid(), *workers_of(os.getpid())):
+            doors = listening(rank)
+            assert doors and all(address.is_loopback for address, _ in doors), doors
+            for address, port in doors[:2]:  # what others on this machine may send does nothing
+                with socket.create_connection((str(address), port), timeout=5) as other:
+                    other.sendall(b"\0" * 64 + b"x" * 4096)
+            assert unix_names(rank) == []
+        (folder,) = tmp_path.iterdir()
+        assert re.fullmatch(r"pyengine-\w{8}", folder.name)
+        assert tokens(llm) == expected
+        assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
     with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
         (worker,) = workers_of(os.getpid())
@@ -278,7 +302,7 @@ def test_a_fork_is_refused_and_its_parent_goes_on(llama: Path) -> None:
 
         said = in_a_fork(ask)
         assert said.count(f"belongs to process {os.getpid()}, which goes on") == 2, said
-        assert "make a new engine here" in said
+        assert "'spawn', and make a new engine in it" in said
         assert tokens(llm) == expected
         in_a_fork(lambda: "and again, without a word")
         assert tokens(llm) == expected

@@ -1,0 +1,75 @@
+"""Processes that are started while an `LLM` is alive: refused in a sentence, the parent goes on."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.docs import ROOT
+from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+WAY_OUT = "the threads that compute are not in it: start the process by multiprocessing's 'spawn'"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder)
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [
+        ("fork", 1),
+        ("spawn", 1),
+        pytest.param("fork", 2, marks=SOAK),
+        pytest.param("forkserver", 1, marks=SOAK),
+        pytest.param("spawn", 2, marks=SOAK),
+        pytest.param("forkserver", 2, marks=SOAK),
+    ],
+)
+def test_processes_beside_a_live_llm(method: str, size: int, folder: Path) -> None:
+    several = {**os.environ, "OMP_NUM_THREADS": "2"}  # a fork has none but the one that forked
+    user = [sys.executable, "-m", "tests.support.multiprocessing_user", method, str(folder)]
+    user.append(str(size))
+    done = subprocess.run(
+        user, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300, env=several
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    answer = told.pop("parent")
+    assert answer.startswith("[")
+    assert told.pop("stream") == told.pop("parent again") == answer
+    assert told.pop("amid a stream") == "[]"
+    own, argument = told.pop("own"), told.pop("argument")
+    if method == "fork":
+        assert WAY_OUT in own
+        for said in (argument, *told.values()):
+            assert "EngineDeadError: this engine belongs to process" in said
+            assert "'spawn', and make a new engine in it" in said
+    else:
+        assert own == answer
+        assert "LLM cannot be pickled or copied" in argument
+        assert not told
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SOAK)])
+def test_two_engines_in_one_process_and_its_end_in_the_middle_of_streams(
+    size: int, folder: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.support.engines_at_the_end", str(folder), str(size)]
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    assert json.loads(done.stdout.lower()) == [True] * 8
