@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from pyengine.models.joined import replace_linears
 from pyengine.models.placement import bfloat16_instructions
 
 _ROWS = 32
@@ -91,17 +92,11 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def pack_linears(model: nn.Module) -> int:
     """Replace every `nn.Linear` of `model` by a packed one, and return how many there were.
 
-    Its weights are copied one by one, and given back where nothing else holds them: an embedding
-    that is tied to one stays as it was.
+    Those that multiply the same rows become one (`models/joined.py`). Weights are copied one by
+    one, and given back where nothing else holds them: an embedding that is tied to one stays as it
+    was.
     """
-    parents = [one for one in model.modules() if any(map(_is_linear, one.children()))]
-    num_packed = 0
-    for parent in parents:
-        for name, child in list(parent.named_children()):
-            if _is_linear(child):
-                setattr(parent, name, PackedLinear(child))
-                num_packed += 1
-    return num_packed
+    return replace_linears(model, _is_linear, PackedLinear)
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
