@@ -1,4 +1,4 @@
-"""Linear layers that multiply the same rows, as one product: query, key and value; gate and up.
+"""Linear layers that multiply the same rows, as one product.
 
 A product has a cost of its own that does not depend on its size. The layers stay where
 transformers looks for them. The one that is called first multiplies for all of them; the others,
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+GATED = ("gate_proj", "up_proj")
 """Names of layers of one parent that see the same input."""
 
 
@@ -57,18 +58,21 @@ class JoinedLinear(nn.Module):
 
 
 def replace_linears(
-    model: nn.Module, takes: Callable[[nn.Module], bool], made: Callable[[nn.Linear], nn.Module]
+    model: nn.Module,
+    takes: Callable[[nn.Module], bool],
+    made: Callable[[nn.Linear], nn.Module],
+    together: Sequence[tuple[str, ...]],
 ) -> int:
     """Replace every linear layer that `takes` takes by what is `made` of it; returns how many.
 
-    Those that go together are joined first. Weights are given back one by one, where nothing else
-    holds them.
+    Those of a parent whose names stand `together` are joined first. Weights are given back one
+    by one, where nothing else holds them.
     """
     num_replaced = 0
     for parent in list(model.modules()):
         names = [name for name, child in parent.named_children() if takes(child)]
         num_replaced += len(names)
-        for group in _TOGETHER:
+        for group in together:
             linears: list[Any] = [getattr(parent, name) for name in group if name in names]
             if len(linears) == len(group) and _go_together(linears):
                 joint = _Joint(made(_joined(linears)), [one.out_features for one in linears])

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyengine.core.errors import ConfigurationError
-from pyengine.models.joined import replace_linears
+from pyengine.models.joined import ATTENTION, GATED, replace_linears
 
 _LARGEST = 127
 _SECOND = 1 / (2 * _LARGEST)
@@ -160,7 +160,9 @@ def quantise_linears(model: Any, device: torch.device) -> int:
     if is_plain and head is not None and head.weight is embedding.weight:
         model.set_input_embeddings(Int8Embedding(embedding))
     del embedding, head
-    return replace_linears(model, lambda one: type(one) is nn.Linear, Int8Linear)
+    return replace_linears(
+        model, lambda one: type(one) is nn.Linear, Int8Linear, (ATTENTION, GATED)
+    )
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyengine.models.joined import JoinedLinear, replace_linears
+from pyengine.models.joined import ATTENTION, GATED, JoinedLinear, replace_linears
 from tests.unit.runner.hand_made import random_model
 
 
@@ -48,7 +48,7 @@ def test_the_first_multiplies_for_all_in_any_order(bias):
     model = attention((bias,) * 3)
     rows = [torch.randn(1, 5, 8), torch.randn(7, 8)]
     expected = [{name: one(row) for name, one in model.items()} for row in rows]
-    assert replace_linears(model, is_linear, Counting) == 3
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == 3
     (product,) = products(model)
     for number, order in enumerate(
         [("k_proj", "q_proj", "v_proj"), ("v_proj", "k_proj", "q_proj")]
@@ -64,7 +64,7 @@ def test_rows_of_others_are_multiplied_anew_and_nothing_is_kept():
     model = attention()
     rows = [torch.randn(5, 8) for _ in range(2)]
     expected = [model["q_proj"](one) for one in rows] + [model["v_proj"](rows[0])]
-    replace_linears(model, is_linear, Counting)
+    replace_linears(model, is_linear, Counting, (ATTENTION, GATED))
     found = [model["q_proj"](one) for one in rows] + [model["v_proj"](rows[0])]
     for one, right in zip(found, expected, strict=True):
         torch.testing.assert_close(one, right)
@@ -92,7 +92,7 @@ def test_rows_of_others_are_multiplied_anew_and_nothing_is_kept():
 )
 def test_what_does_not_go_together_stays_apart(model):
     num_layers = len(list(model.children()))
-    assert replace_linears(model, is_linear, Counting) == num_layers
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == num_layers
     assert len(products(model)) == num_layers
 
 
@@ -105,7 +105,7 @@ def test_a_model_says_the_same_and_gives_its_weights_back(family):
     kept = [
         weakref.ref(one.weight) for name, one in model.named_modules() if name.endswith("k_proj")
     ]
-    assert replace_linears(model, is_linear, Counting) == 3 * 7 + 1
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == 3 * 7 + 1
     gc.collect()
     assert [one() for one in kept] == [None] * 3
     assert len(products(model)) == 3 * 4 + 1
