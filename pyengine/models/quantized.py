@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.models.joined import ATTENTION, GATED, replace_linears
 
 _LARGEST = 127
 _SECOND = 1 / (2 * _LARGEST)
@@ -52,27 +53,13 @@ def digits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([first, second]).to(torch.int8), scales
 
 
-class _Rows:
-    """What the layers of one parent multiply, made once: query, key and value see the same."""
-
-    def __init__(self) -> None:
-        self._seen: torch.Tensor | None = None
-        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def digits(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`digits` of the flattened rows, which nobody writes to between two calls."""
-        if rows is not self._seen or self._found is None:
-            self._seen, self._found = rows, digits(rows.flatten(0, -2))
-        return self._found
-
-
 class Int8Linear(nn.Module):
     """Computes about what `linear` does, with a weight of a byte per element.
 
     `weight` is opaque: laid out for oneDNN, int8, without arithmetic of its own.
     """
 
-    def __init__(self, linear: nn.Linear, rows: _Rows | None = None) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         operators: Any = torch.ops.onednn
@@ -84,17 +71,15 @@ class Int8Linear(nn.Module):
         bias: torch.Tensor | None = linear.bias
         self.bias = None if bias is None else bias.detach().float()
         self._multiply = operators.qlinear_pointwise.default
-        self._rows = rows or _Rows()
         self._number = next(_numbers)
         _layers[self._number] = self
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`, of the same type."""
+        numbers, scales = digits(rows.flatten(0, -2))
         if torch.compiler.is_compiling():
-            numbers, scales = digits(rows.flatten(0, -2))
             product = torch.ops.pyengine.int8_product(numbers, self._number, self.out_features)
         else:
-            numbers, scales = self._rows.digits(rows)
             product = self.product(numbers)
         first, second = product.view(2, scales.shape[0], self.out_features).unbind()
         found: torch.Tensor = torch.add(first, second, alpha=_SECOND) * scales
@@ -175,14 +160,9 @@ def quantise_linears(model: Any, device: torch.device) -> int:
     if is_plain and head is not None and head.weight is embedding.weight:
         model.set_input_embeddings(Int8Embedding(embedding))
     del embedding, head
-    num_quantised = 0
-    for parent in list(model.modules()):
-        rows = _Rows()
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, Int8Linear(child, rows))
-                num_quantised += 1
-    return num_quantised
+    return replace_linears(
+        model, lambda one: type(one) is nn.Linear, Int8Linear, (ATTENTION, GATED)
+    )
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

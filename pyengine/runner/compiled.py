@@ -53,6 +53,7 @@ class CompiledForward:
             logits: torch.Tensor = output.logits[0]
             return logits
 
+        _keep_rotations(model)
         options = _UNCHECKED if backend == "inductor" else None
         self._compiled: Callable[..., torch.Tensor] = torch.compile(
             forward, fullgraph=True, backend=backend, options=options
@@ -92,6 +93,29 @@ class CompiledForward:
                 torch._dynamo.mark_dynamic(tensor, 0, min=_FEWEST)
         with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
             self._compiled(ids, positions, rows)
+
+
+def _keep_rotations(model: Any) -> None:
+    """Compute cosines and sines of positions once a step.
+
+    The compiler would compute them in each layer, for each head: a third of what a prefill spends
+    beside products and attention.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.register_forward_hook(_kept)
+
+
+def _kept(_module: Any, _inputs: Any, found: Any) -> Any:
+    if torch.compiler.is_compiling() and isinstance(found, tuple):
+        return tuple(torch.ops.pyengine.kept(one) for one in found)
+    return found
+
+
+# An operator that the compiler does not look into: what it gives is in memory.
+torch.library.define("pyengine::kept", "(Tensor found) -> Tensor")
+torch.library.impl("pyengine::kept", "CompositeExplicitAutograd")(torch.clone)
+torch.library.register_fake("pyengine::kept")(torch.empty_like)
 
 
 class _NoStep:

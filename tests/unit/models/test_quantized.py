@@ -113,18 +113,6 @@ def test_a_model_answers_nearly_as_before_and_gives_its_weights_back(is_tied):
     assert quantise_linears(model, CPU) == 0
 
 
-def test_layers_that_see_the_same_rows_see_the_new_ones_too():
-    model = nn.ModuleDict({"one": nn.Linear(8, 4), "other": nn.Linear(8, 6)})
-    shared = Int8Linear(model["one"])
-    beside = Int8Linear(model["other"], shared._rows)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        rows = torch.randn(5, 8)
-        with torch.inference_mode():
-            assert torch.equal(shared(rows), Int8Linear(model["one"])(rows))
-            assert torch.equal(beside(rows), Int8Linear(model["other"])(rows))
-
-
 def test_a_graph_gives_the_same_bits():
     torch.manual_seed(0)
     model = nn.Sequential(Int8Linear(nn.Linear(8, 6)), nn.ReLU(), Int8Linear(nn.Linear(6, 4)))

@@ -107,6 +107,18 @@ def test_layers_in_8_bit_integers_are_in_the_same_two_graphs():
     assert counters["stats"]["unique_graphs"] == 2
 
 
+def test_what_turns_positions_is_computed_once_a_step_and_not_in_each_layer():
+    kept = []
+
+    def record(graph, _inputs):
+        kept.append(sum(node.target is torch.ops.pyengine.kept for node in graph.graph.nodes))
+        return graph
+
+    run = PagedRun(random_model("llama", num_hidden_layers=3))
+    run.runner.compile(record)
+    assert kept == [2, 2]  # cosines and sines, in each of the two graphs
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
 def test_the_real_compiler_gives_the_same_logits(capsys):
