@@ -36,7 +36,7 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
 
     #[inline(always)]
     fn is_narrow(num_rows: usize) -> bool {
-        num_rows <= L / 2
+        is_narrow::<L>(num_rows)
     }
 
     #[inline(always)]
@@ -107,7 +107,7 @@ impl<V: Vector<L>, const L: usize, const N: usize> Products<L> for FloatTile<'_,
         (num_rows, sums): (usize, &mut [[f32; L]]),
     ) {
         let (weights, values) = (&weights[near.clone()], &self.values[near.clone()]);
-        if num_rows <= L / 2 {
+        if is_narrow::<L>(num_rows) {
             let dim = sums.len();
             let sums = sums.as_flattened_mut().chunks_exact_mut(dim);
             for (row, sums) in sums.take(num_rows).enumerate() {
@@ -129,6 +129,11 @@ impl<V: Vector<L>, const L: usize, const N: usize> Products<L> for FloatTile<'_,
             weigh::<V, L, 1, true>(weights, values, first + at, faded, sum);
         }
     }
+}
+
+/// Whether so many rows leave most lanes idle: each row then has its sums in a piece.
+const fn is_narrow<const L: usize>(num_rows: usize) -> bool {
+    num_rows <= L / 2
 }
 
 /// Vectors of elements that are added up at a time for one row.
