@@ -14,9 +14,11 @@ import torch
 from pyengine.core import InvalidRequestError, RequestFailedError, SamplingParams
 from pyengine.core.sampling_params import RequestOutputKind
 from pyengine.engine import LLM
+from pyengine.engine import llm as llm_module
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY
 from tests.support.fake_runner import continued
+from tests.support.tokenizers import Fast, byte_level
 
 
 @pytest.fixture(params=[1, 2], ids=["one step", "two steps"])
@@ -324,3 +326,25 @@ def test_without_parameters_the_models_own_serve(model: FakeModel) -> None:
     llm: LLM = model.llm()
     assert llm.get_default_sampling_params().max_tokens == 4
     assert tokens_of(llm.generate([[1]], use_tqdm=False)) == [continued([1], 4)]
+
+
+def test_without_a_bar_nothing_of_it_is_made(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tqdm starts a thread with its first bar."""
+
+    def never(**_: Any) -> None:
+        raise AssertionError("a bar was made")
+
+    monkeypatch.setattr(llm_module, "tqdm", never)
+    llm = model.llm()
+    assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)) == 1
+    with pytest.raises(AssertionError, match="a bar was made"):
+        llm.generate([[1, 2]], GREEDY, use_tqdm=True)
+
+
+def test_a_megabyte_of_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel(monkeypatch, tokenizer=Fast(byte_level(260)))
+    with pytest.raises(InvalidRequestError, match=r"the prompt has \d+ tokens; .* shorten"):
+        model.llm().generate(["a b " * 250_000], GREEDY, use_tqdm=False)
+    assert model.bench.runner.computed == []
