@@ -436,10 +436,6 @@ impl Contents {
             self.runs[at.at()] = VACANT;
             self.vacant.push(at);
             self.loosen(parent);
-            let above = &self.runs[parent.run.at()];
-            if above.namespace.is_none() && above.blocks.len() / groups > parent.rows as usize {
-                return; // rows follow
-            }
             at = parent.run;
         }
     }

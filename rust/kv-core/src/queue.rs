@@ -95,7 +95,6 @@ impl FreeQueue {
         let list = List::Probation;
         let last = self.links[self.sentinel(list).at()].prev;
         Joining {
-            before: self.links[last.at()].prev,
             links: &mut self.links,
             lens: &mut self.lens,
             list,
@@ -212,15 +211,14 @@ fn is_queued(link: Link) -> bool {
     link.prev != BlockId::NONE
 }
 
-/// Blocks on their way into the queue, one after the other: what comes to a tail is linked once it is known
-/// what comes there next. The lists are whole again once it has ended.
+/// Blocks on their way into the queue, one after the other: what comes to the same tail is linked to what
+/// comes there next. The lists are whole again once it has ended.
 pub(crate) struct Joining<'a> {
     links: &'a mut [Link],
     lens: &'a mut [usize; LISTS.len()],
-    /// The list of the last one, which that is, the one before it, and how many came there since.
+    /// The list of the last one, which that is, and how many came there since.
     list: List,
     last: BlockId,
-    before: BlockId,
     count: usize,
 }
 
@@ -232,7 +230,7 @@ impl Joining<'_> {
 
     #[inline]
     pub(crate) fn contains(&self, block: BlockId) -> bool {
-        block == self.last || is_queued(self.links[block.at()])
+        is_queued(self.links[block.at()])
     }
 
     /// A free block goes to the head of its list, an idle one to the tail.
@@ -245,8 +243,9 @@ impl Joining<'_> {
             }
             self.turn_to(list);
         }
-        self.link_last(block);
-        self.before = std::mem::replace(&mut self.last, block);
+        self.links[self.last.at()].next = block;
+        self.links[block.at()].prev = self.last;
+        self.last = block;
         self.count += 1;
     }
 
@@ -259,29 +258,22 @@ impl Joining<'_> {
     }
 
     fn turn_to(&mut self, list: List) {
-        self.close();
+        self.link_last();
         self.list = list;
         self.last = self.links[self.sentinel(list).at()].prev;
-        self.before = self.links[self.last.at()].prev;
     }
 
     #[inline]
     pub(crate) fn end(mut self) {
-        self.close();
+        self.link_last();
     }
 
     #[inline]
-    fn close(&mut self) {
+    fn link_last(&mut self) {
         let sentinel = self.sentinel(self.list);
-        self.link_last(sentinel);
+        self.links[self.last.at()].next = sentinel;
         self.links[sentinel.at()].prev = self.last;
         self.lens[self.list as usize] += std::mem::take(&mut self.count);
-    }
-
-    #[inline]
-    fn link_last(&mut self, next: BlockId) {
-        let prev = self.before;
-        self.links[self.last.at()] = Link { prev, next };
     }
 }
 

@@ -159,20 +159,29 @@ fn narrow<T: TokenInt>(
 }
 
 /// Adds the lower 32 bits of each value; what the higher ones of any have: a loop without branches, in
-/// vectors twice as wide where the machine has them.
+/// the widest vectors that the machine has.
 fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: impl ExactSizeIterator<Item = T>) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        #[target_feature(enable = "avx2")]
-        fn avx2<T: TokenInt>(
-            tokens: &mut Vec<u32>,
-            values: impl ExactSizeIterator<Item = T>,
-        ) -> u64 {
-            low_halves_here(tokens, values)
-        }
-        // SAFETY: the machine has AVX2, as was looked up.
-        #[allow(unsafe_code)]
-        return unsafe { avx2(tokens, values) };
+    macro_rules! with {
+        ($feature:tt) => {
+            if is_x86_feature_detected!($feature) {
+                #[target_feature(enable = $feature)]
+                fn wide<T: TokenInt>(
+                    tokens: &mut Vec<u32>,
+                    values: impl ExactSizeIterator<Item = T>,
+                ) -> u64 {
+                    low_halves_here(tokens, values)
+                }
+                // SAFETY: the machine has the feature, as was looked up.
+                #[allow(unsafe_code)]
+                return unsafe { wide(tokens, values) };
+            }
+        };
+    }
+    #[cfg(target_arch = "x86_64")]
+    {
+        with!("avx512f");
+        with!("avx2");
     }
     low_halves_here(tokens, values)
 }

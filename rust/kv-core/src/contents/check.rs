@@ -249,6 +249,7 @@ impl Contents {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{fit, grow};
     use super::*;
     use crate::hash::ContentHasher;
 
@@ -422,5 +423,21 @@ mod tests {
                 "case {at}: {found:?} is not {expected:?}"
             );
         }
+    }
+
+    #[test]
+    fn runs_grow_by_a_quarter_and_give_back_what_they_forgot() {
+        let mut rows = vec![7_u32; 400];
+        grow(&mut rows, &[8; 3]);
+        assert!(rows.capacity() >= 500 && rows[400..] == [8; 3]);
+        let before = rows.capacity();
+        grow(&mut rows, &[9; 97]);
+        assert_eq!((rows.len(), rows.capacity()), (500, before));
+        rows.truncate(200);
+        fit(&mut rows);
+        assert_eq!(rows.capacity(), before);
+        rows.truncate(50);
+        fit(&mut rows);
+        assert!((100..before).contains(&rows.capacity()));
     }
 }
