@@ -253,14 +253,14 @@ class Lanes:
 
     def laid_out(self, query: torch.Tensor) -> torch.Tensor:
         """`[T, query_heads, d]` as the kernel wants it: `[1, heads, rows, d]`."""
-        by_head = query.unflatten(1, (self._heads, self._shared))
+        by_head = query.reshape(len(query), self._heads, self._shared, query.shape[-1])
         padded = _padded(by_head, _LEAST, 0, self.count, 0)
         return padded.transpose(0, 1).flatten(1, 2)[None]
 
     def taken_up(self, found: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """`[1, heads, rows, d]` as `[T, query_heads, d]`."""
-        by_token = found[0].unflatten(1, (-1, self.count))[:, :num_tokens, : self._shared]
-        return by_token.transpose(0, 1).flatten(1, 2)
+        by_token = found[0].view(self._heads, -1, self.count, found.shape[-1])
+        return by_token[:, :num_tokens, : self._shared].transpose(0, 1).flatten(1, 2)
 
 
 def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:
