@@ -5,8 +5,8 @@
 A real block manager, the runner's input buffers, graphs and the flashinfer backend; its wrappers
 and the replay of the graph do nothing, and copies to the device are copies on the host. So what is
 left out are the calls of CUDA (a copy is about 5 us to ask for, and there are `copies` of them, and
-one more for each group's pages) and flashinfer's own plan, which divides the work in C++. The time is
-the processor's, of the one thread.
+one more for each group's pages) and flashinfer's own plan, which divides the work in C++. The time
+is the processor's, of the one thread.
 """
 
 import argparse
