@@ -56,6 +56,7 @@ class Report:
     def end(self, why: str) -> None:
         """The last line."""
         self._write(f"\n{why} after {self.seconds:.0f} s; {self.failed} failed.")
+        self._file.close()
 
     def _write(self, line: str) -> None:
         print(line, flush=True)
