@@ -54,6 +54,7 @@ class Bench:
         """An engine over a new random model, once what nobody refers to has been given back."""
         self.release()
         loaded = self.shape.load(self.device)
+        settings = {"compile": False, **settings}  # which takes a minute each time
         with patch.object(builder, "load_model", lambda *_, **__: loaded):
             return LLM("random", device=self.device, dtype="bfloat16", **settings)
 

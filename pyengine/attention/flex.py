@@ -1,9 +1,10 @@
 """Attention by torch's FlexAttention over the physical pages of the pool.
 
 All rows of a step form one sequence of queries, all slots of the pool one of keys, which is a
-view of it. A block mask says which pages each tile of queries has to look at; the mask function
-decides, key by key. It finds a key's position from its page: a page holds the same positions for
-every sequence that shares it.
+view of it. Where all sequences decode, each is a tile of its own, whose rows are the query heads of
+a KV head: they look at the same pages, and at no other sequence's. A block mask says which pages
+each tile of queries has to look at; the mask function decides, key by key. It finds a key's
+position from its page: a page holds the same positions for every sequence that shares it.
 
 torch compiles anew for a size of 0 or 1, whatever it was told of sizes that change. So rows, tiles,
 pages of a tile, and tables are padded to two.
@@ -27,6 +28,7 @@ from pyengine.cache.memory import upload
 
 _LEAST_TORCH = (2, 9)
 _DECODE_TILE = 16
+"""The fewest rows of a tile."""
 _PREFILL_TILE = 64
 _KEY_TILE = 64
 _LEAST = 2
@@ -86,7 +88,7 @@ class FlexBackend:
 
     def graph_plan(self, inputs: StepInputs) -> "FlexPlan":
         """Prepare a step whose tiles have room for all that its tables can hold."""
-        pages = min(self.pool.num_blocks + 1, _DECODE_TILE * inputs.block_tables.shape[2])
+        pages = min(self.pool.num_blocks + 1, inputs.block_tables.shape[2])
         return FlexPlan(self, inputs, pages)
 
 
@@ -98,15 +100,14 @@ class FlexPlan:
         self._inputs = inputs
         self._room = room
         starts = inputs.host_query_start_loc
-        decoding = leading_decodes(starts) == len(starts) - 1
-        self._tile = _DECODE_TILE if decoding else _PREFILL_TILE
+        self._decodes = leading_decodes(starts) == len(starts) - 1
         sequences = np.arange(len(starts) - 1).repeat(np.diff(starts))
         self._sequence_of = _padded(upload(sequences, backend.pool.device), _LEAST)  # [T]
         self._positions = _padded(inputs.positions, _LEAST)
         self._tables = _padded(inputs.block_tables, _LEAST, _LEAST)
         shape = (len(inputs.block_tables), backend.pool.num_blocks + 1)
         self._places = torch.empty(shape, dtype=torch.int64, device=backend.pool.device)
-        self._masks: dict[tuple[int, int | None], Any] = {}
+        self._masks: dict[tuple[int, int | None, int], Any] = {}
         self._place_pages()
 
     def refresh(self, inputs: StepInputs) -> None:
@@ -118,7 +119,7 @@ class FlexPlan:
             _, rows, width = inputs.block_tables.shape
             self._tables[:, :rows, :width].copy_(inputs.block_tables)
         self._place_pages()
-        for (group, window), mask in self._masks.items():
+        for (group, window, _), mask in self._masks.items():
             counts, pages = self._tiles(group, window)
             mask.kv_num_blocks.copy_(counts)
             mask.kv_indices.copy_(pages)
@@ -139,28 +140,33 @@ class FlexPlan:
             cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
             for cache in (pool.keys[layer], pool.values[layer])
         )
-        num_rows = len(query)
+        if self._decodes:
+            lanes = Lanes(query.shape[1], key.shape[1], _DECODE_TILE)
+        else:
+            lanes = Lanes(query.shape[1], query.shape[1], 1)
+        tile = lanes.count if self._decodes else _PREFILL_TILE
         result = backend.attend(
-            _padded(query, _LEAST, 0, 0).transpose(0, 1)[None],
+            lanes.laid_out(query),
             keys,
             values,
             score_mod=backend.score_mod(options.softcap),
-            block_mask=self._mask(group, options.sliding_window),
+            block_mask=self._mask(group, options.sliding_window, lanes.count),
             scale=options.scaling,
-            enable_gqa=True,
-            kernel_options=self._kernel_options(),
+            enable_gqa=not self._decodes,
+            kernel_options=self._kernel_options(tile),
             return_aux=backend.library.AuxRequest(lse=options.sinks is not None),
         )
-        out: torch.Tensor = result[0][0].transpose(0, 1)[:num_rows]
+        out = lanes.taken_up(result[0], len(query))
         if options.sinks is None:
             return out
-        return apply_sinks(out, result[1].lse[0].T[:num_rows], options.sinks)
+        lse = lanes.taken_up(result[1].lse[..., None], len(query))[..., 0]
+        return apply_sinks(out, lse, options.sinks)
 
-    def _kernel_options(self) -> dict[str, Any] | None:
+    def _kernel_options(self, tile: int) -> dict[str, Any] | None:
         if self._backend.pool.device.type != "cuda":
             return None
         return {
-            "BLOCK_M": self._tile,
+            "BLOCK_M": tile,
             "BLOCK_N": min(_KEY_TILE, self._backend.pool.block_size),
             "FORCE_USE_FLEX_ATTENTION": True,  # not its decode kernel, which wants other tiles
         }
@@ -177,32 +183,35 @@ class FlexPlan:
         self._places.scatter_(1, pages, columns.repeat(len(lens)).expand_as(pages))
         self._places[:, trash] = -1
 
-    def _mask(self, group: int, window: int | None) -> Any:
-        mask = self._masks.get((group, window))
+    def _mask(self, group: int, window: int | None, lanes: int) -> Any:
+        mask = self._masks.get((group, window, lanes))
         if mask is None:
             counts, pages = self._tiles(group, window)
             pool = self._backend.pool
             mask = self._backend.library.BlockMask.from_kv_blocks(
                 counts,
                 pages,
-                BLOCK_SIZE=(self._tile, pool.block_size),
-                mask_mod=self._visible(group, window),
-                seq_lengths=(len(self._sequence_of), (pool.num_blocks + 1) * pool.block_size),
+                BLOCK_SIZE=(lanes if self._decodes else _PREFILL_TILE, pool.block_size),
+                mask_mod=self._visible(group, window, lanes),
+                seq_lengths=(
+                    len(self._sequence_of) * lanes,
+                    (pool.num_blocks + 1) * pool.block_size,
+                ),
                 compute_q_blocks=False,
             )
-            self._masks[group, window] = mask
+            self._masks[group, window, lanes] = mask
         return mask
 
-    def _visible(self, group: int, window: int | None) -> Callable[..., torch.Tensor]:
-        """The mask function: whether a row sees a slot of the pool."""
+    def _visible(self, group: int, window: int | None, lanes: int) -> Callable[..., torch.Tensor]:
+        """The mask function: whether a row, of so many for a token, sees a slot of the pool."""
         size = self._backend.pool.block_size
         places, tables = self._places[group], self._tables[group]
         sequence_of, positions = self._sequence_of, self._positions
 
         def visible(
-            _batch: torch.Tensor, _head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor
+            _batch: torch.Tensor, _head: torch.Tensor, lane: torch.Tensor, slot: torch.Tensor
         ) -> torch.Tensor:
-            page = slot // size
+            row, page = lane // lanes, slot // size
             place = places[page]
             own = tables[sequence_of[row], place.clamp(min=0)] == page
             position = place * size + slot % size
@@ -219,7 +228,7 @@ class FlexPlan:
             inputs.host_block_tables[group],
             window,
             self._backend.pool.block_size,
-            self._tile,
+            1 if self._decodes else _PREFILL_TILE,
         )
         room = max(_LEAST, self._room or max(map(len, lists)))
         tiles = max(_LEAST, len(lists))  # a tile more than there are rows for is never computed
@@ -229,6 +238,29 @@ class FlexPlan:
             counts[tile] = len(own)
         device = self._backend.pool.device
         return upload(counts, device)[None, None], upload(pages, device)[None, None]
+
+
+class Lanes:
+    """How the query heads of tokens lie as rows: `count` of them for a token.
+
+    Over `heads` of the kernel the rows of a token are the query heads that share one, padded to a
+    power of two and at least to `least`.
+    """
+
+    def __init__(self, query_heads: int, heads: int, least: int) -> None:
+        self._heads, self._shared = heads, query_heads // heads
+        self.count = max(least, 1 << (self._shared - 1).bit_length())
+
+    def laid_out(self, query: torch.Tensor) -> torch.Tensor:
+        """`[T, query_heads, d]` as the kernel wants it: `[1, heads, rows, d]`."""
+        by_head = query.reshape(len(query), self._heads, self._shared, query.shape[-1])
+        padded = _padded(by_head, _LEAST, 0, self.count, 0)
+        return padded.transpose(0, 1).flatten(1, 2)[None]
+
+    def taken_up(self, found: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """`[1, heads, rows, d]` as `[T, query_heads, d]`."""
+        by_token = found[0].view(self._heads, -1, self.count, found.shape[-1])
+        return by_token[:, :num_tokens, : self._shared].transpose(0, 1).flatten(1, 2)
 
 
 def compiled(attend: Any, **settings: Any) -> Callable[..., Any]:

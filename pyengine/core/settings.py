@@ -69,10 +69,10 @@ class EngineSettings:
         parse=str | None,
     )
     attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
-    compile: bool = setting(
-        False,
+    compile: bool | None = setting(
+        None,
         "let torch compile the forward pass: a minute or two and a C++ compiler at first, "
-        "faster then",
+        "faster then; without it, in CUDA graphs where torch can",
     )
     enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     async_scheduling: bool | None = setting(

@@ -3,6 +3,7 @@
 settings -> model -> attention backend -> KV pool and its manager -> runner -> engine
 """
 
+import logging
 import platform
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -53,6 +54,8 @@ from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, Thre
 from pyengine.runner.graphs import CudaRecorder
 from pyengine.scheduler import Scheduler, SchedulerLimits
 from pyengine.speculation import Drafter, NgramDrafter, PayingDrafts, Speculator, SuffixDrafter
+
+_log = logging.getLogger(__name__)
 
 _SOME_BLOCK_SIZE = 16
 """To check settings with, until the backend has said what it likes."""
@@ -296,8 +299,18 @@ def _runner(
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     if settings.compile:
         runner.compile()
+    elif settings.compile is None and recorder is not None:
+        _compile_if_possible(runner)
     runner.capture()
     return runner
+
+
+def _compile_if_possible(runner: ModelRunner) -> None:
+    """In a graph a launch is cheap, and still each operator reads and writes all rows."""
+    try:
+        runner.compile()
+    except ConfigurationError as error:
+        _log.warning("%s: the model runs uncompiled; compile=False does not try", error)
 
 
 def _setup(
@@ -392,7 +405,6 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "dtype_reason": loaded.dtype_reason,
         "quantization": settings.quantization or "none",
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "compile": settings.compile,
     }
 
 
@@ -403,6 +415,7 @@ def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> d
         "attention_reason": choice.reason,
         "attention_backends": explain_backends(choice, needs),
         "cuda_graphs": f"batches of {sizes}" if sizes else "none",
+        "compile": isinstance(runner, ModelRunner) and runner.is_compiled,
         "kv_cache_dtype": dtype_name(needs.cache_dtype),
     }
 

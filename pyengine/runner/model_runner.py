@@ -96,6 +96,11 @@ class ModelRunner:
             self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
         print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called and could."""
+        return self._compiled is not None
+
     def prepare(
         self,
         plan: Plan,

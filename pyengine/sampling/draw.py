@@ -15,8 +15,9 @@ from pyengine.sampling.draw_cpu import draw_on_cpu
 from pyengine.sampling.host import upload
 from pyengine.sampling.uniform import Positions, uniforms
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Rows are drawn in chunks of about so many logits; a float64 copy of one is 32 MiB."""
+_CHUNK_ELEMENTS = 1 << 24
+"""Rows are drawn in chunks of about so many logits: 256 rows of 151,936 in three, as each is a
+dozen launches, one after the other. A float64 copy of one is 128 MiB."""
 _NUCLEUS_HEAD = 512
 """Most nuclei end within so many tokens; only rows whose nucleus does not are sorted whole."""
 

@@ -121,7 +121,7 @@ class Place:
         return folder
 
     def llm(self, folder: Path, dtype: str, backend: str, **settings: Any) -> LLM:
-        """An engine over a small model; what is not given is small too, and eager.
+        """An engine over a small model; what is not given is small too, eager, and not compiled.
 
         Raises `Refused` if the backend says that it cannot serve. One that is installed and does
         not import, compile or run is a failure.
@@ -131,6 +131,7 @@ class Place:
             "max_model_len": LONGEST,
             "max_num_seqs": 8,
             "enforce_eager": True,
+            "compile": False,
             **settings,
         }
         try:

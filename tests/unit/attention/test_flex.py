@@ -105,8 +105,27 @@ def test_the_block_mask_names_the_tiles_pages():
     step = make_step([(1, 9), (1, 4), (3, 4)], SHAPE)
     plan = FlexBackend(SHAPE.pool()).plan(step.inputs)
     step.run(plan, options_of("window"))
-    mask = plan._masks[0, 5]
+    mask = plan._masks[0, 5, 1]
     pages = tile_pages(step.inputs, step.inputs.host_block_tables[0], 5, SHAPE.block_size, 64)
     assert mask.kv_num_blocks.tolist() == [[[len(pages[0]), 0]]]  # two tiles at least
     assert mask.kv_indices[0, 0, 0].tolist() == pages[0].tolist()
     assert mask.kv_indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(6, 16), (2, 16), (40, 32)])
+def test_a_sequence_that_decodes_is_a_tile_of_its_own(heads, rows):
+    """Its rows are the query heads of a KV head; it looks at its own pages alone."""
+    shape = Shape(heads=heads)
+    step = make_step([(1, 9), (1, 4), (1, 0)], shape)
+    plan = FlexBackend(shape.pool()).plan(step.inputs)
+    step.run(plan, options_of("plain"))
+    ((key, mask),) = plan._masks.items()
+    assert key == (0, None, rows)
+    assert (rows, shape.block_size) == mask.BLOCK_SIZE
+    tables = step.inputs.host_block_tables[0]
+    for row, length in enumerate((10, 5, 1)):
+        count = -(-length // shape.block_size)
+        assert mask.kv_num_blocks[0, 0, row] == count
+        pages = mask.kv_indices[0, 0, row, :count].tolist()
+        assert pages == sorted(tables[row, :count].tolist())
+    assert_like_oracle(FlexBackend, shape.pool(), step, options_of("plain"))

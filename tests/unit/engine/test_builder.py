@@ -1,10 +1,13 @@
 """From settings to an engine: what requests get by default, and what it tells of itself."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from pyengine.core.errors import ConfigurationError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
 from pyengine.engine import builder
@@ -31,3 +34,45 @@ def test_or_our_own_if_that_was_asked_for(value: str) -> None:
     params = builder.default_params(settings, loaded)
     assert params == SamplingParams()
     assert builder.about_sampling(settings, params) == f"{value}: the defaults of SamplingParams"
+
+
+class Runner:
+    """A runner that compiles, or says why it cannot."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.calls = error, []  # type: ignore[var-annotated]
+
+    def compile(self) -> None:
+        self.calls.append("compile")
+        if self.error is not None:
+            raise self.error
+
+    def capture(self) -> None:
+        self.calls.append("capture")
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("can", [True, False])
+def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
+    asked: bool | None, has_graphs: bool, can: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    runner = Runner(None if can else ConfigurationError("compile=True: torch cannot"))
+    monkeypatch.setattr(builder, "ModelRunner", lambda *_, **__: runner)
+    monkeypatch.setattr(builder, "_recorder", lambda *_: object() if has_graphs else None)
+    fake: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=None, pool=lambda _: None, build=lambda _: None
+    )
+
+    def built() -> Any:
+        return builder._runner(EngineSettings(compile=asked), fake, fake, fake, fake)
+
+    if asked and not can:
+        with pytest.raises(ConfigurationError, match="torch cannot"):
+            built()
+        return
+    with caplog.at_level("WARNING"):
+        assert built() is runner
+    compiles = asked is True or (asked is None and has_graphs)
+    assert runner.calls == ["compile"] * compiles + ["capture"]
+    assert ("runs uncompiled; compile=False does not try" in caplog.text) == (compiles and not can)

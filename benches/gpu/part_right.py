@@ -1,0 +1,139 @@
+"""Is it right? The checks of three families, random requests with overlap and without, and a run
+under compute-sanitizer."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benches.gpu.steps import Found, NotHere, Spot, Step
+from tests.gpu.answers import tokens
+from tests.gpu.models import Place
+
+SANITISED = "benches.gpu.part_right"
+ROOT = Path(__file__).parents[2]
+
+
+def checks(spot: Spot, name: str, wanted: str, seconds: float) -> Found:
+    """Some of tests/gpu; the lines of their report."""
+    report = Path(spot.folder) / f"checks-{name}.md"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--device", spot.device]
+    command += ["--report", str(report), "-k", wanted, "--maxfail", "6"]
+    status, said = _ended(command, seconds - 10)
+    ended = (said.strip().splitlines() or ["no word"])[-1] if status is not None else "out of time"
+    lines = report.read_text().splitlines() if report.exists() else []
+    failed = [one for one in lines if one.startswith("- failed")]
+    if failed or status not in {0, 5, None}:  # 5: nothing to run here
+        raise AssertionError("\n".join([ended, *(failed or lines[-20:])]))
+    return {"passed": sum(one.startswith("- passed") for one in lines), "ended": ended}
+
+
+def _ended(command: list[str], seconds: float) -> tuple[int | None, str]:
+    """A command's status, None if it had to be ended, with all that it started; what it said."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        status = None
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(seconds)
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return status, said.read()
+
+
+def random_requests(spot: Spot, seed: int) -> Found:
+    """200 requests of all kinds, with overlap and without: the same tokens."""
+    from pyengine import SamplingParams
+
+    place, random = Place(spot.device, spot.folder), Random(seed)
+    count = spot.either(200, 40)
+    prompts = [tokens(random.randrange(1, 120), random) for _ in range(count)]
+    params = [
+        SamplingParams(
+            temperature=random.choice((0, 0, 1)),
+            top_p=random.choice((1, 0.9)),
+            top_k=random.choice((0, 20)),
+            seed=number,
+            max_tokens=random.randrange(1, 40),
+            min_tokens=random.choice((0, 1)),
+            frequency_penalty=random.choice((0, 0, 0.5)),
+            logprobs=random.choice((None, None, 2)),
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for number in range(count)
+    ]
+    answers: list[list[tuple[int, ...]]] = []
+    for ahead in (False, True):
+        llm = place.llm(
+            place.model("llama"),
+            "float32",
+            "gather",
+            async_scheduling=ahead,
+            max_num_seqs=32,
+            max_num_batched_tokens=random.choice((64, 256)),
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([tuple(one.outputs[0].token_ids) for one in outputs])
+    different = sum(one != other for one, other in zip(*answers, strict=True))
+    assert different <= count // 50, f"{different} of {count} differ"
+    return {"requests": count, "different": different}
+
+
+def sanitised(spot: Spot, tool: str) -> Found:
+    """A small run whose every access to the device's memory is looked at."""
+    if not spot.on_cuda or shutil.which("compute-sanitizer") is None:
+        raise NotHere("compute-sanitizer is for CUDA, and has to be installed")
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    command += ["--print-limit", "5", sys.executable, "-m", SANITISED, spot.device, spot.folder]
+    status, said = _ended(command, 110)
+    lines = said.strip().splitlines()[-25:]
+    if status is None:
+        return {"ended": "out of time", "said": lines[-1] if lines else ""}
+    assert status == 0, "\n".join(lines)
+    return {"said": lines[-1] if lines else ""}
+
+
+def small_run(device: str, folder: str) -> None:
+    """What the sanitizer looks at: a prefill and decodes in graphs."""
+    from pyengine import SamplingParams
+
+    place, random = Place(device, folder), Random(3)
+    llm = place.llm(place.model("llama"), "bfloat16", "auto", enforce_eager=False, max_num_seqs=2)
+    params = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=4, detokenize=False)
+    llm.generate([tokens(20, random), tokens(3, random)], params, use_tqdm=False)
+
+
+def _families(backend: str) -> str:
+    return " or ".join(f"{backend}-{family}" for family in ("llama", "qwen3", "mistral"))
+
+
+def _check(name: str, wanted: str, seconds: float) -> Step:
+    return Step(f"checks: {name}", checks, (name, wanted, seconds), seconds)
+
+
+STEPS = [
+    _check("gather", f"({_families('gather')}) or window", 90),
+    _check("flashinfer", f"test_a_backend and ({_families('flashinfer')})", 120),
+    _check("graphs", "test_graphs", 120),
+    *(
+        Step(f"random requests, round {seed}", random_requests, (seed,), 120)
+        for seed in range(1, 4)
+    ),
+    _check("engine", "test_engine", 120),
+    _check("flex", f"test_a_backend and ({_families('flex')})", 180),
+    Step("compute-sanitizer memcheck", sanitised, ("memcheck",), 120),
+]
+
+if __name__ == "__main__":
+    arguments: Any = sys.argv[1:]
+    small_run(*arguments)

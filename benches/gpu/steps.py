@@ -1,0 +1,43 @@
+"""What the parts of the first hour are made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a part runs, and the folder that it may leave files in."""
+
+    device: str
+    folder: str
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether this is the real thing."""
+        return self.device.startswith("cuda")
+
+    def either(self, full: Any, tiny: Any) -> Any:
+        """The size of a step, here."""
+        return full if self.on_cuda else tiny
+
+
+class NotHere(Exception):
+    """A step that this machine cannot take, and why: no failure."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to try, for so many seconds at most. It returns what is to be written down.
+
+    A value that has lines of its own, a table for instance, is set below the step. Steps of the
+    same `beside` run at the same time.
+    """
+
+    name: str
+    call: Callable[..., Found]
+    arguments: tuple[Any, ...] = ()
+    seconds: float = 120.0
+    beside: str = ""

@@ -1,0 +1,36 @@
+"""How many launches a layer of a decode step takes: no more than are known of."""
+
+import pytest
+
+from benches.gpu.launches import FAMILIES, _calls, compiled, eager
+
+EAGER = {"llama": 46, "qwen3": 62, "gemma3_text": 90, "gpt_oss": 70}
+COMPILED = {"llama": 15, "qwen3": 15}
+
+
+def test_every_family_is_held_to_a_number() -> None:
+    assert set(EAGER) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", EAGER)
+def test_an_eager_layer_dispatches_no_more_than_it_did(family: str) -> None:
+    assert 20 < eager(family) <= EAGER[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", COMPILED)
+def test_a_compiled_layer_is_a_third(family: str) -> None:
+    assert 5 < compiled(family) <= COMPILED[family]
+
+
+def test_the_calls_of_a_compiled_graph_are_counted() -> None:
+    source = """
+def call(args):
+    buf1 = reinterpret_tensor(buf0, (1, 2), (2, 1), 0)  # alias
+    cpp_fused_mul_silu_5(buf41, buf40)
+    extern_kernels.mm(reinterpret_tensor(buf22, (64, 128)), out=buf3)
+    buf13 = torch.ops.pyengine.paged_attention.default(buf11, buf12)
+    assert_alignment(buf13, 16, 'torch.ops.pyengine.paged_attention.default')
+    buf14 = torch.ops.aten.topk.default(buf13)
+"""
+    assert _calls(source) == 1 + 1 + 2 + 1
