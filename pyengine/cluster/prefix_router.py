@@ -26,7 +26,7 @@ from pyengine.core.errors import ConfigurationError, NoReplicaError
 MOST_REPLICAS = 128
 """Of a router, at once: one bit each."""
 RUNNING_WEIGHT = 0.05
-"""What a block that runs costs beside one that is computed."""
+"""What a block that runs costs beside one that is computed: a delay to others, not more work."""
 _NAME = 16
 _STORED = b"\x01"
 
