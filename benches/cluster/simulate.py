@@ -21,7 +21,7 @@ import numpy as np
 from benches.cluster.replica import Costs, Heard, Job, Later, SimReplica
 from benches.peers.traces import bbh, mooncake
 from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo
-from pyengine.cluster.prefix_router import PrefixRouter
+from pyengine.cluster.prefix_router import RUNNING_WEIGHT, PrefixRouter
 
 BLOCK_SIZE = 16
 LAG = 0.005
@@ -83,10 +83,12 @@ def stretched(arrivals: list[Arrival], costs: Costs, num_replicas: int, load: fl
 class Simulation:
     """Replicas, the router that hears them, and a policy."""
 
-    def __init__(self, policy: str, num_replicas: int, num_blocks: int, costs: Costs) -> None:
+    def __init__(
+        self, policy: str, num_replicas: int, num_blocks: int, costs: Costs, weight: float
+    ) -> None:
         self.policy = policy
         self.later = Later()
-        self.router = PrefixRouter(KIND)
+        self.router = PrefixRouter(KIND, running_weight=weight)
         heard = Heard(self._events, self._first, self._end)
         self.replicas = {
             f"{n}": SimReplica(f"{n}", num_blocks, BLOCK_SIZE, costs, heard)
@@ -206,11 +208,16 @@ def endless(arrivals: list[Arrival]) -> float:
 
 
 def simulate(
-    policy: str, arrivals: list[Arrival], num_replicas: int, num_blocks: int, costs: Costs
+    policy: str,
+    arrivals: list[Arrival],
+    num_replicas: int,
+    num_blocks: int,
+    costs: Costs,
+    weight: float = RUNNING_WEIGHT,
 ) -> dict[str, Any]:
-    """The figures of one run."""
+    """The figures of one run; `weight` is the router's `running_weight`."""
     start = time.perf_counter()
-    simulation = Simulation(policy, num_replicas, num_blocks, costs)
+    simulation = Simulation(policy, num_replicas, num_blocks, costs, weight)
     sent = [simulation.send(number, one) for number, one in enumerate(arrivals)]
     simulation.finish()
     jobs = [job for job, _ in sent]
@@ -253,6 +260,7 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--blocks", type=int, default=32_768, help="of a replica")
     parser.add_argument("--load", type=float, default=0.9, help="of the work without a cache")
+    parser.add_argument("--weight", type=float, nargs="+", default=[RUNNING_WEIGHT])
     parser.add_argument("--most", type=int, help="requests of the trace")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -266,13 +274,15 @@ def main() -> None:
                 Arrival(one.time * factor, one.tokens, one.output, one.session) for one in arrivals
             ]
             for policy in arguments.policy:
-                found = simulate(policy, scaled, num_replicas, num_blocks, costs)
-                found |= {"bound": bound, "num_blocks": num_blocks, "load": arguments.load}
-                key = f"{name}, {num_replicas} replicas"
-                written.setdefault(key, {})[policy] = found
-                shown = {each: round(value, 4) for each, value in found.items()}
-                print(key, policy, shown, flush=True)
-                arguments.out.write_text(json.dumps(written, indent=1) + "\n")
+                for weight in arguments.weight:
+                    found = simulate(policy, scaled, num_replicas, num_blocks, costs, weight)
+                    found |= {"bound": bound, "num_blocks": num_blocks, "load": arguments.load}
+                    key = f"{name}, {num_replicas} replicas"
+                    who = policy if weight == RUNNING_WEIGHT else f"{policy}, {weight}"
+                    written.setdefault(key, {})[who] = found
+                    shown = {each: round(value, 4) for each, value in found.items()}
+                    print(key, who, shown, flush=True)
+                    arguments.out.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from pyengine.core.errors import ConfigurationError, NoReplicaError
 
 MOST_REPLICAS = 128
 """Of a router, at once: one bit each."""
+RUNNING_WEIGHT = 0.05
+"""What a block that runs costs beside one that is computed: a delay to others, not more work."""
 _NAME = 16
 _STORED = b"\x01"
 
@@ -141,7 +143,7 @@ class PrefixRouter:
         self,
         kind: CacheKind,
         *,
-        running_weight: float = 0.25,
+        running_weight: float = RUNNING_WEIGHT,
         imbalance: float = 1.25,
         slack: int = 2,
     ) -> None:

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 
 import ray
 from ray import serve
+from ray.serve.schema import LoggingConfig
 
 from pyengine.cluster.ray_app import RayReplicas, engines
 from pyengine.cluster.remote_engine import RemoteEngine
@@ -37,7 +39,8 @@ def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[Remo
     )
     try:
         num_gpus = _gpus_of_a_process(settings, num_replicas * size)
-        serve.start(proxy_location="Disabled")
+        logging = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        serve.start(proxy_location="Disabled", logging_config=logging)
         try:
             handle = serve.run(
                 engines(
@@ -48,14 +51,16 @@ def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[Remo
                 ),
                 name="pyengine",
                 route_prefix=None,
+                logging_config=logging,
             )
         except RuntimeError as error:
             raise ConfigurationError(f"the replicas could not be started: {error}") from error
         replicas = RayReplicas(handle)
         yield RemoteEngine(replicas, handle.about.remote().result(), seed=settings.seed)
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        with redirect_stdout(StringIO()):  # Ray's complaints of calls that its own end cut off
+            serve.shutdown()
+            ray.shutdown()
 
 
 def _gpus_of_a_process(settings: EngineSettings, num_processes: int) -> int:

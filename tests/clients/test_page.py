@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.core import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine, EngineView
 from pyengine.server import create_app
 from tests.support.browser import CHROMIUM, Served, browser, errors_of
 from tests.support.callers import FakeModel
+from tests.support.replicas import LocalReplicas, read, small_replica
 from tests.support.serving import open_small_engine, save_small_model
 
 Error = pytest.importorskip("playwright.sync_api").Error
@@ -245,3 +248,50 @@ def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
             assert errors == []
             served.submit(app.state.observation.close()).result()
             context.close()
+
+
+def test_replicas_stand_side_by_side(
+    chromium: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A line for each, the pool of one below; its name leads to another; one that goes, goes."""
+    folder = save_small_model(tmp_path_factory.mktemp("replicas"))
+    names = ("a", "b")
+    replicas = [small_replica(name, folder) for name in names]
+    local = LocalReplicas(*replicas)
+    engine = RemoteEngine(local, replicas[0].about())
+    app = create_app(engine, ServerSettings(log_format="none"), ClusterObservation)
+    greedy = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4)
+    with Served(app) as served:
+        served.submit(local.__aenter__()).result()
+        for number in range(8):
+            prompt = [*([5 + number % 2] * 160), number]
+            served.submit(read(engine, prompt, greedy)).result()
+        page = chromium.new_page(viewport={"width": 1400, "height": 900})
+        errors = errors_of(page)
+        page.goto(f"{served.url}/kv")
+        page.wait_for_selector("#replicas tbody tr:nth-child(2)")
+        lines = page.locator("#replicas tbody tr")
+        assert [one.split()[0] for one in lines.all_inner_texts()] == [*names]
+        for at, replica in enumerate(replicas):
+            current = page.locator("#replicas tbody tr[aria-current=true]")
+            assert current.inner_text().split()[0] == names[at]
+            held = f"{replica.engine.stats().ledger.idle}"
+            page.wait_for_function(
+                f"() => document.querySelector('[data-state=idle]').textContent === '{held}'"
+            )
+            page.locator("#replicas tbody tr:nth-child(2) a").click()
+            page.wait_for_function("() => frame && frame.replica === 'b'")
+        served.submit(_lose(local, "a")).result()
+        page.wait_for_function(
+            "() => document.querySelectorAll('#replicas tbody tr').length === 1", timeout=10_000
+        )
+        assert errors == []
+        page.close()
+        served.submit(app.state.observation.close()).result()
+        served.submit(local.__aexit__()).result()
+    for one in replicas:
+        one.close()
+
+
+async def _lose(local: LocalReplicas, name: str) -> None:
+    local.lose(name)

@@ -23,9 +23,9 @@ from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.settings import EngineSettings
 from pyengine.engine import AsyncEngine
 from tests.support.docs import ROOT
-from tests.support.processes import is_running, processes_with, wait_for_end
+from tests.support.processes import is_running, processes_with, wait_for_end, workers_of
 from tests.support.replicas import read
-from tests.support.serving import events_of, save_small_model
+from tests.support.serving import alone, events_of, save_small_model
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: say `make cluster-test`")
 pytestmark = [
@@ -73,6 +73,10 @@ def current(engine: Any) -> int:
     return 0 if router is None else sum(one.is_current for one in router.replicas())
 
 
+def routed(engine: Any) -> dict[str, int]:
+    return {one.name: one.num_routed for one in engine.replicas.router.replicas()}
+
+
 async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not holds():
@@ -96,17 +100,8 @@ def test_families_stay_together_and_answers_are_those_of_one_engine(
     from itertools import count
 
     from pyengine.cluster.fleet import Fleet
-    from tests.support import chat
-    from tests.unit.models.tiny import save_tiny_model
 
-    save_tiny_model(
-        tmp_path,
-        vocab_size=chat.VOCAB_SIZE,
-        max_position_embeddings=2048,
-        dtype="float32",
-        eos_token_id=0,
-    )
-    chat.chat_tokenizer(chat.CHATML).save_pretrained(tmp_path)
+    save_small_model(tmp_path, max_position_embeddings=2048)
     random = Random(3)
     order = [family for _ in range(20) for family in random.sample(range(8), 8)]
     prompts = [
@@ -114,16 +109,8 @@ def test_families_stay_together_and_answers_are_those_of_one_engine(
         for number, family in enumerate(order)
     ]
     settings = EngineSettings(tmp_path, num_blocks=4 * 64 + 48, **SMALL)
-    with AsyncEngine(tmp_path, num_blocks=2000, **SMALL) as alone:
-
-        async def expected() -> list[list[int]]:
-            found = []
-            for prompt in prompts:
-                async for item in alone.generate(prompt, GREEDY):
-                    found.append(item.outputs[0].token_ids)
-            return found
-
-        wanted = asyncio.run(expected())
+    with AsyncEngine(tmp_path, num_blocks=2000, **SMALL) as one:
+        wanted = [alone(one, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
     figures: dict[str, tuple[int, float]] = {}
 
     async def ours(engine: Any) -> None:
@@ -201,6 +188,90 @@ def test_a_killed_replica_and_its_replacement(folder: Path) -> None:
         assert not is_running(victim)
 
     with_replicas(EngineSettings(folder, num_blocks=512, **SMALL), 2, use)
+
+
+def test_models_that_are_divided_are_each_in_a_placement_group(tmp_path: Path) -> None:
+    """Two replicas of three processes; one is killed, and its processes go with it."""
+    from ray.util import placement_group_table
+
+    save_small_model(tmp_path, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
+    prompts = [[*([5 + n % 4] * 200), *range(40, 48 + n)] for n in range(16)]
+    with AsyncEngine(tmp_path, num_blocks=512, **SMALL) as one:
+        wanted = [alone(one, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
+
+    async def use(engine: Any) -> None:
+        groups = [one for one in placement_group_table().values() if one["state"] == "CREATED"]
+        assert [one["bundles"] for one in groups] == [{0: {"CPU": 3.0}}] * 2
+        replicas = processes_with(REPLICA)
+        workers = {pid: workers_of(pid) for pid in replicas}
+        assert [len(one) for one in workers.values()] == [2, 2]  # beside the replica itself
+        done = await through_gate(engine, prompts, 4)
+        assert [tokens for _, tokens in done] == wanted
+        assert sum(item.num_cached_tokens > 0 for item, _ in done) >= 8
+        before = set(engine.replicas.names())
+        os.kill(replicas[0], signal.SIGKILL)
+        assert wait_for_end(workers[replicas[0]], 30) == []
+        await until(lambda: current(engine) == 2 and set(engine.replicas.names()) != before, 120)
+        done = await through_gate(engine, prompts, 4)
+        assert [tokens for _, tokens in done] == wanted
+        everybody.extend(pid for one in processes_with(REPLICA) for pid in workers_of(one))
+
+    everybody: list[int] = []
+    settings = EngineSettings(tmp_path, num_blocks=512, tensor_parallel_size=3, **SMALL)
+    with_replicas(settings, 2, use)
+    assert len(everybody) == 4 and wait_for_end(everybody, 30) == []
+
+
+def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
+    """Each ingress follows each replica, which Serve counts as a request: three are two."""
+    from ray import serve
+
+    from pyengine.cluster.ray_app import RayReplicas, engines
+    from pyengine.cluster.remote_engine import RemoteEngine
+
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 3,
+        **{"upscale_delay_s": 1, "downscale_delay_s": 3, "metrics_interval_s": 0.5},
+        "look_back_period_s": 2,
+    }
+    forever = SamplingParams(
+        temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+    async def use(engine: RemoteEngine) -> None:
+        replicas = engine.replicas
+        await until(lambda: current(engine) == 1)
+        is_over = False
+
+        async def load(number: int) -> None:
+            while not is_over:
+                item, _ = await read(engine, [5 + number] * 40, forever)
+                assert item.finished
+
+        callers = [asyncio.create_task(load(number)) for number in range(8)]
+        await until(lambda: current(engine) == 2, 120)
+        assert replicas.router is not None
+        newcomer = replicas.router.replicas()[1].name  # in the order in which they joined
+        await until(lambda: routed(engine)[newcomer] > 2)
+        is_over = True
+        await asyncio.gather(*callers)  # nothing was lost on the way up
+        await until(lambda: len(replicas.names()) == 1, 120)
+        item, _ = await read(engine, [9] * 40, GREEDY)
+        assert item.finished and len(routed(engine)) == 1
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
+    try:
+        serve.start(proxy_location="Disabled")
+        settings = {"model": str(folder), "num_blocks": 512, **SMALL}
+        app = engines(settings, autoscaling_config=scaling)
+        handle = serve.run(app, name="pyengine", route_prefix=None)
+        about = handle.about.remote().result()
+        asyncio.run(use(RemoteEngine(RayReplicas(handle), about)))
+    finally:
+        serve.shutdown()
+        ray.shutdown()
 
 
 def test_a_reader_that_goes_ends_what_runs(folder: Path) -> None:

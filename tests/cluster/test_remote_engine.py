@@ -4,11 +4,13 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2
 import pytest
 
+from pyengine.cluster.fleet import Fleet
 from pyengine.cluster.observation import ClusterObservation
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
@@ -296,6 +298,52 @@ def test_a_replica_of_another_kind_gets_no_request(
     finally:
         good.close()
         bad.close()
+
+
+def test_a_router_that_starts_again_is_right_after_snapshots(two: tuple[Replica, Replica]) -> None:
+    async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
+        for number in range(6):
+            await read(engine, [*FAMILIES[number % 3], number], GREEDY)
+        running = engine.submit([engine.request([7] * 30, STREAMED)])
+        reader = aiter(running)
+        await anext(reader)
+        before = local.fleet.router
+        local.fleet.close()
+        local.fleet = Fleet()
+        local.fleet.update(local.there)
+        with pytest.raises(NoReplicaError):  # nobody has said yet who it is
+            await read(engine, [5], GREEDY)
+        await local.until_current()
+        assert [item async for item in reader][-1].finished
+        router = local.fleet.router
+        assert router is not None and router is not before
+        item, _tokens = await read(engine, [*FAMILIES[0], 99], GREEDY)
+        assert item.num_cached_tokens == 256 and router.stats.expected_hits == 256
+        for replica in two:
+            assert router.contents(replica.info.name) == set(replica.engine.contents())
+
+    over(two, main)
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    two: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(0)
+    monkeypatch.setattr("time.time", lambda: random.uniform(-1e12, 1e12))
+    monkeypatch.setattr("time.time_ns", lambda: random.randrange(1 << 62))
+
+    async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
+        router = local.fleet.router
+        assert router is not None
+        for number in range(8):
+            body = {"prompt": [*FAMILIES[number % 2], number], "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert router.stats.real_hits == router.stats.expected_hits == 6 * 256
+        assert router.stats.num_gaps == 0
+        for replica in two:
+            assert router.contents(replica.info.name) == set(replica.engine.contents())
+
+    over(two, main)
 
 
 def test_without_a_replica_nothing_is_taken(two: tuple[Replica, Replica]) -> None:

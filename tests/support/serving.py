@@ -26,15 +26,11 @@ MAX_MODEL_LEN = 1024
 GOOD = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
 
 
-def save_small_model(folder: Path, template: str = chat.CHATML) -> Path:
+def save_small_model(folder: Path, template: str = chat.CHATML, **settings: Any) -> Path:
     """A model of a few kilobytes with a byte-level tokenizer of 300 tokens."""
-    save_tiny_model(
-        folder,
-        vocab_size=chat.VOCAB_SIZE,
-        max_position_embeddings=MAX_MODEL_LEN,
-        dtype="float32",
-        eos_token_id=0,  # <|end|> of the tokenizer
-    )
+    given = {"max_position_embeddings": MAX_MODEL_LEN, "dtype": "float32", **settings}
+    # 0 is <|end|> of the tokenizer
+    save_tiny_model(folder, vocab_size=chat.VOCAB_SIZE, eos_token_id=0, **given)
     chat.chat_tokenizer(template).save_pretrained(folder)
     return folder
 

@@ -6,36 +6,24 @@
 //! their way, which their holder will have as long as they run.
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+mod table;
+
+use table::{Table, Value};
 
 /// Holders that there may be at once.
 pub const MOST_HOLDERS: usize = 128;
 
 /// Names that are looked up before the first of them is changed, so that their cache misses overlap.
-const AT_ONCE: usize = 32;
+const AT_ONCE: usize = 64;
 
 /// The chained name of a content.
 pub type Name = u128;
 
 type Set = u128;
-type ByName<T> = HashMap<Name, T, BuildHasherDefault<OfName>>;
 
-/// Half of the name, which is a hash already.
-#[derive(Default)]
-struct OfName(u64);
-
-impl Hasher for OfName {
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("a name is one number");
-    }
-
-    fn write_u128(&mut self, name: u128) {
-        self.0 = name as u64;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
+impl Value for Set {
+    fn is_empty(&self) -> bool {
+        *self == 0
     }
 }
 
@@ -58,20 +46,26 @@ struct Expected {
     others: Vec<(u8, u32)>,
 }
 
+impl Value for Expected {
+    fn is_empty(&self) -> bool {
+        self.holders == 0
+    }
+}
+
 /// Who holds what, and who is expected to. Holders are numbers below [`MOST_HOLDERS`].
 pub struct Holders {
-    held: ByName<Set>,
+    held: Table<Set>,
     num_held: [usize; MOST_HOLDERS],
-    expected: ByName<Expected>,
+    expected: Table<Expected>,
     num_expected: [usize; MOST_HOLDERS],
 }
 
 impl Default for Holders {
     fn default() -> Self {
         Self {
-            held: ByName::default(),
+            held: Table::default(),
             num_held: [0; MOST_HOLDERS],
-            expected: ByName::default(),
+            expected: Table::default(),
             num_expected: [0; MOST_HOLDERS],
         }
     }
@@ -84,15 +78,16 @@ impl Holders {
     }
 
     /// Takes what became of a holder's contents, in order. Storing twice is storing once.
-    pub fn apply(&mut self, holder: usize, changes: &[Change]) {
-        for some in changes.chunks(AT_ONCE) {
-            let known = some.iter().filter(|change| match change {
-                Change::Stored(name) | Change::Removed(name) => self.held.contains_key(name),
-                Change::Cleared => false,
-            });
-            std::hint::black_box(known.count());
-            for change in some {
-                match *change {
+    pub fn apply(&mut self, holder: usize, changes: impl Iterator<Item = Change> + Clone) {
+        let (mut ahead, mut changes) = (changes.clone(), changes.peekable());
+        while changes.peek().is_some() {
+            let some = ahead.by_ref().take(AT_ONCE);
+            self.held.touch(some.map(|change| match change {
+                Change::Stored(name) | Change::Removed(name) => name,
+                Change::Cleared => 0,
+            }));
+            for change in changes.by_ref().take(AT_ONCE) {
+                match change {
                     Change::Stored(name) => self.store(holder, name),
                     Change::Removed(name) => self.remove(holder, name),
                     Change::Cleared => self.clear(holder),
@@ -103,21 +98,18 @@ impl Holders {
 
     fn store(&mut self, holder: usize, name: Name) {
         let bit = bit(holder);
-        let set = self.held.entry(name).or_default();
-        self.num_held[holder] += usize::from(*set & bit == 0);
-        *set |= bit;
+        self.held.change(name, |set| {
+            self.num_held[holder] += usize::from(*set & bit == 0);
+            *set |= bit;
+        });
     }
 
     fn remove(&mut self, holder: usize, name: Name) {
         let bit = bit(holder);
-        let Some(set) = self.held.get_mut(&name) else {
-            return;
-        };
-        self.num_held[holder] -= usize::from(*set & bit != 0);
-        *set &= !bit;
-        if *set == 0 {
-            self.held.remove(&name);
-        }
+        self.held.change(name, |set| {
+            self.num_held[holder] -= usize::from(*set & bit != 0);
+            *set &= !bit;
+        });
     }
 
     /// The holder holds nothing. O(names known).
@@ -126,54 +118,45 @@ impl Holders {
             return;
         }
         let bit = bit(holder);
-        self.held.retain(|_, set| {
-            *set &= !bit;
-            *set != 0
-        });
+        self.held.change_all(|set| *set &= !bit);
         self.num_held[holder] = 0;
-        if self.held.len() < self.held.capacity() / 4 {
-            self.held.shrink_to(2 * self.held.len());
-        }
     }
 
     /// A request with a prompt of these contents is on its way to the holder, or runs there.
     pub fn expect(&mut self, holder: usize, names: &[Name]) {
         let bit = bit(holder);
         for &name in names {
-            let expected = self.expected.entry(name).or_default();
-            if expected.holders & bit == 0 {
-                expected.holders |= bit;
-                self.num_expected[holder] += 1;
-                continue;
-            }
-            let others = &mut expected.others;
-            match others.iter_mut().find(|(at, _)| usize::from(*at) == holder) {
-                Some((_, count)) => *count += 1,
-                None => others.push((holder as u8, 1)),
-            }
+            self.expected.change(name, |expected| {
+                if expected.holders & bit == 0 {
+                    expected.holders |= bit;
+                    self.num_expected[holder] += 1;
+                    return;
+                }
+                let others = &mut expected.others;
+                match others.iter_mut().find(|(at, _)| usize::from(*at) == holder) {
+                    Some((_, count)) => *count += 1,
+                    None => others.push((holder as u8, 1)),
+                }
+            });
         }
     }
 
     /// Such a request, which was expected, has ended.
     pub fn unexpect(&mut self, holder: usize, names: &[Name]) {
         let bit = bit(holder);
-        for name in names {
-            let Some(expected) = self.expected.get_mut(name) else {
-                continue;
-            };
-            let others = &mut expected.others;
-            if let Some(at) = others.iter().position(|one| usize::from(one.0) == holder) {
-                others[at].1 -= 1;
-                if others[at].1 == 0 {
-                    others.swap_remove(at);
+        for &name in names {
+            self.expected.change(name, |expected| {
+                let others = &mut expected.others;
+                if let Some(at) = others.iter().position(|one| usize::from(one.0) == holder) {
+                    others[at].1 -= 1;
+                    if others[at].1 == 0 {
+                        others.swap_remove(at);
+                    }
+                } else if expected.holders & bit != 0 {
+                    expected.holders &= !bit;
+                    self.num_expected[holder] -= 1;
                 }
-            } else if expected.holders & bit != 0 {
-                expected.holders &= !bit;
-                self.num_expected[holder] -= 1;
-                if expected.holders == 0 {
-                    self.expected.remove(name);
-                }
-            }
+            });
         }
     }
 
@@ -182,7 +165,7 @@ impl Holders {
     pub fn depths(&self, names: &[Name]) -> Vec<usize> {
         let mut depths = Vec::new();
         let mut going = Set::MAX;
-        for (depth, name) in names.iter().enumerate() {
+        for (depth, &name) in names.iter().enumerate() {
             let held = self.held.get(name).copied().unwrap_or_default();
             let expected = self.expected.get(name).map_or(0, |one| one.holders);
             let next = going & (held | expected);
@@ -202,7 +185,7 @@ impl Holders {
 
     /// The names that a holder holds, in no order. O(names known).
     pub fn contents(&self, holder: usize) -> Vec<Name> {
-        let holds = |(name, set): (&Name, &Set)| (set & bit(holder) != 0).then_some(*name);
+        let holds = |(name, set): (Name, &Set)| (set & bit(holder) != 0).then_some(name);
         self.held.iter().filter_map(holds).collect()
     }
 
@@ -249,15 +232,15 @@ mod tests {
     #[test]
     fn a_prefix_ends_where_its_holder_has_no_more() {
         let mut holders = Holders::new();
-        holders.apply(0, &[1, 2, 3].map(Change::Stored));
-        holders.apply(2, &[1, 3].map(Change::Stored)); // a hole: what is behind it counts for nothing
+        holders.apply(0, [1, 2, 3].map(Change::Stored).into_iter());
+        holders.apply(2, [1, 3].map(Change::Stored).into_iter()); // a hole: what is behind it counts for nothing
         assert_eq!(holders.depths(&[1, 2, 3, 4]), [3, 0, 1]);
         assert_eq!(holders.depths(&[9]), []);
-        holders.apply(0, &[Change::Removed(2), Change::Removed(7)]);
+        holders.apply(0, [2, 7].map(Change::Removed).into_iter());
         assert_eq!(holders.depths(&[1, 2, 3]), [1, 0, 1]);
-        holders.apply(127, &[Change::Stored(1)]);
+        holders.apply(127, [Change::Stored(1)].into_iter());
         assert_eq!(holders.depths(&[1])[127], 1);
-        holders.apply(0, &[Change::Cleared]);
+        holders.apply(0, [Change::Cleared].into_iter());
         assert_eq!((holders.num_held(0), holders.num_names()), (0, 2));
         assert_eq!(holders.depths(&[1])[..3], [0, 0, 1]);
     }
@@ -276,7 +259,7 @@ mod tests {
         holders.unexpect(4, &[1]);
         holders.unexpect(4, &[1]); // never expected
         assert_eq!((holders.num_expected(3), holders.num_expected(4)), (0, 0));
-        assert!(holders.expected.is_empty());
+        assert_eq!(holders.expected.len(), 0);
     }
 
     #[test]
@@ -308,7 +291,7 @@ mod tests {
             let mut holders = Holders::new();
             let mut sets: HashMap<usize, BTreeSet<Name>> = HashMap::new();
             for (holder, changes) in &steps {
-                holders.apply(*holder, changes);
+                holders.apply(*holder, changes.iter().copied());
                 let set = sets.entry(*holder).or_default();
                 for change in changes {
                     match change {

@@ -98,16 +98,19 @@ impl Holders {
         kinds: &[u8],
         names: &[u8],
     ) -> PyResult<usize> {
-        let (holder, names) = (slot(holder)?, unpacked(names)?);
+        let (holder, names) = (slot(holder)?, names_of(names)?);
         if kinds.len() != names.len() {
             let (kinds, names) = (kinds.len(), names.len());
             let message = format!("{kinds} kinds and {names} names: one of each an event");
             return Err(ConfigError::new_err(message));
         }
-        let changes: PyResult<Vec<Change>> = kinds.iter().zip(names).map(change).collect();
-        let changes = changes?;
+        if let Some(other) = kinds.iter().find(|kind| **kind > CLEARED) {
+            return Err(ConfigError::new_err(format!(
+                "an event of kind {other}: there are 0 (removed), 1 (stored) and 2 (cleared)"
+            )));
+        }
         Ok(self.with(py, |known| {
-            known.apply(holder, &changes);
+            known.apply(holder, kinds.iter().zip(names).map(change));
             known.num_held(holder)
         }))
     }
@@ -173,22 +176,26 @@ fn slot(holder: &Bound<'_, PyAny>) -> PyResult<usize> {
     Err(ConfigError::new_err(message))
 }
 
-fn unpacked(names: &[u8]) -> PyResult<Vec<Name>> {
-    let (whole, rest) = names.as_chunks();
-    if !rest.is_empty() {
-        let message = format!("{} bytes are no names of 16 bytes each", names.len());
-        return Err(ConfigError::new_err(message));
+fn names_of(bytes: &[u8]) -> PyResult<&[[u8; size_of::<Name>()]]> {
+    let (names, rest) = bytes.as_chunks();
+    if rest.is_empty() {
+        return Ok(names);
     }
-    Ok(whole.iter().map(|one| Name::from_le_bytes(*one)).collect())
+    let message = format!("{} bytes are no names of 16 bytes each", bytes.len());
+    Err(ConfigError::new_err(message))
 }
 
-fn change((kind, name): (&u8, Name)) -> PyResult<Change> {
+fn unpacked(bytes: &[u8]) -> PyResult<Vec<Name>> {
+    let names = names_of(bytes)?.iter();
+    Ok(names.map(|name| Name::from_le_bytes(*name)).collect())
+}
+
+/// An event whose kind was checked.
+fn change((kind, name): (&u8, &[u8; size_of::<Name>()])) -> Change {
+    let name = Name::from_le_bytes(*name);
     match *kind {
-        REMOVED => Ok(Change::Removed(name)),
-        STORED => Ok(Change::Stored(name)),
-        CLEARED => Ok(Change::Cleared),
-        other => Err(ConfigError::new_err(format!(
-            "an event of kind {other}: there are 0 (removed), 1 (stored) and 2 (cleared)"
-        ))),
+        REMOVED => Change::Removed(name),
+        STORED => Change::Stored(name),
+        _ => Change::Cleared,
     }
 }
