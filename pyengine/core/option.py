@@ -104,10 +104,15 @@ def _flat(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) or (kind,)
 
 
+_COUNT_BITS, _SEED_BITS = 63, 4096
+"""The longest number of anything, and the longest that only names something."""
+
+
 def _check_range(name: str, value: Any, option: SettingOption) -> None:
-    if isinstance(value, int) and value.bit_length() > 64 - (option.least is not None):
-        raise ConfigurationError(  # Python can't print the largest
-            f"{name} is an integer of {value.bit_length()} bits: no machine has as much"
+    most = _SEED_BITS if option.least is None else _COUNT_BITS
+    if isinstance(value, int) and value.bit_length() > most:  # Python can't print the largest
+        raise ConfigurationError(
+            f"{name} is an integer of {value.bit_length()} bits: {most} are the most"
         )
     if option.least is not None and isinstance(value, int | float) and not value >= option.least:
         raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")

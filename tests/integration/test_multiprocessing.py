@@ -31,7 +31,7 @@ SOAK = pytest.mark.soak
     ("method", "size"),
     [
         ("fork", 1),
-        ("spawn", 1),
+        pytest.param("spawn", 1, marks=SOAK),
         pytest.param("fork", 2, marks=SOAK),
         pytest.param("forkserver", 1, marks=SOAK),
         pytest.param("spawn", 2, marks=SOAK),
@@ -63,7 +63,8 @@ def test_processes_beside_a_live_llm(method: str, size: int, folder: Path) -> No
         assert not told
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SOAK)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [1, 2])
 def test_two_engines_in_one_process_and_its_end_in_the_middle_of_streams(
     size: int, folder: Path
 ) -> None:

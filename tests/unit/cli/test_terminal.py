@@ -288,7 +288,8 @@ def test_ctrl_c_at_the_prompt_of_a_terminal() -> None:
     no_traceback(terminal.shown)
 
 
-@pytest.mark.parametrize("words", [20_000, pytest.param(200_000, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("words", [20_000, 200_000])
 def test_a_long_text_is_pasted_into_a_terminal(words: int) -> None:
     """Up to a megabyte, read while it is written, as terminals do."""
     terminal = Terminal("chat", NO_COLOR="1")

@@ -17,7 +17,7 @@ def test_an_eager_layer_dispatches_no_more_than_it_did(family: str) -> None:
     assert 20 < eager(family) <= EAGER[family]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_layer_is_a_third(family: str) -> None:
     assert 5 < compiled(family) <= COMPILED[family]
