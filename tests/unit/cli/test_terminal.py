@@ -109,6 +109,18 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def paste(self, text: str) -> None:
+        """Written while what it shows is read, as terminals do; Enter again, if nothing comes."""
+        pasted = memoryview(text.encode() + b"\r")
+        while pasted:
+            _, writable, _ = select.select([], [self.master], [], 0)
+            if writable:
+                pasted = pasted[os.write(self.master, pasted[:1024]) :]
+            if select.select([self.master], [], [], 0.001)[0]:
+                self._read()
+        while b"error" not in self.shown and not select.select([self.master], [], [], 5)[0]:
+            self.type("\r")
+
     def interrupt(self) -> None:
         """Ctrl-C, as a person does it: again, if nothing comes of it.
 
@@ -294,13 +306,7 @@ def test_a_long_text_is_pasted_into_a_terminal(words: int) -> None:
     """Up to a megabyte, read while it is written, as terminals do."""
     terminal = Terminal("chat", NO_COLOR="1")
     terminal.wait_for(lambda shown: b"> " in shown)
-    pasted = memoryview(b"word " * words + b"\r")
-    while pasted:
-        _, writable, _ = select.select([], [terminal.master], [], 0)
-        if writable:
-            pasted = pasted[os.write(terminal.master, pasted[:1024]) :]
-        if select.select([terminal.master], [], [], 0.001)[0]:
-            os.read(terminal.master, 65536)
+    terminal.paste("word " * words)
     terminal.wait_for(lambda shown: b"error: the prompt has " in shown)
     terminal.wait_for(lambda shown: shown.endswith(b"> "))
     terminal.type("short\n")

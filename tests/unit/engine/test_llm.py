@@ -343,8 +343,9 @@ def test_without_a_bar_nothing_of_it_is_made(
         llm.generate([[1, 2]], GREEDY, use_tqdm=True)
 
 
-def test_a_megabyte_of_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("megabytes", [1, pytest.param(10, marks=pytest.mark.soak)])
+def test_megabytes_of_text_are_refused(megabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch, tokenizer=Fast(byte_level(260)))
     with pytest.raises(InvalidRequestError, match=r"the prompt has \d+ tokens; .* shorten"):
-        model.llm().generate(["a b " * 250_000], GREEDY, use_tqdm=False)
+        model.llm().generate(["a b " * 250_000 * megabytes], GREEDY, use_tqdm=False)
     assert model.bench.runner.computed == []
