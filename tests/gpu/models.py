@@ -1,12 +1,12 @@
 """Small random models of many families, engines over them, and how a backend says no."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benches.gpu.steps import Spot
 from pyengine import LLM
 from pyengine.attention.choice import backend_names
 from pyengine.core.errors import ConfigurationError
@@ -81,17 +81,8 @@ class Refused(Exception):
     """A backend says that it cannot serve, and why: no failure, nothing to check."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Spot):
     """The device that checks run on, and a folder for their models."""
-
-    device: str
-    folder: str
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether this is the real thing; on the CPU everything is smaller."""
-        return self.device.startswith("cuda")
 
     @property
     def formats(self) -> tuple[str, ...]:

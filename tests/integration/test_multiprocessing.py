@@ -9,19 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.docs import ROOT
-from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
 WAY_OUT = "the threads that compute are not in it: start the process by multiprocessing's 'spawn'"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    save_tiny_tokenizer(folder)
-    return folder
 
 
 SOAK = pytest.mark.soak
@@ -38,9 +29,9 @@ SOAK = pytest.mark.soak
         pytest.param("forkserver", 2, marks=SOAK),
     ],
 )
-def test_processes_beside_a_live_llm(method: str, size: int, folder: Path) -> None:
+def test_processes_beside_a_live_llm(method: str, size: int, tiny_folder: Path) -> None:
     several = {**os.environ, "OMP_NUM_THREADS": "2"}  # a fork has none but the one that forked
-    user = [sys.executable, "-m", "tests.support.multiprocessing_user", method, str(folder)]
+    user = [sys.executable, "-m", "tests.support.multiprocessing_user", method, str(tiny_folder)]
     user.append(str(size))
     done = subprocess.run(
         user, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300, env=several
@@ -66,9 +57,15 @@ def test_processes_beside_a_live_llm(method: str, size: int, folder: Path) -> No
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_engines_in_one_process_and_its_end_in_the_middle_of_streams(
-    size: int, folder: Path
+    size: int, tiny_folder: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.support.engines_at_the_end", str(folder), str(size)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.engines_at_the_end",
+        str(tiny_folder),
+        str(size),
+    ]
     done = subprocess.run(
         command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300
     )

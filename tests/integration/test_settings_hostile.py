@@ -35,14 +35,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_model(folder)
-    save_tiny_tokenizer(folder)
-    return folder
-
-
 def answer(folder: Path, **settings: Any) -> list[int]:
     plain: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     sized = {"num_blocks", "kv_cache_memory"} & settings.keys()
@@ -63,9 +55,9 @@ def answer(folder: Path, **settings: Any) -> list[int]:
         else "wide"
     ),
 )
-def test_a_setting_is_served_or_refused(name: str, value: Any, folder: Path) -> None:
+def test_a_setting_is_served_or_refused(name: str, value: Any, tiny_folder: Path) -> None:
     try:
-        assert len(answer(folder, **{name: value})) == 1
+        assert len(answer(tiny_folder, **{name: value})) == 1
     except PyEngineError as error:
         assert len(str(error)) < 2000, "a wall of text is no sentence"
 
@@ -88,15 +80,15 @@ DRAFTS = {"speculation": "draft"}
     ids=["no config", "cut", "damaged", "code", "tokenizer"],
 )
 def test_a_draft_model_is_not_trusted_either(
-    damage: Any, words: str, folder: Path, tmp_path: Path
+    damage: Any, words: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
     save_tiny_model(tmp_path)
     save_tiny_tokenizer(tmp_path)
-    expected = answer(folder)
-    assert answer(folder, draft_model=tmp_path, **DRAFTS) == expected
+    expected = answer(tiny_folder)
+    assert answer(tiny_folder, draft_model=tmp_path, **DRAFTS) == expected
     damage(tmp_path)
     with pytest.raises(ModelLoadError, match=words):
-        answer(folder, draft_model=tmp_path, **DRAFTS)
+        answer(tiny_folder, draft_model=tmp_path, **DRAFTS)
     assert not (tmp_path / "ran").exists()
     with pytest.raises((ModelLoadError, ConfigurationError)):
-        answer(folder, draft_model="\ud800", **DRAFTS)
+        answer(tiny_folder, draft_model="\ud800", **DRAFTS)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from pyengine import LLM, SamplingParams
 from tests.support.reference import Counts, Reference
+from tests.support.threads import torch_threads
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +64,8 @@ SOAK = [
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Two threads wait for each other at every operation when the cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 
 from pyengine import LLM
 from pyengine.core import openmp
+from tests.support.threads import torch_threads
 from tests.unit.models.tiny import save_tiny_model
 
 pytestmark = pytest.mark.skipif(openmp.openmp_runtime() is None, reason="torch brings no libgomp")
@@ -17,10 +18,8 @@ pytestmark = pytest.mark.skipif(openmp.openmp_runtime() is None, reason="torch b
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 def compute() -> None:
