@@ -9,7 +9,8 @@ embedded model answers, and ends where it ends: a model that loops would flatter
 - `copying`: functions of this repository, to be written again with a comment; greedy.
 - `examples`: questions of BIG-Bench-Hard behind three worked examples; greedy.
 - `prose`: stories and explanations, temperature 0.8 with a seed for each.
-- `forms`: profiles of people as lists of fields, which `suffix` knows after a round; greedy.
+- `forms`: profiles of people as lists of fields, whose form `suffix` knows after a round; greedy.
+- `forms again`: the same requests a second time, as a suite that is run again sends them.
 
 Every round has other prompts. Ours and transformers are in one process; vLLM with n-grams and
 without is looked for in `.venv-peers` (`benches/peers/env.py` makes it). They take turns in an
@@ -130,6 +131,7 @@ def works(llm: LLM, number: int, count: int, max_tokens: int) -> list[Work]:
     copy = "Write this Python function again, with a comment before it and nothing else changed:"
     form = "as a list of the fields Name, Profession, City, Favourite food, Motto and Summary."
     people = [f"{NAMES[at % 7]} {NAMES[at // 7 % 7 + 7]}, {JOBS[at % len(JOBS)]}" for at in places]
+    profiles = [chat(llm, f"Make up a profile of {one}, {form}") for one in people]
     return [
         Work(
             "copying",
@@ -146,7 +148,8 @@ def works(llm: LLM, number: int, count: int, max_tokens: int) -> list[Work]:
             [chat(llm, f"Tell me about {TOPICS[at % len(TOPICS)]} ({at}).") for at in places],
             drawn,
         ),
-        Work("forms", [chat(llm, f"Make up a profile of {one}, {form}") for one in people], greedy),
+        Work("forms", profiles, greedy),
+        Work("forms again", profiles, greedy),
     ]
 
 

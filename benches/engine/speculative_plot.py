@@ -22,7 +22,7 @@ from benches.peers.plots import STYLE
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benches/results/speculative.json"
 PLOT = ROOT / "docs/images/speculation.svg"
-COLOURS = ["#d1495b", "#00798c", "#edae49", "#5b5f97"]
+COLOURS = ["#d1495b", "#00798c", "#edae49", "#5b5f97", "#6a994e"]
 LINES = {"ngram": "o-", "suffix": "s--"}
 
 
