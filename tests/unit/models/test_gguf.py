@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pyengine.core.errors import ModelLoadError
+from pyengine.core.errors import InvalidRequestError, ModelLoadError
+from pyengine.engine.chat import ChatOptions, render_chat
 from pyengine.models import gguf, load_model
 from pyengine.models.cache_folder import build_once, cache_root
 from pyengine.models.gguf import converted_gguf
@@ -37,10 +38,13 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
 
 
-def write_tiny_gguf(path, *, layers=1, declared=None, left_out=(), kind="F32", scale=1.0):
+def write_tiny_gguf(
+    path, *, layers=1, declared=None, left_out=(), kind="F32", scale=1.0, template=None
+):
     """A llama with a byte-pair vocabulary of eight tokens; returns its tensors by name.
 
-    `kind` is ggml's type of the matrices; vectors are F32.
+    `kind` is ggml's type of the matrices; vectors are F32. `template` is that of chats, or several
+    with names.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
@@ -61,6 +65,8 @@ def write_tiny_gguf(path, *, layers=1, declared=None, left_out=(), kind="F32", s
     writer.add_token_merges(["a b", "b c", "a bc"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    if template is not None:
+        writer.add_chat_template(template)
     shapes = {
         "token_embd.weight": (VOCAB, HIDDEN),
         "output_norm.weight": (HIDDEN,),
@@ -139,6 +145,32 @@ def test_weights_and_tokenizer_come_through(tmp_path):
     down = layer.mlp.down_proj.weight.detach().numpy()
     assert np.array_equal(down, tensors["blk.0.ffn_down.weight"])
     assert not hasattr(loaded.config, "quantization_config")
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}abc"
+BY_NAME = [{"name": name, "template": text} for name, text in (("default", "abc"), ("rag", "c"))]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for message in messages %}abc{% endfor %}", [5, 4]),
+        (BY_NAME, [5, 4]),
+        (BY_NAME[1:], "this model has no chat template"),
+        (ENDLESS, r"still at work after 0\.5 seconds"),
+        ("{{ messages.__class__.__mro__ }}", "is unsafe"),
+        ("{% for %}", "does not take this conversation"),
+    ],
+)
+def test_chat_templates_of_a_file_are_kept_as_those_of_folders(tmp_path, template, expected):
+    write_tiny_gguf(tmp_path / "tiny.gguf", template=template)
+    tokenizer = load_model(tmp_path / "tiny.gguf", device="cpu").tokenizer
+    messages, options = [{"role": "user", "content": "a"}], ChatOptions(seconds=0.5)
+    if isinstance(expected, list):
+        assert render_chat(messages, tokenizer, options) == expected
+    else:
+        with pytest.raises(InvalidRequestError, match=expected):
+            render_chat(messages, tokenizer, options)
 
 
 @pytest.mark.parametrize(
