@@ -33,15 +33,20 @@ class Row:
     hit: int
     capacity: int
     next_publish: float
-    keeper: Sequence | None = None
+    keepers: list[Sequence] = field(default_factory=list)
     merges: list[tuple[int, int]] = field(default_factory=list)
     merged_in_step: int = 0
 
     def free(self) -> None:
         """Give all blocks back."""
-        if self.keeper is not None:
-            self.keeper.free()
+        self.let_go()
         self.sequence.free()
+
+    def let_go(self) -> None:
+        """Give the blocks back that were merged away."""
+        for keeper in self.keepers:
+            keeper.free()
+        self.keepers.clear()
 
 
 @dataclass(slots=True)
@@ -297,15 +302,17 @@ class Tables:
     def _keep(self, request_id: str, row: Row, redirects: list[Redirect]) -> None:
         """Takes the merged blocks back: the workers still use them. Freed last, they come first."""
         missing = {redirect.old_block for redirect in redirects}
-        if row.keeper is None:
-            row.keeper = self.kv.sequence([0])
-        held = len(row.keeper.block_table)
+        others: list[Sequence] = []  # that became free with them
         while missing:
-            answer = row.keeper.extend((held + len(missing)) * self.block_size)
+            taken = self.kv.sequence([0])
+            answer = taken.extend(1)
             if not isinstance(answer, Extended):
                 raise RuntimeError(f"merged blocks {sorted(missing)} of {request_id} are lost")
-            held += len(answer.blocks[0])
-            missing.difference_update(answer.blocks[0])
+            [block] = answer.blocks[0]
+            (row.keepers if block in missing else others).append(taken)
+            missing.discard(block)
+        for each in reversed(others):
+            each.free()
         row.merges += [(redirect.index, redirect.new_block) for redirect in redirects]
         row.merged_in_step = self._step
         self._merged[request_id] = row
@@ -324,9 +331,8 @@ class Tables:
                 continue
             for index, block in row.merges:
                 row.blocks[index] = block
-            if row.keeper is not None:
-                row.keeper.free()
-            row.keeper, row.merges = None, []
+            row.let_go()
+            row.merges.clear()
             del self._merged[request.request_id]
             tables[request.request_id] = row.blocks.copy()
         return tables

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -293,7 +294,7 @@ class World:
     def add(self, name: str, tokens: list[int], **settings: Any) -> None:
         """A request arrives."""
         salt = settings.get("salt")
-        self.worker.roots[name] = link(0, hash(salt) & 0xFFFF) if salt else 0
+        self.worker.roots[name] = link(0, crc32(salt.encode())) if salt else 0
         self.scheduler.add_request(make_request(name, tokens, self.hasher, **settings))
         self.outputs[name], self.hits[name] = [], []
 

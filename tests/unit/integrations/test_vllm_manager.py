@@ -261,6 +261,20 @@ def test_duplicates_that_nobody_is_told_of_go_with_their_request() -> None:
     assert held(manager) == 0
 
 
+def test_of_merged_blocks_those_alone_are_kept() -> None:
+    """Another block becomes free with the same call, as its idle content is taken over."""
+    manager = make()
+    gone, reader = Request("a", list(range(8))), Request("b", [*range(4), 50])
+    again = Request("c", list(range(8)), skip_reading_prefix_cache=True)
+    admit(manager, gone)
+    manager.free(gone)
+    admit(manager, reader)
+    admit(manager, again)
+    assert held(manager) == len({*table(manager, reader), *table(manager, again), 1}) == 4
+    manager.free(again), manager.free(reader)
+    assert held(manager) == 0
+
+
 def test_what_a_preempted_request_was_to_compute_is_not_registered() -> None:
     manager = make()
     first, later = Request("a", list(range(7))), Request("b", [*range(7), 99, 1])
