@@ -52,6 +52,15 @@ fn item_at<'a, 'py>(list: &'a Bound<'py, PyList>, at: usize) -> Option<Borrowed<
     }
 }
 
+/// The largest value stands for an error too, which the caller finds again.
+#[cold]
+fn no_int(list: &Bound<'_, PyList>, value: c_ulong) -> Option<u32> {
+    if value == c_ulong::MAX {
+        drop(PyErr::take(list.py()));
+    }
+    None
+}
+
 #[inline]
 #[allow(unsafe_code)]
 fn int_at(list: &Bound<'_, PyList>, at: usize) -> Option<u32> {
@@ -65,10 +74,5 @@ fn int_at(list: &Bound<'_, PyList>, at: usize) -> Option<u32> {
         }
         ffi::PyLong_AsUnsignedLong(item)
     };
-    // The largest value stands for an error too, which the caller finds again.
-    if value == c_ulong::MAX {
-        drop(PyErr::take(list.py()));
-        return None;
-    }
-    u32::try_from(value).ok()
+    u32::try_from(value).ok().or_else(|| no_int(list, value))
 }
