@@ -123,7 +123,8 @@ def kv_write(spot: Spot) -> Found:
         slots = torch.tensor([5, -1, 127, 0, -1, 14], device=device)
         rows = [torch.randn(8, 6, 128, device=device).bfloat16().transpose(0, 1) for _ in range(2)]
         rows = [one.to(dtype) if dtype.itemsize == 2 else one for one in rows]
-        KVWriter(pools[0]).write(0, *rows, KVWriter(pools[0]).slots(slots))
+        writer = KVWriter(pools[0])
+        writer.write(0, (rows[0], *rows), writer.slots(slots))
         pools[1].write(0, *rows, torch.where(slots < 0, pools[1].trash_slot, slots))
         for one, other in zip(
             pools[0].keys + pools[0].values, pools[1].keys + pools[1].values, strict=True

@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.attention.rotation import Rotation
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -76,12 +78,14 @@ class AttentionOptions:
     - `softcap`: scores become `softcap * tanh(score / softcap)` before the softmax (Gemma 2).
     - `sinks`: `[query_heads]`, one more score per head that takes part in the softmax and has
       no value (GPT-OSS).
+    - `rotation`: what the layer left to be done to queries and keys first.
     """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    rotation: Rotation | None = None
 
 
 class AttentionPlan(Protocol):
@@ -95,7 +99,7 @@ class AttentionPlan(Protocol):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Write the step's keys and values, then attend.
+        """Do what `options.rotation` asks for, write the step's keys and values, then attend.
 
         `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
         `[T, kv_heads, head_dim_v]`, any strides. Returns `[T, query_heads, head_dim_v]`.

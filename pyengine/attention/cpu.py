@@ -13,6 +13,7 @@ import torch
 
 from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
+from pyengine.attention.rotation import rotated
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
@@ -111,6 +112,8 @@ class CpuPlan:
         memory = self._memory
         group = memory.pool.groups.places[layer].group
         out = query.new_empty(*query.shape[:2], value.shape[-1])
+        if options.rotation is not None:
+            query, key = rotated(query, key, options.rotation)
         query, sinks = query.contiguous(), options.sinks
         memory.threads.forward(
             self._steps[group],

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyengine.attention.backend import AttentionOptions, AttentionPlan
+from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation
 from pyengine.core.errors import ConfigurationError
 
 ATTENTION_NAME = "pyengine_paged_attention"
@@ -87,9 +88,9 @@ def paged_attention(
     """What transformers calls in place of its own attention, once per layer.
 
     `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
-    already. Keywords that count: `paged` (a `PagedContext`, or which `CompiledModel` is being
-    compiled), `scaling`, `sliding_window`,
-    `softcap`, `s_aux` (sinks). Returns `[1, T, query_heads, d]` and no weights.
+    already, but by `OwnRotation`. Keywords that count: `paged` (a `PagedContext`, or which
+    `CompiledModel` is being compiled), `scaling`, `sliding_window`, `softcap`, `s_aux` (sinks),
+    and our own `rotation`. Returns `[1, T, query_heads, d]` and no weights.
     """
     context = kwargs.get("paged")
     if not isinstance(context, PagedContext | CompiledModel):
@@ -108,6 +109,7 @@ def paged_attention(
         sliding_window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
+        rotation=kwargs.get("rotation"),
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if isinstance(context, PagedContext):
@@ -122,6 +124,7 @@ def paged_attention(
         options.scaling,
         options.sliding_window,
         options.softcap,
+        *_apart(options.rotation),
     )
     return found[None], None
 
@@ -155,14 +158,47 @@ def _attend_opaquely(  # noqa: PLR0913, PLR0917
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
+    angles: list[torch.Tensor],
+    layout: str,
+    weights: list[torch.Tensor],
+    norm: list[float],
 ) -> torch.Tensor:
     """Attend in `layer` of model `number`; shapes as in `AttentionPlan.forward`.
 
     It writes keys and values into the pool, which no other part of a graph sees; the order of the
     layers is that of their inputs.
     """
-    options = AttentionOptions(scaling, sliding_window, softcap, sinks)
+    rotation = _together(angles, layout, weights, norm)
+    options = AttentionOptions(scaling, sliding_window, softcap, sinks, rotation)
     return _running[number].attend(layer, query, key, value, options)
+
+
+def _apart(
+    rotation: Rotation | None,
+) -> tuple[list[torch.Tensor], str, list[torch.Tensor], list[float]]:
+    """A rotation as an operator takes it; `_together` is the way back."""
+    if rotation is None:
+        return [], "", [], []
+    layout, norm = rotation.layout, rotation.norm
+    words = f"{layout.size} {layout.order} {layout.step}"
+    angles = [rotation.cos, rotation.sin]
+    if norm is None:
+        return angles, words, [], []
+    return angles, words, [norm.query_weight, norm.key_weight], [norm.eps, norm.offset]
+
+
+def _together(
+    angles: list[torch.Tensor], layout: str, weights: list[torch.Tensor], norm: list[float]
+) -> Rotation | None:
+    if not angles:
+        return None
+    (cos, sin), (size, order, step) = angles, layout.split()
+    return Rotation(
+        cos,
+        sin,
+        RotaryLayout(int(size), "halves" if order == "halves" else "pairs", int(step)),
+        HeadNorm(weights[0], weights[1], norm[0], norm[1]) if weights else None,
+    )
 
 
 def _shape(
@@ -178,7 +214,8 @@ def _shape(
 torch.library.define(
     "pyengine::paged_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int number, int layer, "
-    "float scaling, int? sliding_window, float? softcap) -> Tensor",
+    "float scaling, int? sliding_window, float? softcap, "
+    "Tensor[] angles, str layout, Tensor[] weights, float[] norm) -> Tensor",
 )
 torch.library.impl("pyengine::paged_attention", ("CPU", "CUDA"))(_attend_opaquely)
 torch.library.register_fake("pyengine::paged_attention")(_shape)

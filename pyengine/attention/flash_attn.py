@@ -108,7 +108,8 @@ class FlashAttnPlan:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
-        self._backend.writer.write_step(layer, key, value, self._inputs.slot_mapping)
+        rows, slots = (query, key, value), self._inputs.slot_mapping
+        query = self._backend.writer.write_step(layer, rows, slots, options.rotation)
         query, decodes = query.contiguous(), self._decodes
         if self._starts is None:
             return self._decode(layer, query, options)

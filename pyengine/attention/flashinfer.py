@@ -302,7 +302,8 @@ class FlashInferPlan:
         """See `AttentionPlan.forward`."""
         backend, decodes = self._backend, self._decodes
         kind = backend.kind(layer, query, options)
-        backend.writer.write(layer, key, value, self._slots[kind.group])
+        rows, slots = (query, key, value), self._slots[kind.group]
+        query = backend.writer.write(layer, rows, slots, options.rotation)
         decoder, prefiller = self._wrappers(kind)
         query = query.contiguous()
         out = torch.empty_like(query)
@@ -358,7 +359,8 @@ class FlashInferGraphPlan:
         """See `AttentionPlan.forward`."""
         backend = self._backend
         kind = backend.kind(layer, query, options)
-        backend.writer.write_step(layer, key, value, self._slots)
+        rows = (query, key, value)
+        query = backend.writer.write_step(layer, rows, self._slots, options.rotation)
         wrapper = self._wrappers.get(kind)
         if wrapper is None:
             wrapper = backend.graph_decoder(kind, self._fixed[kind.group])

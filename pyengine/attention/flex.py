@@ -135,7 +135,8 @@ class FlexPlan:
         """See `AttentionPlan.forward`."""
         backend, pool = self._backend, self._backend.pool
         group = pool.groups.places[layer].group
-        backend.writer.write_step(layer, key, value, self._inputs.slot_mapping)
+        rows, slots = (query, key, value), self._inputs.slot_mapping
+        query = backend.writer.write_step(layer, rows, slots, options.rotation)
         keys, values = (
             cache.flatten(0, 1).transpose(0, 1)[None]  # [1, kv_heads, slots, d]
             for cache in (pool.keys[layer], pool.values[layer])

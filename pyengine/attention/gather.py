@@ -132,7 +132,8 @@ class GatherPlan:
     ) -> torch.Tensor:
         """See `AttentionPlan.forward`."""
         group = self._pool.groups.places[layer].group
-        self._writer.write(layer, key, value, self._slots[group])
+        rows, slots = (query, key, value), self._slots[group]
+        query = self._writer.write(layer, rows, slots, options.rotation)
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         spec = self._pool.specs[layer]
         out = query.new_empty(*query.shape[:2], value.shape[-1])

@@ -8,16 +8,18 @@ import triton.language as tl
 
 from pyengine.attention.needs import FLOAT8_DTYPES
 
+# Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
+
 
 def _kernel(  # noqa: PLR0913, PLR0917
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slots: Any,
-    key_strides: Any,
-    value_strides: Any,
-    inverse_scales: Any,
+    key: "Any",
+    value: "Any",
+    key_cache: "Any",
+    value_cache: "Any",
+    slots: "Any",
+    key_strides: "Any",
+    value_strides: "Any",
+    inverse_scales: "Any",
     heads: tl.constexpr,
     dim_k: tl.constexpr,
     dim_v: tl.constexpr,

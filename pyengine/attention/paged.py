@@ -1,7 +1,8 @@
 """What the backends share: the KV write, page tables in compressed rows, bounds, sinks.
 
 Keys and values of a step go into the pool by one call per layer: on CUDA a Triton kernel
-(`kv_write_kernel`), elsewhere `KVPool.write`, against which the kernel is tested.
+(`kv_write_kernel`, or `rotation_kernel` where they are to be turned first), elsewhere `rotated` and
+`KVPool.write`, against which the kernels are tested.
 """
 
 import importlib.util
@@ -15,10 +16,15 @@ import torch
 
 from pyengine.attention.backend import Int32Array
 from pyengine.attention.needs import FLOAT8_DTYPES
+from pyengine.attention.rotation import Rotation, rotated
 from pyengine.cache.kv_pool import KVPool
 
 _FLOAT8_CAPABILITY = (8, 9)
 """GPUs below convert to 8-bit floats in software, which torch does and Triton does not."""
+
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value of a layer's step."""
 
 
 class KVWriter:
@@ -38,39 +44,55 @@ class KVWriter:
         return torch.where(slot_mapping < 0, self._pool.trash_slot, slot_mapping)
 
     def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        """Write `key` `[T, kv_heads, head_dim_k]` and `value` `[T, kv_heads, head_dim_v]`.
+        self, layer: int, rows: Rows, slots: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
+        """Turn query and key by `rotation`, write key and value; returns the query.
 
-        Any strides; `slots` is a row of what `slots()` gave, int64 `[T]`. An 8-bit cache takes
-        them divided by the layer's scale, and what is too large as the largest number.
+        The query is `[T, query_heads, head_dim_k]`, the key `[T, kv_heads, head_dim_k]`, the value
+        `[T, kv_heads, head_dim_v]`, of any strides; `slots` is a row of what `slots()` gave, int64
+        `[T]`. An 8-bit cache takes them divided by the layer's scale, and what is too large as the
+        largest number.
         """
-        if not self._by_kernel:
-            self._pool.write(layer, key, value, slots)
-            return
-        from pyengine.attention.kv_write_kernel import write_rows
-
+        query, key, value = rows
         spec = self._pool.specs[layer]
-        write_rows(
-            (key, value),
-            (self._pool.keys[layer], self._pool.values[layer]),
-            slots,
-            (spec.scale_k, spec.scale_v),
-        )
+        caches = (self._pool.keys[layer], self._pool.values[layer])
+        scales = (spec.scale_k, spec.scale_v)
+        if not self._by_kernel:
+            if rotation is not None:
+                query, key = rotated(query, key, rotation)
+            self._pool.write(layer, key, value, slots)
+        elif rotation is None:
+            from pyengine.attention.kv_write_kernel import write_rows
+
+            write_rows((key, value), caches, slots, scales)
+        else:
+            from pyengine.attention.rotation_kernel import write_rotated
+
+            query = write_rotated(rows, caches, slots, rotation, scales)
+        return query
 
     def write_step(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+        self,
+        layer: int,
+        rows: Rows,
+        slot_mapping: torch.Tensor,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
         """`write` by a step's `slot_mapping` `[groups, T]` as it is.
 
         A CUDA graph reads it anew at each replay: nothing made of it before would do there.
         """
         group = self._pool.groups.places[layer].group
-        self.write(layer, key, value, self.slots(slot_mapping[group]))
+        return self.write(layer, rows, self.slots(slot_mapping[group]), rotation)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels run there."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _kernel_serves(pool: KVPool) -> bool:
-    if pool.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not has_kernels(pool.device):
         return False
     if any(spec.dtype in FLOAT8_DTYPES for spec in pool.specs):
         return torch.cuda.get_device_capability(pool.device) >= _FLOAT8_CAPABILITY

@@ -91,7 +91,8 @@ class VarlenPlan:
             )
         pool, inputs = self._backend.pool, self._inputs
         group = pool.groups.places[layer].group
-        self._backend.writer.write_step(layer, key, value, inputs.slot_mapping)
+        rows, writer = (query, key, value), self._backend.writer
+        query = writer.write_step(layer, rows, inputs.slot_mapping, options.rotation)
         library = self._backend.library
         sinks = options.sinks
         result = library.varlen_attn(

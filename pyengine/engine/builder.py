@@ -47,6 +47,7 @@ from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.intake import ModelFacts
 from pyengine.engine.step_costs import measured_costs
 from pyengine.models import LoadedModel, load_model, resolve_source, with_heads
+from pyengine.models.joined import join_linears
 from pyengine.models.packed import can_pack, pack_linears
 from pyengine.models.quantized import quantise_linears
 from pyengine.parallel import RunnerSetup, Team
@@ -295,6 +296,8 @@ def _runner(
         pack_linears(loaded.model)
         if loaded.heads is not None:
             pack_linears(loaded.heads.layers)
+    elif loaded.device.type == "cuda":
+        join_linears(loaded.model)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     if settings.compile:

@@ -12,7 +12,8 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
-from pyengine.attention.paged import on_device
+from pyengine.attention.own_rotation import take_over_rotations
+from pyengine.attention.paged import has_kernels, on_device
 from pyengine.cache.kv_pool import KVPool
 from pyengine.cache.memory import upload
 from pyengine.core.errors import ConfigurationError
@@ -56,6 +57,8 @@ class ModelRunner:
         """Those that the next step is written into."""
         self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
         _switch_to_paged_attention(self._model)
+        if has_kernels(device):  # elsewhere the model's own operations are as good
+            take_over_rotations(self._model)
         self._heads = Heads(loaded, pool) if loaded.heads is not None else None
         self._num_heads = loaded.num_heads
         self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None

@@ -8,6 +8,7 @@ import torch
 
 from pyengine.attention import AttentionOptions, GraphPlan, StepInputs
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.paged import KVWriter
 from pyengine.cache.kv_pool import KVPool
 
 
@@ -51,8 +52,8 @@ class StaticPlan:
     ) -> torch.Tensor:
         pool, inputs = self._pool, self._inputs
         group = pool.groups.places[layer].group
-        slots = inputs.slot_mapping[group]
-        pool.write(layer, key, value, torch.where(slots < 0, pool.trash_slot, slots))
+        rows = (query, key, value)
+        query = KVWriter(pool).write_step(layer, rows, inputs.slot_mapping, options.rotation)
         tables = inputs.block_tables[group].long()
         keys = pool.keys[layer][tables].flatten(1, 2).transpose(1, 2)
         values = pool.values[layer][tables].flatten(1, 2).transpose(1, 2)

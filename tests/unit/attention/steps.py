@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pyengine.attention import AttentionOptions, StepInputs
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 
 CPU = torch.device("cpu")
@@ -106,9 +107,34 @@ def assert_like_oracle(
     oracle = copied(pool)
     expected = step.run(GatherBackend(oracle).plan(step.inputs), options)
     got = step.run(backend_type(pool).plan(step.inputs), options)
+    _assert_same(pool, oracle, got, expected)
+
+
+def assert_turns_like_oracle(
+    backend_type: Any, pool: KVPool, step: Step, options: AttentionOptions
+) -> None:
+    """The same where the layer leaves it to the backend to turn queries and keys."""
+    oracle = copied(pool)
+    turned, turning = rotation_of(step, options)
+    expected = turned.run(GatherBackend(oracle).plan(step.inputs), options)
+    got = step.run(backend_type(pool).plan(step.inputs), turning)
+    _assert_same(pool, oracle, got, expected)
+
+
+def _assert_same(pool: KVPool, oracle: KVPool, got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(pool.keys[0].float(), oracle.keys[0].float())
     assert torch.equal(pool.values[0].float(), oracle.values[0].float())
+
+
+def rotation_of(step: Step, options: AttentionOptions) -> tuple[Step, AttentionOptions]:
+    """A step whose queries and keys are turned, and what asks a backend to turn those of `step`."""
+    angles = torch.linspace(-3, 3, len(step.query))[:, None] * torch.tensor([1.0, 0.1, 2.0])
+    weights = torch.linspace(0.5, 1.5, step.query.shape[2])
+    norm = HeadNorm(weights, weights.flip(0), eps=1e-6, offset=0.0)
+    rotation = Rotation(angles.cos(), angles.sin(), RotaryLayout(6, "halves", 1), norm)
+    query, key = rotated(step.query, step.key, rotation)
+    return replace(step, query=query, key=key), replace(options, rotation=rotation)
 
 
 def refill(step: Step, other: Step) -> None:
@@ -136,6 +162,10 @@ def assert_graph_plan_follows(
         refill(step, other)
         plan.refresh(step.inputs)
         got = step.run(plan, options)
+        torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
+        turned, turning = rotation_of(other, options)
+        expected = turned.run(GatherBackend(oracle).plan(other.inputs), options)
+        got = step.run(plan, turning)
         torch.testing.assert_close(got[:-1], expected[:-1], atol=1e-5, rtol=1e-5)
 
 

@@ -12,6 +12,7 @@ from pyengine.attention import (
     register_paged_attention,
 )
 from pyengine.attention.dispatch import paged_attention, running
+from pyengine.attention.rotation import RotaryLayout
 from pyengine.core.errors import ConfigurationError
 
 
@@ -86,7 +87,7 @@ def test_a_model_runs_one_step_at_a_time_and_forgets_it():
     ):
         pass
     query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
-    arguments = (query, query[:, :2], value, None, -1, 0, 1.0, None, None)
+    arguments = (query, query[:, :2], value, None, -1, 0, 1.0, None, None, [], "", [], [])
     with pytest.raises(KeyError):
         torch.ops.pyengine.paged_attention(*arguments)
     with running(-1, context):
@@ -103,9 +104,16 @@ def test_options_reach_the_plan():
     plan, sinks = Plan(), torch.ones(4)
     query, value = torch.ones(2, 4, 8), torch.ones(2, 2, 6)
     with running(-1, PagedContext(plan, [None, None])):
-        torch.ops.pyengine.paged_attention(query, query[:, :2], value, sinks, -1, 1, 0.5, 7, 2.0)
+        torch.ops.pyengine.paged_attention(
+            *(query, query[:, :2], value, sinks, -1, 1, 0.5, 7, 2.0),
+            *([query[:, 0], query[:, 1]], "8 pairs 1", [value, sinks], [0.5, 1.0]),
+        )
     layer, options = plan.call
     assert layer == 1
     assert torch.equal(options.sinks, sinks)
     assert (options.scaling, options.sliding_window, options.softcap) == (0.5, 7, 2.0)
+    assert options.rotation.layout == RotaryLayout(8, "pairs", 1)
+    assert torch.equal(options.rotation.sin, query[:, 1])
+    assert (options.rotation.norm.eps, options.rotation.norm.offset) == (0.5, 1.0)
+    assert torch.equal(options.rotation.norm.key_weight, sinks)
     assert isinstance(options, AttentionOptions)

@@ -22,6 +22,7 @@ from tests.unit.attention.steps import (
     Shape,
     assert_graph_plan_follows,
     assert_like_oracle,
+    assert_turns_like_oracle,
     copied,
     make_step,
     new_and_context,
@@ -45,7 +46,9 @@ def fake_package():
 @settings(max_examples=15)
 @given(lengths=new_and_context)
 def test_every_step_gives_what_the_oracle_gives(case, lengths):
-    assert_like_oracle(FlashInferBackend, SHAPE.pool(), make_step(lengths, SHAPE), options_of(case))
+    step = make_step(lengths, SHAPE)
+    assert_like_oracle(FlashInferBackend, SHAPE.pool(), step, options_of(case))
+    assert_turns_like_oracle(FlashInferBackend, SHAPE.pool(), step, options_of(case))
 
 
 @pytest.mark.parametrize("case", CASES)

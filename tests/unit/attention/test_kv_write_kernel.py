@@ -1,17 +1,10 @@
-"""The Triton kernel of the KV write against torch's copy, under Triton's interpreter.
+"""The Triton kernel of the KV write: against torch's copy, and made for GPUs that are not there."""
 
-The interpreter is chosen when triton is imported, so the comparison is a process of its own.
-"""
-
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
 
 from pyengine.attention.paged import KVWriter
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from tests.support.kernels import machine_code, needs_triton, run_apart
 
 CPU = torch.device("cpu")
 
@@ -46,7 +39,7 @@ def compare() -> None:
         caches = (by_kernel.keys[0], by_kernel.values[0])
         write_rows(tuple(rows), caches, slots, (spec.scale_k, spec.scale_v))
         writer = KVWriter(by_torch)
-        writer.write(0, *rows, writer.slots(slots))
+        writer.write(0, (rows[0], *rows), writer.slots(slots))
         for got, expected in zip(caches, (by_torch.keys[0], by_torch.values[0]), strict=True):
             assert torch.equal(got[:-1].float(), expected[:-1].float()), (dtype, stored)
             assert not got[-1].float().any()  # nothing goes to the trash block
@@ -54,22 +47,41 @@ def compare() -> None:
     write_rows(tuple(rows), caches, slots[:0])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
+def to_machine_code() -> None:
+    """For GPUs of two generations."""
+    from pyengine.attention.kv_write_kernel import _compiled
+
+    constants = {"heads": 8, "dim_k": 128, "dim_v": 128, "block_k": 1024, "block_v": 1024}
+    for capability, stored, largest in (
+        (80, "*bf16", 0.0),
+        (90, "*bf16", 0.0),
+        (90, "*fp8e4nv", 448.0),
+    ):
+        kinds = {
+            **dict.fromkeys(_compiled.arg_names, "*bf16"),
+            **{"key_cache": stored, "value_cache": stored, "slots": "*i64"},
+            **{"key_strides": ("i32",) * 3, "value_strides": ("i32",) * 3},
+            "inverse_scales": ("fp32",) * 2,
+        }
+        asked = {**constants, "largest": largest}
+        assert len(machine_code(_compiled, kinds, asked, capability, 4)) > 1000
+
+
+@needs_triton
 def test_the_kernel_writes_what_torch_writes():
-    pytest.importorskip("triton")
-    code = "from tests.unit.attention.test_kv_write_kernel import compare; compare()"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_apart(__name__, "compare", TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_the_kernel_becomes_machine_code(tmp_path):
+    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_slot_minus_one_is_written_nowhere_that_counts():
     pool = KVPool([KVCacheSpec(1, 2, 2, torch.float32)], 3, 2, CPU)
     writer = KVWriter(pool)
     rows = torch.arange(1.0, 7.0).view(3, 1, 2)
-    writer.write(0, rows, rows, writer.slots(torch.tensor([3, -1, 0])))
+    writer.write(0, (rows, rows, rows), writer.slots(torch.tensor([3, -1, 0])))
     assert pool.keys[0][:3].flatten(0, 1)[:, 0].tolist() == [
         [5, 6],
         [0, 0],

@@ -13,6 +13,7 @@ from tests.unit.attention.steps import (
     Shape,
     assert_graph_plan_follows,
     assert_like_oracle,
+    assert_turns_like_oracle,
     make_step,
     new_and_context,
     options_of,
@@ -41,7 +42,9 @@ def test_the_stand_in_has_the_parameters_of_the_real_one():
 @settings(max_examples=15)
 @given(lengths=new_and_context)
 def test_every_step_gives_what_the_oracle_gives(case, lengths):
-    assert_like_oracle(VarlenBackend, SHAPE.pool(), make_step(lengths, SHAPE), options_of(case))
+    step = make_step(lengths, SHAPE)
+    assert_like_oracle(VarlenBackend, SHAPE.pool(), step, options_of(case))
+    assert_turns_like_oracle(VarlenBackend, SHAPE.pool(), step, options_of(case))
 
 
 @pytest.mark.parametrize("case", SERVED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyengine.models.joined import ATTENTION, GATED, JoinedLinear, replace_linears
+from pyengine.models.joined import ATTENTION, GATED, JoinedLinear, join_linears, replace_linears
 from tests.unit.runner.hand_made import random_model
 
 
@@ -94,6 +94,16 @@ def test_what_does_not_go_together_stays_apart(model):
     num_layers = len(list(model.children()))
     assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == num_layers
     assert len(products(model)) == num_layers
+
+
+@torch.no_grad()
+def test_plain_layers_are_joined_for_gpus_and_say_the_same():
+    model: Any = random_model("llama")
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    expected = model(tokens).logits
+    assert join_linears(model) == 3 * 7 + 1
+    assert sum(type(one) is nn.Linear for one in model.modules()) == 3 * 4 + 1
+    torch.testing.assert_close(model(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])

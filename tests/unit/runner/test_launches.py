@@ -4,8 +4,8 @@ import pytest
 
 from benches.gpu.launches import FAMILIES, _calls, compiled, eager
 
-EAGER = {"llama": 46, "qwen3": 62, "gemma3_text": 90, "gpt_oss": 70}
-COMPILED = {"llama": 15, "qwen3": 15}
+EAGER = {"llama": 30, "qwen3": 30, "gemma3_text": 54, "gpt_oss": 51}
+COMPILED = {"llama": 9, "qwen3": 9, "gemma3_text": 9, "gpt_oss": 16.5}
 
 
 def test_every_family_is_held_to_a_number() -> None:
@@ -19,7 +19,7 @@ def test_an_eager_layer_dispatches_no_more_than_it_did(family: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", COMPILED)
-def test_a_compiled_layer_is_a_third(family: str) -> None:
+def test_a_compiled_layer_is_a_third_or_less(family: str) -> None:
     assert 5 < compiled(family) <= COMPILED[family]
 
 

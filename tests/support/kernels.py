@@ -1,0 +1,49 @@
+"""Triton kernels without a GPU: in a process of their own, interpreted or made into machine code.
+
+Which of the two is chosen when triton is imported.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is for Linux"
+)
+
+
+def run_apart(module: str, function: str, **environment: str) -> None:
+    """Call `function` of `module` in a process with this in its environment."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {module} import {function} as run; run()"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def machine_code(
+    kernel: Any, kinds: dict[str, Any], constants: dict[str, Any], capability: int, warps: int
+) -> bytes:
+    """`kernel` as a GPU of that compute capability (90 for 9.0) would run it.
+
+    `kinds` are triton's names of the arguments' types; what is named in `constants` is one.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {**kinds, **dict.fromkeys(constants, "constexpr")}
+    made = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+    code: bytes = made.asm["cubin"]
+    return code
