@@ -332,8 +332,8 @@ impl Contents {
             && spot.rows as usize * self.block_size == self.runs[spot.run.at()].tokens.len();
         if is_end {
             let run = self.run_mut(spot.run);
-            grow(&mut run.tokens, tokens);
-            grow(&mut run.blocks, blocks);
+            run.tokens.extend_from_slice(tokens);
+            run.blocks.extend_from_slice(blocks);
             let rows = spot.rows + rows;
             return Spot { rows, ..spot };
         }
@@ -437,6 +437,15 @@ impl Contents {
             self.vacant.push(at);
             self.loosen(parent);
             at = parent.run;
+        }
+    }
+
+    /// Nobody is to add to this run soon: of the room for more it keeps a quarter of its length.
+    pub(crate) fn rest(&mut self, run: RunId) {
+        let run = self.run_mut(run);
+        if run.tokens.capacity() / 5 > run.tokens.len() / 4 {
+            run.tokens.shrink_to(run.tokens.len() / 4 * 5);
+            run.blocks.shrink_to(run.blocks.len() / 4 * 5);
         }
     }
 
@@ -689,16 +698,6 @@ fn leading(blocks: &[BlockId], usable: impl Fn(BlockId) -> bool) -> usize {
         true => blocks.len(),
         false => blocks.iter().take_while(|&&block| usable(block)).count(),
     }
-}
-
-/// Adds to a vector that grows by a quarter: a run is not to hold twice the memory that it needs.
-#[inline]
-fn grow<T: Copy>(vec: &mut Vec<T>, more: &[T]) {
-    if vec.capacity() - vec.len() < more.len() {
-        let spare = vec.len() / 4;
-        vec.reserve_exact(more.len().max(spare));
-    }
-    vec.extend_from_slice(more);
 }
 
 /// Gives back the memory of what a run has forgotten, once that is most of it.

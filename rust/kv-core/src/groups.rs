@@ -16,6 +16,39 @@
 
 use crate::error::Error;
 
+/// The tokens of a block, and what divides by them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockSize {
+    tokens: usize,
+    /// log2 of a power of two: a shift is cheaper than a division.
+    shift: Option<u32>,
+}
+
+impl BlockSize {
+    fn new(tokens: usize) -> Self {
+        let shift = tokens.is_power_of_two().then(|| tokens.trailing_zeros());
+        Self { tokens, shift }
+    }
+
+    /// The row of a position: the full rows before it.
+    #[inline]
+    pub(crate) fn row_of(self, position: usize) -> usize {
+        match self.shift {
+            Some(shift) => position >> shift,
+            None => position / self.tokens,
+        }
+    }
+
+    /// The position at which a row begins.
+    #[inline]
+    pub(crate) fn start_of(self, row: usize) -> usize {
+        match self.shift {
+            Some(shift) => row << shift,
+            None => row * self.tokens,
+        }
+    }
+}
+
 /// The groups of a pool: how many rows before the end of a prefix each of them needs.
 #[derive(Clone, Debug)]
 pub(crate) struct Groups {
@@ -23,9 +56,7 @@ pub(crate) struct Groups {
     reach: Box<[usize]>,
     /// The sliding windows, in tokens.
     windows: Box<[Option<usize>]>,
-    block_size: usize,
-    /// log2 of a block size that is a power of two: a shift is cheaper than a division.
-    shift: Option<u32>,
+    block: BlockSize,
     has_windows: bool,
 }
 
@@ -43,10 +74,7 @@ impl Groups {
         Ok(Self {
             reach: windows.iter().map(reach).collect(),
             windows: windows.into(),
-            block_size,
-            shift: block_size
-                .is_power_of_two()
-                .then(|| block_size.trailing_zeros()),
+            block: BlockSize::new(block_size),
             has_windows: windows.iter().any(Option::is_some),
         })
     }
@@ -59,22 +87,25 @@ impl Groups {
 
     #[inline]
     pub(crate) fn block_size(&self) -> usize {
-        self.block_size
+        self.block.tokens
+    }
+
+    /// The same, to be kept at hand where much is divided by it.
+    #[inline]
+    pub(crate) fn block(&self) -> BlockSize {
+        self.block
     }
 
     /// The row of a position: the full rows before it.
     #[inline]
     pub(crate) fn row_of(&self, position: usize) -> usize {
-        match self.shift {
-            Some(shift) => position >> shift,
-            None => position / self.block_size,
-        }
+        self.block.row_of(position)
     }
 
     /// Rows that so many tokens take.
     #[inline]
     pub(crate) fn rows(&self, num_tokens: usize) -> usize {
-        self.row_of(num_tokens.saturating_add(self.block_size - 1))
+        self.row_of(num_tokens.saturating_add(self.block_size() - 1))
     }
 
     #[inline]
@@ -104,16 +135,16 @@ impl Groups {
         let before = replay.saturating_sub(1);
         let reach = self.windows[group].map(|window| window.saturating_add(before));
         reach.map_or(0, |reach| {
-            rows.saturating_sub(reach.div_ceil(self.block_size))
+            rows.saturating_sub(reach.div_ceil(self.block_size()))
         })
     }
 
     /// The most rows that a group holds at once on the way from `held` rows to `num_tokens` tokens, at
     /// most `most` of them in a step.
     pub(crate) fn peak(&self, group: usize, num_tokens: usize, most: usize) -> usize {
-        let rows = num_tokens.div_ceil(self.block_size);
+        let rows = num_tokens.div_ceil(self.block_size());
         // A step of n tokens touches at most this many rows, wherever it begins.
-        let step = most.saturating_add(2 * self.block_size - 2) / self.block_size;
+        let step = most.saturating_add(2 * self.block_size() - 2) / self.block_size();
         rows.min(self.reach[group].saturating_add(step))
     }
 

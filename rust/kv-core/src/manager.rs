@@ -179,9 +179,9 @@ impl BlockManager {
             table: &seq.table,
             num_computed_tokens: seq.computed,
             num_planned_tokens: seq.planned_end,
-            num_pending_tokens: seq.pending,
+            num_pending_tokens: usize::from(seq.pending),
             num_cached_tokens: seq.cached,
-            num_registered_blocks: seq.registered.rows,
+            num_registered_blocks: seq.registered.rows(),
         })
     }
 

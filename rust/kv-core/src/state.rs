@@ -11,7 +11,7 @@ use crate::ids::{BlockId, SeqKey};
 use crate::lease::Lease;
 use crate::matching::{Match, Wanted};
 use crate::pool::Pool;
-use crate::sequence::{Registered, Sequence, Sequences};
+use crate::sequence::{Registered, Seats, Sequence, Sequences};
 use crate::table::BlockTable;
 
 /// What steps work on.
@@ -48,8 +48,8 @@ impl State {
     /// The sequence behind a key, which no open plan may hold.
     pub(crate) fn at_rest(&self, key: SeqKey) -> Result<&Sequence, Error> {
         let seq = self.seqs.get(key)?;
-        match seq.num_plans {
-            0 => Ok(seq),
+        match seq.plans {
+            Seats::NONE => Ok(seq),
             _ => Err(Error::InPlan { sequence: seq.id }),
         }
     }
@@ -96,7 +96,7 @@ impl State {
     pub(crate) fn settled_rows(&self, seq: &Sequence) -> usize {
         let full = self.groups.row_of(seq.computed);
         if self.caching {
-            full.min(seq.registered.rows)
+            full.min(seq.registered.rows())
         } else {
             full
         }
@@ -136,17 +136,18 @@ impl State {
         let first = (0..self.groups.len())
             .map(|group| seq.table.start(group))
             .min();
-        let first = first.unwrap_or(0).min(seq.registered.rows);
-        let missing = (first..seq.registered.rows).find(|&row| !is_there(row));
-        let rows = missing.unwrap_or(seq.registered.rows);
+        let first = first.unwrap_or(0).min(seq.registered.rows());
+        let missing = (first..seq.registered.rows()).find(|&row| !is_there(row));
+        let rows = missing.unwrap_or(seq.registered.rows());
         // Of fewer rows a window would begin even earlier.
         let prefix = seq
             .table
             .prefix(rows, |group| self.groups.first_row(group, rows));
         Ok(match prefix {
             Some(table) if rows > 0 => {
-                let Registered { tip, rows: all } = seq.registered;
-                (table, self.pool.contents.back(tip, all - rows), rows)
+                let Registered { tip, .. } = seq.registered;
+                let tip = self.pool.contents.back(tip, seq.registered.rows() - rows);
+                (table, tip, rows)
             }
             _ => self.no_lease(),
         })
@@ -197,7 +198,7 @@ impl State {
         let seq = self.seqs.at_mut(key.slot);
         seq.table = lease.table().clone();
         let rows = seq.table.rows();
-        seq.registered = Registered { tip, rows };
+        seq.registered = Registered::new(tip, rows);
         seq.set_computed(lease.num_tokens().min(seq.tokens.len() - 1));
         seq.cached = seq.computed;
         for group in 0..self.groups.len() {
@@ -218,13 +219,15 @@ impl State {
         }
         let mut computed = seq.computed.min(num_tokens);
         let full = self.groups.row_of(computed);
-        let Registered { tip, rows } = seq.registered;
-        let mut registered = Registered {
-            tip: self.pool.contents.back(tip, rows.saturating_sub(full)),
-            rows: rows.min(full),
-        };
+        let (tip, rows) = (seq.registered.tip, seq.registered.rows());
+        let tip = self.pool.contents.back(tip, rows.saturating_sub(full));
+        let mut registered = Registered::new(tip, rows.min(full));
         // What is yet to be registered is kept too.
-        let settled = if self.caching { registered.rows } else { full };
+        let settled = if self.caching {
+            registered.rows()
+        } else {
+            full
+        };
         let needed = |group| self.groups.first_row(group, settled);
         let has_all = (0..self.groups.len())
             .all(|group| seq.table.start(group) <= self.groups.first_row(group, full));
@@ -240,7 +243,7 @@ impl State {
             self.pool.hold_all(table.blocks_of(group));
         }
         self.pool.contents.share_root(root);
-        let shared_rows = self.groups.rows(computed);
+        let shared_rows = self.groups.rows(computed) as u32;
         let parent = self.seqs.at_mut(key.slot);
         parent.shared_rows = parent.shared_rows.max(shared_rows);
         let key = self.seqs.insert(tokens, root, read_cache);
@@ -262,7 +265,7 @@ impl State {
         }
         let before = seq.table.rows();
         let keep = self.groups.rows(num_tokens);
-        let keep = keep.max(seq.registered.rows).min(before);
+        let keep = keep.max(seq.registered.rows()).min(before);
         self.shorten(key.slot, keep);
         Ok((before - keep) * self.groups.len())
     }
@@ -283,11 +286,12 @@ impl State {
     pub(crate) fn end_sequence(&mut self, slot: u32) {
         let seq = self.seqs.at_mut(slot);
         seq.dropped = true;
-        if seq.num_plans > 0 {
+        if seq.plans != Seats::NONE {
             return;
         }
         self.shorten(slot, 0);
-        let seq = self.seqs.remove(slot);
-        self.pool.contents.release_root(seq.root);
+        let (stood, root) = self.seqs.remove(slot);
+        self.pool.contents.rest(stood.tip.run);
+        self.pool.contents.release_root(root);
     }
 }

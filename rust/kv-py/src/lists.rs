@@ -10,6 +10,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::sync::critical_section::with_critical_section;
 use pyo3::types::PyList;
+use pyo3::types::PyTypeMethods;
 
 use crate::items::reserved;
 use crate::sequence::Sequence;
@@ -28,28 +29,26 @@ pub(crate) fn leading_ints(list: &Bound<'_, PyList>, ints: &mut Vec<u32>) {
 }
 
 /// The keys of a list of sequences.
+#[allow(unsafe_code)]
 pub(crate) fn sequence_keys(list: &Bound<'_, PyList>) -> PyResult<Vec<SeqKey>> {
     with_critical_section(list.as_any(), || {
-        let mut keys = reserved(list.len())?;
-        while let Some(item) = item_at(list, keys.len()) {
-            keys.push(item.cast::<Sequence>()?.get().key());
+        let (count, kind) = (list.len(), list.py().get_type::<Sequence>());
+        let mut keys = reserved(count)?;
+        for at in 0..count {
+            // SAFETY: `list` is a list, this thread is attached to the interpreter, and there is such an
+            // item, which the list lends until Python code runs: that may take it out.
+            let item = unsafe {
+                let item = ffi::PyList_GetItem(list.as_ptr(), at as ffi::Py_ssize_t);
+                Borrowed::from_ptr(list.py(), item)
+            };
+            if item.get_type_ptr() != kind.as_type_ptr() {
+                item.cast::<Sequence>()?;
+            }
+            // SAFETY: its type was looked at. (`cast` alone asks for that of the class each time.)
+            keys.push(unsafe { item.cast_unchecked::<Sequence>() }.get().key());
         }
         Ok(keys)
     })
-}
-
-/// An item, which the list lends until Python code runs: that may take it out.
-#[inline]
-#[allow(unsafe_code)]
-fn item_at<'a, 'py>(list: &'a Bound<'py, PyList>, at: usize) -> Option<Borrowed<'a, 'py, PyAny>> {
-    if at >= list.len() {
-        return None;
-    }
-    // SAFETY: `list` is a list, this thread is attached to the interpreter, and there is such an item.
-    unsafe {
-        let item = ffi::PyList_GetItem(list.as_ptr(), at as ffi::Py_ssize_t);
-        Borrowed::from_ptr_or_opt(list.py(), item)
-    }
 }
 
 /// The largest value stands for an error too, which the caller finds again.

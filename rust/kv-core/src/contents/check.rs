@@ -249,7 +249,7 @@ impl Contents {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{fit, grow};
+    use super::super::fit;
     use super::*;
     use crate::hash::ContentHasher;
 
@@ -426,18 +426,21 @@ mod tests {
     }
 
     #[test]
-    fn runs_grow_by_a_quarter_and_give_back_what_they_forgot() {
-        let mut rows = vec![7_u32; 400];
-        grow(&mut rows, &[8; 3]);
-        assert!(rows.capacity() >= 500 && rows[400..] == [8; 3]);
-        let before = rows.capacity();
-        grow(&mut rows, &[9; 97]);
-        assert_eq!((rows.len(), rows.capacity()), (500, before));
-        rows.truncate(200);
+    fn runs_give_back_what_they_forgot_or_do_not_need() {
+        let mut rows = vec![9; 97];
+        rows.truncate(10);
         fit(&mut rows);
-        assert_eq!(rows.capacity(), before);
-        rows.truncate(50);
+        assert_eq!(rows.capacity(), 97); // 26 are not small enough for 97
+        rows.truncate(7);
         fit(&mut rows);
-        assert!((100..before).contains(&rows.capacity()));
+        assert!(rows.capacity() < 97 && rows == [9; 7]);
+        let mut s = scene();
+        for (room, kept) in [(10, 10), (1_000, 1_000), (1_300, 1_250)] {
+            let run = &mut s.contents.runs[LONG];
+            run.tokens = Vec::with_capacity(room);
+            run.tokens.resize(1_000.min(room), 7);
+            s.contents.rest(RunId::new(LONG));
+            assert_eq!(s.contents.runs[LONG].tokens.capacity(), kept);
+        }
     }
 }

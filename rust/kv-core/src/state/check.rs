@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashSet};
 use super::State;
 use crate::check::ensure;
 use crate::contents::Spot;
-use crate::sequence::Sequence;
+use crate::sequence::{Seats, Sequence};
 
 /// What tables say of a block: how many hold it, as which entry.
 #[derive(Clone, Copy, Default)]
@@ -86,14 +86,14 @@ impl State {
             format!("sequence {id}: {cached} cached of {computed} computed tokens")
         })?;
         // The last token of a full hit is computed again.
-        let registered = seq.registered.rows * block_size;
+        let registered = seq.registered.rows() * block_size;
         ensure(registered <= end + 1, || {
             format!("sequence {id} is planned to {end} with {registered} registered tokens")
         })?;
-        ensure(self.caching || seq.registered.rows == 0, || {
+        ensure(self.caching || seq.registered.rows() == 0, || {
             format!("sequence {id} has registered blocks, and caching is off")
         })?;
-        ensure(!seq.dropped || seq.num_plans > 0, || {
+        ensure(!seq.dropped || seq.plans != Seats::NONE, || {
             format!("sequence {id} was dropped and lives on")
         })
     }
@@ -101,7 +101,7 @@ impl State {
     /// Every row that a token to come sees, and none of those that slid out of a window.
     fn check_windows(&self, seq: &Sequence) -> Result<(), String> {
         let (id, computed) = (seq.id, seq.computed);
-        let rows = self.groups.row_of(computed).max(seq.registered.rows);
+        let rows = self.groups.row_of(computed).max(seq.registered.rows());
         let settled = self.settled_rows(seq);
         for group in 0..self.groups.len() {
             let start = seq.table.start(group);
@@ -124,7 +124,9 @@ impl State {
     /// Rows that are yet to be written are its own, unless a fork has shared them.
     fn check_unshared(&self, seq: &Sequence, held: &[Held]) -> Result<(), String> {
         let full = self.groups.row_of(seq.computed);
-        let from = full.max(seq.registered.rows).max(seq.shared_rows);
+        let from = full
+            .max(seq.registered.rows())
+            .max(seq.shared_rows as usize);
         for block in (from..seq.table.rows()).flat_map(|row| seq.table.row(row)) {
             let times = held[block.at()].times;
             ensure(times == 1 && self.pool.content(block).is_none(), || {
@@ -138,7 +140,7 @@ impl State {
     /// Its first rows hold the contents on the path from its namespace to its tip.
     fn check_registered(&self, seq: &Sequence) -> Result<(), String> {
         let (id, contents) = (seq.id, &self.pool.contents);
-        let (mut spot, rows) = (seq.registered.tip, seq.registered.rows);
+        let (mut spot, rows) = (seq.registered.tip, seq.registered.rows());
         let tokens = seq.tokens.get(..rows * self.groups.block_size());
         let is_path = contents.lives(spot)
             && tokens.is_some_and(|tokens| contents.leads_to(seq.root, tokens, spot));
@@ -164,6 +166,7 @@ mod tests {
     use crate::check::scene::*;
     use crate::contents::Spot;
     use crate::ids::BlockId;
+    use crate::sequence::Registered;
 
     const CASES: &[Case] = &[
         ("two sequences are number 1", |s| s.seq(COPY).id = 1),
@@ -226,7 +229,7 @@ mod tests {
         (
             "begins in row 2 of group 1, nothing before 3 is seen",
             |s| {
-                s.seq(REST).registered.rows = 5;
+                s.seq(REST).registered = Registered::new(s.seq(REST).registered.tip, 5);
                 s.seq(REST).computed = 15;
                 s.seq(REST).planned_end = 15;
                 s.seq(REST).tokens = (0..16).collect();

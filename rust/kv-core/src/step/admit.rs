@@ -2,12 +2,13 @@
 
 use std::collections::HashSet;
 
-use super::plan::{Extra, Prefill};
+use super::plan::{Extra, Plan, Prefill};
 use super::{State, Steps};
 use crate::contents::Spot;
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::matching::Wanted;
+use crate::sequence::Seats;
 
 /// What a prefill asks for.
 #[derive(Clone, Copy)]
@@ -46,28 +47,25 @@ impl Steps {
         sequences: &[SeqKey],
         lookahead: usize,
     ) -> Result<Vec<usize>, Error> {
-        self.newest_plan(plan)?;
-        let before = self.newest().entries.len();
+        let plan = self.newest_plan(plan)?;
+        let (seat, before) = (plan.seat, plan.entries.len());
         // No block is taken before all of them were looked at.
-        let first = self.push_decodes(state, sequences, lookahead);
-        let first = first.and_then(|first| {
-            check_decodes(state, plan, &sequences[first..])?;
-            Ok(first)
-        });
-        if first.is_err() {
+        let mut position = self.push_decodes(state, sequences, lookahead);
+        if let Err(error) = check_decodes(state, seat, &sequences[position..]) {
             self.beginning.clear();
             while self.newest().entries.len() > before {
                 self.undo_last(state);
             }
+            return Err(error);
         }
-        let (mut position, mut misfits) = (first?, Vec::new());
         self.begin_rows(state);
+        let mut misfits = Vec::new();
         while let Some(&key) = sequences.get(position) {
             if !self.plan_decode(state, key.slot, lookahead) {
                 misfits.push(position);
             }
             position += 1;
-            position += self.push_decodes(state, &sequences[position..], lookahead)?;
+            position += self.push_decodes(state, &sequences[position..], lookahead);
             self.begin_rows(state);
         }
         Ok(misfits)
@@ -75,7 +73,6 @@ impl Steps {
 
     fn plan_decode(&mut self, state: &mut State, slot: u32, lookahead: usize) -> bool {
         let plan = self.newest();
-        let serial = plan.key.serial;
         if plan.budget_left == 0 {
             return false;
         }
@@ -83,7 +80,6 @@ impl Steps {
         if needed > state.pool.available() {
             return false;
         }
-        state.seqs.at_mut(slot).enter_plan(serial);
         self.enter(state, slot, (1, lookahead), None);
         true
     }
@@ -101,7 +97,7 @@ impl Steps {
         if seq.pending > 0 {
             return Err(Error::InPlan { sequence: seq.id });
         }
-        seq.check_decode(plan.serial)?;
+        seq.check_decode(self.newest_plan(plan)?.seat)?;
         let len = 1 + drafts.len();
         let needed = state.blocks_to_write(key.slot, len);
         let available = state.pool.available();
@@ -111,9 +107,7 @@ impl Steps {
         if needed > available {
             return Ok(Prefill::NoRoom { needed, available });
         }
-        let seq = state.seqs.at_mut(key.slot);
-        seq.enter_plan(plan.serial);
-        let mut extra = Extra::new(seq.registered);
+        let mut extra = Extra::new(state.seqs.at(key.slot).registered);
         extra.drafts = drafts.to_vec();
         self.enter(state, key.slot, (len, 0), Some(extra));
         Ok(Prefill::Planned {
@@ -131,16 +125,18 @@ impl Steps {
         key: SeqKey,
         asked: Asked,
     ) -> Result<Prefill, Error> {
-        let budget = self.newest_plan(plan)?.budget_left;
+        let &Plan {
+            seat, budget_left, ..
+        } = self.newest_plan(plan)?;
         let seq = state.seqs.get(key)?;
         let sequence = seq.id;
-        if seq.last_plan == plan.serial || seq.pending > 0 || seq.speculating {
+        if seq.plans.meets(seat) || seq.pending > 0 || seq.speculating {
             return Err(Error::InPlan { sequence });
         }
         if seq.left() == 0 {
             return Err(Error::NothingToCompute { sequence });
         }
-        if asked.max_tokens.min(budget) == 0 {
+        if asked.max_tokens.min(budget_left) == 0 {
             return Ok(Prefill::NoBudget);
         }
         Ok(self.prefill_found(state, key.slot, asked))
@@ -206,11 +202,9 @@ impl Steps {
                 return Prefill::NoRoom { needed, available };
             }
         }
-        let plan = self.newest().key.serial;
-        let seq = state.seqs.at_mut(slot);
+        let seq = state.seqs.at(slot);
         let cached_tokens = start - seq.planned_end;
         let samples = start + len == seq.tokens.len();
-        seq.enter_plan(plan);
         let mut extra = Extra::new(seq.registered);
         extra.prefill = true;
         (extra.adopted, extra.replay) = (cached_tokens, replay);
@@ -228,11 +222,11 @@ impl Steps {
 }
 
 /// Whether a plan may compute the last token of each of these.
-fn check_decodes(state: &State, plan: PlanKey, sequences: &[SeqKey]) -> Result<(), Error> {
+fn check_decodes(state: &State, plan: Seats, sequences: &[SeqKey]) -> Result<(), Error> {
     let mut seen = HashSet::new();
     for &key in sequences {
         let seq = state.seqs.get(key)?;
-        seq.check_decode(plan.serial)?;
+        seq.check_decode(plan)?;
         if !seen.insert(key.slot) {
             return Err(Error::InPlan { sequence: seq.id });
         }
@@ -259,8 +253,7 @@ impl State {
     ) -> impl Iterator<Item = usize> {
         let seq = self.seqs.at(slot);
         let row = self.groups.row_of(position);
-        let partial = (seq.registered.rows..seq.shared_rows).contains(&row);
-        let groups = 0..self.groups.len() * usize::from(partial);
+        let groups = 0..self.groups.len() * usize::from(seq.may_share(row));
         groups.filter(move |&group| {
             let block = seq.table.at(group, row);
             held(block) || self.pool.content(block).is_some()
@@ -302,7 +295,7 @@ impl State {
             let start = match self.matched.rows {
                 0 => seq.table.start(group),
                 matched => {
-                    let end = seq.registered.rows + matched;
+                    let end = seq.registered.rows() + matched;
                     let seen = self.groups.first_row_of(group, end, self.matched.replay);
                     seen.max(seq.table.start(group))
                 }
@@ -335,7 +328,7 @@ impl State {
             return None;
         }
         let (seq, size) = (self.seqs.at(slot), self.groups.block_size());
-        let row = (seq.registered.rows + self.matched.rows) * size;
+        let row = (seq.registered.rows() + self.matched.rows) * size;
         // The last token is computed.
         let end = (seq.tokens.len() - 1).min(row + size);
         let least = size.div_ceil(8);
@@ -351,7 +344,7 @@ impl State {
     /// be read. Leaves the hits in `self.matched`. Rows that it has reserved past the boundary come after them.
     fn find_match(&mut self, slot: u32, replay: usize) -> bool {
         let seq = self.seqs.at(slot);
-        let (tip, rows) = (seq.registered.tip, seq.registered.rows);
+        let (tip, rows) = (seq.registered.tip, seq.registered.rows());
         let on_boundary = seq.planned_end == rows * self.groups.block_size();
         if !on_boundary || !self.caching || !seq.read_cache {
             self.matched.clear(tip);
@@ -367,7 +360,7 @@ impl State {
     /// Blocks of the match under way and of what is lent that are in the queue now, as far as a token after
     /// the match sees them.
     fn revived(&self, slot: u32, lent: Option<Lent>) -> usize {
-        let from = self.seqs.at(slot).registered.rows;
+        let from = self.seqs.at(slot).registered.rows();
         let groups = self.groups.len();
         let blocks = self.matched.blocks.iter().enumerate();
         let seen = blocks.filter(|(place, _)| {

@@ -7,18 +7,18 @@ use super::plan::{Entry, Extra, Plan};
 use super::{State, Steps};
 use crate::check::ensure;
 use crate::ids::BlockId;
-use crate::sequence::Sequence;
+use crate::sequence::{SampleRow, Seats, Sequence};
 use crate::table::BlockTable;
 
 /// What the open plans say of one sequence, oldest first.
 #[derive(Default)]
 struct Track {
-    num_plans: u8,
+    plans: Seats,
     last_plan: u64,
     planned_end: usize,
-    pending: usize,
+    pending: u8,
     /// The row that samples the last pending token.
-    sample_row: Option<usize>,
+    sample_row: Option<SampleRow>,
     speculating: bool,
 }
 
@@ -49,9 +49,9 @@ impl Steps {
                     return Err(format!("plan {serial} holds a sequence that is gone"));
                 };
                 let track = tracks.entry(entry.slot).or_insert_with(|| Track::new(seq));
-                track.follow(at == 0, serial, entry, seq)?;
-                if entry.samples {
-                    track.sample_row = Some(row);
+                track.follow(at == 0, plan, entry, seq)?;
+                if entry.samples() {
+                    track.sample_row = Some(SampleRow::new(row));
                 }
                 row += entry.rows();
                 check_extent(state, entry, seq)?;
@@ -120,6 +120,11 @@ impl Steps {
             })?;
             last = serial;
         }
+        let seats = self.open.iter().map(|plan| plan.seat.0);
+        ensure(
+            seats.clone().sum::<u8>() == seats.fold(0, |all, seat| all | seat),
+            || "two plans have one seat".into(),
+        )?;
         let open = self.open.len();
         ensure(open <= 2, || format!("{open} plans are open"))
     }
@@ -127,7 +132,7 @@ impl Steps {
 
 fn check_totals(plan: &Plan) -> Result<(), String> {
     let (serial, entries) = (plan.key.serial, plan.entries.iter());
-    let tokens: usize = entries.clone().map(|entry| entry.len as usize).sum();
+    let tokens: usize = entries.clone().map(Entry::len).sum();
     let samples: usize = entries.map(Entry::rows).sum();
     let (num_tokens, num_samples) = (plan.num_tokens, plan.num_samples);
     ensure((tokens, samples) == (num_tokens, num_samples), || {
@@ -155,7 +160,7 @@ fn check_lent(
         })?;
         return Ok(0);
     };
-    let (row, tokens) = (extra.stood.rows + extra.matched, extra.lent_tokens);
+    let (row, tokens) = (extra.stood.rows() + extra.matched, extra.lent_tokens);
     let begins = row * state.groups.block_size();
     let pool = &state.pool;
     for (group, &source) in extra.lent.iter().enumerate() {
@@ -187,8 +192,9 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence) -> Result<(), Stri
     let Some(extra) = &entry.extra else {
         return Ok(());
     };
-    let stood = extra.stood.rows + extra.matched;
-    let (write, block_size) = (entry.write_from, state.groups.block_size());
+    let stood = extra.stood.rows() + extra.matched;
+    let block_size = state.groups.block_size();
+    let write = entry.write_from(block_size);
     ensure(write == stood * block_size + extra.lent_tokens, || {
         format!("sequence {id} writes from {write}, has blocks of {stood} rows")
     })?;
@@ -215,14 +221,14 @@ fn check_path(state: &State, extra: &Extra, seq: &Sequence) -> Result<(), String
         return Ok(());
     }
     let led = extra.announce_from + extra.announced;
-    ensure(led <= stands.rows, || {
-        let row = stands.rows;
+    ensure(led <= stands.rows(), || {
+        let row = stands.rows();
         format!("sequence {id} was led to row {led}, stands on {row}")
     })?;
     let tip = state
         .pool
         .contents
-        .back(stands.tip, stands.rows - stood.rows);
+        .back(stands.tip, stands.rows() - stood.rows());
     ensure(tip == stood.tip, || {
         let before = stood.tip;
         format!("sequence {id} stood on {before:?}, its path leads through {tip:?}")
@@ -237,7 +243,8 @@ fn check_adopted(
     seq: &Sequence,
 ) -> Result<(), String> {
     let (id, start) = (seq.id, entry.start);
-    let again = entry.write_from.saturating_sub(extra.replay);
+    let written = entry.write_from(state.groups.block_size());
+    let again = written.saturating_sub(extra.replay);
     let end = again.min(seq.tokens.len() - 1);
     let fits = match extra.matched + extra.lent_tokens {
         0 => extra.adopted == 0,
@@ -335,23 +342,23 @@ impl Track {
     fn follow(
         &mut self,
         oldest: bool,
-        serial: u64,
+        plan: &Plan,
         entry: &Entry,
         seq: &Sequence,
     ) -> Result<(), String> {
-        let id = seq.id;
+        let (id, serial) = (seq.id, plan.key.serial);
         ensure(self.last_plan < serial && !self.speculating, || {
             format!("sequence {id} is twice in plan {serial}, or after its drafts")
         })?;
         let (start, at) = (entry.start, self.planned_end);
-        ensure(start == at + entry.adopted() && entry.len > 0, || {
+        ensure(start == at + entry.adopted() && entry.len() > 0, || {
             format!("sequence {id} begins at {start}, stands at {at}")
         })?;
         self.planned_end = entry.end();
         let (end, drafts) = (self.planned_end, entry.drafts().len());
-        let known = seq.tokens.len() + self.pending + drafts;
-        ensure(end <= known && entry.samples == (end == known), || {
-            let samples = if entry.samples {
+        let known = seq.tokens.len() + usize::from(self.pending) + drafts;
+        ensure(end <= known && entry.samples() == (end == known), || {
+            let samples = if entry.samples() {
                 "samples"
             } else {
                 "does not sample"
@@ -359,26 +366,23 @@ impl Track {
             format!("sequence {id} ends at {end} of {known} tokens and {samples}")
         })?;
         // Once the plan before is closed, the row that it sampled means nothing any more.
-        let pending_row = entry.pending_row.map(|row| row as usize);
+        let pending_row = entry.pending_row;
         ensure(oldest || pending_row == self.sample_row, || {
             let sampled = self.sample_row;
             format!("sequence {id} computes row {pending_row:?}, row {sampled:?} samples it")
         })?;
-        self.num_plans += 1;
+        self.plans = self.plans.with(plan.seat);
         self.last_plan = serial;
-        self.pending += usize::from(entry.samples);
+        self.pending += u8::from(entry.samples());
         self.speculating = drafts > 0;
         Ok(())
     }
 
     fn check_end(&self, seq: &Sequence) -> Result<(), String> {
         let id = seq.id;
-        let says = (seq.num_plans, seq.pending, seq.last_plan);
-        let counted = (self.num_plans, self.pending, self.last_plan);
+        let (says, counted) = ((seq.plans, seq.pending), (self.plans, self.pending));
         ensure(says == counted, || {
-            format!(
-                "sequence {id}: {says:?} plans, pending tokens and last plan, counted {counted:?}"
-            )
+            format!("sequence {id}: {says:?} plans and pending tokens, counted {counted:?}")
         })?;
         ensure(seq.planned_end == self.planned_end, || {
             let (end, plans) = (seq.planned_end, self.planned_end);
@@ -390,7 +394,7 @@ impl Track {
         let sampled = self.sample_row.is_none_or(|row| row == seq.sample_row);
         ensure(sampled, || {
             let (says, row) = (seq.sample_row, self.sample_row);
-            format!("sequence {id} has sample row {says}, counted {row:?}")
+            format!("sequence {id} has sample row {says:?}, counted {row:?}")
         })
     }
 }
@@ -425,6 +429,9 @@ mod tests {
         ("follows plan 12 of 12", |s| plan(s, OLDER).key.serial = 12),
         ("plan 12 follows plan 11 of 11", |s| {
             s.manager.steps.made = 11
+        }),
+        ("two plans have one seat", |s| {
+            plan(s, NEWER).seat = plan(s, OLDER).seat
         }),
         ("1 entries are in no plan", |s| {
             let entry = plan(s, NEWER).entries.pop().expect("one");
@@ -484,8 +491,8 @@ mod tests {
         ("sequence 9 was at 6 with 1 rows", |s| {
             entry(s, NEWER, LONG).rows_before = 1
         }),
-        ("sequence 9 writes from 8, has blocks of 3 rows", |s| {
-            entry(s, NEWER, LONG).write_from = 8;
+        ("sequence 9 writes from 12, has blocks of 3 rows", |s| {
+            entry(s, NEWER, LONG).rows_there = 4;
         }),
         ("sequence 9 announces from row 2, not 3", |s| {
             extra(s, NEWER, LONG).announce_from = 2;
@@ -504,8 +511,9 @@ mod tests {
             "sequence 16 starts at 1 with 1 tokens of 0 rows adopted",
             |s| {
                 let entry = entry(s, OLDER, LEFT);
-                (entry.start, entry.len) = (1, entry.len - 1);
-                extra(s, OLDER, LEFT).adopted = 1;
+                entry.start = 1;
+                let extra = extra(s, OLDER, LEFT);
+                (extra.len, extra.adopted) = (extra.len - 1, 1);
             },
         ),
         ("sequence 9 adopted 3 blocks of 2", |s| {
@@ -529,13 +537,13 @@ mod tests {
             entry(s, NEWER, LONG).start = 10
         }),
         ("and does not sample", |s| {
-            entry(s, NEWER, DRAFTY).samples = false
+            extra(s, NEWER, DRAFTY).samples = false
         }),
         ("computes row Some(9), row", |s| {
-            entry(s, NEWER, TALK).pending_row = Some(9)
+            entry(s, NEWER, TALK).pending_row = Some(SampleRow::new(9))
         }),
-        ("plans, pending tokens and last plan, counted", |s| {
-            s.seq(TALK).num_plans = 1
+        ("plans and pending tokens, counted", |s| {
+            s.seq(TALK).plans = Seats::FIRST
         }),
         ("sequence 11 is planned to 5, its plans lead to 6", |s| {
             s.seq(TALK).planned_end = 5
@@ -544,7 +552,7 @@ mod tests {
             s.seq(DRAFTY).speculating = false
         }),
         ("sequence 11 has sample row 9, counted Some(", |s| {
-            s.seq(TALK).sample_row = 9
+            s.seq(TALK).sample_row = SampleRow::new(9)
         }),
     ];
 

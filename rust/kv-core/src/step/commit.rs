@@ -8,7 +8,7 @@ use super::{State, Steps};
 use crate::contents::Spot;
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey};
-use crate::sequence::Registered;
+use crate::sequence::{Registered, Seats};
 
 impl Steps {
     /// Takes the oldest step as computed: one token for each sampling sequence.
@@ -18,8 +18,7 @@ impl Steps {
         plan: PlanKey,
         sampled: &[u32],
     ) -> Result<Vec<Redirect>, Error> {
-        let entries = &self.oldest_plan(plan)?.entries;
-        let expected = entries.iter().filter(|entry| entry.samples).count();
+        let expected = self.oldest_plan(plan)?.sampling().count();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
                 expected,
@@ -48,8 +47,7 @@ impl Steps {
         tokens: &[u32],
         counts: &[usize],
     ) -> Result<(), Error> {
-        let entries = &self.oldest_plan(plan)?.entries;
-        let sampling = entries.iter().filter(|entry| entry.samples);
+        let sampling = self.oldest_plan(plan)?.sampling();
         let (expected, given) = (sampling.clone().count(), counts.len());
         if expected != given {
             return Err(Error::SampleCount { expected, given });
@@ -95,6 +93,7 @@ impl Steps {
             copies,
             fenced,
             num_tokens,
+            seat,
             ..
         } = plan;
         let (mut redirects, mut dropped) = (Vec::new(), Vec::new());
@@ -107,7 +106,7 @@ impl Steps {
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
         let mut full = std::mem::take(&mut self.full);
-        state.close_decodes(first, sampled, &mut full, &mut dropped);
+        state.close_decodes(seat, first.iter().zip(sampled), &mut full, &mut dropped);
         for slot in full.drain(..) {
             self.settle(state, slot, step, &mut redirects);
         }
@@ -115,12 +114,12 @@ impl Steps {
         let mut sampling = decodes;
         for entry in others {
             let mut accepted = &[][..];
-            if entry.samples {
+            if entry.samples() {
                 let count = counts.map_or(1, |counts| counts[sampling]);
                 (accepted, rest) = rest.split_at(count);
                 sampling += 1;
             }
-            if state.close_entry(entry, accepted) {
+            if state.close_entry(seat, entry, accepted) {
                 dropped.push(entry.slot);
             }
             self.settle(state, entry.slot, step, &mut redirects);
@@ -156,10 +155,10 @@ impl Steps {
     ) {
         let seq = state.seqs.at(slot);
         let full = state.groups.row_of(seq.computed);
-        if !state.caching || seq.registered.rows >= full {
+        if !state.caching || seq.registered.rows() >= full {
             return;
         }
-        for row in seq.registered.rows..full {
+        for row in seq.registered.rows()..full {
             let block_size = state.groups.block_size();
             let seq = state.seqs.at(slot);
             let tokens = &seq.tokens[row * block_size..][..block_size];
@@ -211,10 +210,7 @@ impl Steps {
                 }
             }
         }
-        state.seqs.at_mut(slot).registered = Registered {
-            tip: content,
-            rows: row + 1,
-        };
+        state.seqs.at_mut(slot).registered = Registered::new(content, row + 1);
     }
 
     /// Moves a table entry to the block that holds the content.
@@ -265,44 +261,46 @@ impl State {
 
     /// The contents of these rows of a sequence are news.
     fn tell_rows(&mut self, slot: u32, rows: std::ops::Range<usize>) {
-        let Registered { tip, rows: all } = self.seqs.at(slot).registered;
-        let end = self.pool.contents.back(tip, all - rows.end);
+        let stands = self.seqs.at(slot).registered;
+        let back = stands.rows() - rows.end;
+        let end = self.pool.contents.back(stands.tip, back);
         self.pool.tell_stored(end, rows.len());
     }
 
     /// Appends the token of each decode; the plan, which is committed, does not hold them any more. Into
     /// `full` go those with a row to register, into `dropped` those that end with that.
-    fn close_decodes(
+    fn close_decodes<'a>(
         &mut self,
-        entries: &[Entry],
-        sampled: &[u32],
+        plan: Seats,
+        sampled: impl Iterator<Item = (&'a Entry, &'a u32)>,
         full: &mut Vec<u32>,
         dropped: &mut Vec<u32>,
     ) {
-        for (entry, &token) in entries.iter().zip(sampled) {
+        let block = self.groups.block();
+        for (entry, &token) in sampled {
             let seq = self.seqs.at_mut(entry.slot);
-            seq.computed = entry.end();
             seq.tokens.push(token);
+            seq.computed = entry.start + 1;
             seq.pending -= 1;
-            if seq.leave_plan() {
+            if seq.leave_plan(plan) {
                 dropped.push(entry.slot);
             }
-            if self.groups.row_of(seq.computed) > seq.registered.rows {
+            if block.row_of(entry.start + 1) > seq.registered.rows() {
                 full.push(entry.slot);
             }
         }
     }
 
     /// The same for an entry of any kind, of what it accepted.
-    fn close_entry(&mut self, entry: &Entry, accepted: &[u32]) -> bool {
+    fn close_entry(&mut self, plan: Seats, entry: &Entry, accepted: &[u32]) -> bool {
         let seq = self.seqs.at_mut(entry.slot);
         seq.computed = entry.end();
         seq.tokens.extend_from_slice(accepted);
-        seq.pending -= usize::from(entry.samples);
+        seq.pending -= u8::from(entry.samples());
         if let Some(extra) = &entry.extra {
             self.close_extra(entry, extra, accepted.len());
         }
-        self.seqs.at_mut(entry.slot).leave_plan()
+        self.seqs.at_mut(entry.slot).leave_plan(plan)
     }
 
     /// What an entry has beyond a decode, of whose drafts `accepted - 1` stay; counts.
@@ -311,7 +309,7 @@ impl State {
         stats.in_flight_blocks += extra.in_flight as u64;
         stats.present_blocks += extra.present.len() as u64;
         if extra.prefill {
-            stats.prompt_tokens += extra.adopted as u64 + u64::from(entry.len);
+            stats.prompt_tokens += (extra.adopted + extra.len) as u64;
             stats.cached_tokens += extra.adopted as u64;
             let found = extra.matched > 0 || extra.lent_tokens > 0;
             let began = entry.start > extra.adopted;

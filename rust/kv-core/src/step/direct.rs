@@ -8,7 +8,6 @@ use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::{BlockId, SeqKey};
 use crate::matching::Wanted;
-use crate::sequence::Registered;
 use crate::step::plan::Redirect;
 
 /// The answer to [`BlockManager::extend`](crate::BlockManager::extend).
@@ -38,7 +37,7 @@ impl State {
     pub(crate) fn adopt(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.at_rest(key)?;
         let seq = self.seqs.at(key.slot);
-        let Registered { tip, rows: from } = seq.registered;
+        let (tip, from) = (seq.registered.tip, seq.registered.rows());
         let stands = seq.computed == from * self.groups.block_size() && seq.table.rows() == from;
         if !stands || !self.caching || !seq.read_cache {
             return Ok(0);
@@ -55,7 +54,7 @@ impl State {
             self.pool.release(block);
         }
         let seq = self.seqs.at_mut(key.slot);
-        let end = seq.registered.rows * self.groups.block_size();
+        let end = seq.registered.rows() * self.groups.block_size();
         let end = end.min(seq.tokens.len() - 1);
         let adopted = end - seq.computed;
         seq.set_computed(end);

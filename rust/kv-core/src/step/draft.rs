@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::plan::{Entry, Extra};
+use super::plan::{Entry, Extra, Plan};
 use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::{PlanKey, SeqKey};
@@ -38,7 +38,9 @@ impl Steps {
         sequences: &[SeqKey],
         (drafts, counts): (&[u32], &[usize]),
     ) -> Result<Vec<usize>, Error> {
-        let entries = &self.newest_plan(plan)?.entries;
+        let &Plan {
+            seat, ref entries, ..
+        } = self.newest_plan(plan)?;
         let total = counts
             .iter()
             .fold(0, |sum: usize, &count| sum.saturating_add(count));
@@ -53,20 +55,20 @@ impl Steps {
         for &key in sequences {
             let seq = state.seqs.get(key)?;
             let sequence = seq.id;
-            if seq.last_plan != plan.serial {
+            if !seq.plans.meets(seat) {
                 return Err(Error::NotPlanned { sequence });
             }
             let at = planned.remove(&key.slot);
             let at = at.ok_or(Error::InPlan { sequence })?; // twice in the list
             let entry = &entries[at];
-            if entry.len != 1 || !entry.samples || entry.is_prefill() {
-                let uncomputed = entry.len as usize;
+            let uncomputed = entry.len();
+            if uncomputed != 1 || !entry.samples() || entry.is_prefill() {
                 return Err(Error::NotDecoding {
                     sequence,
                     uncomputed,
                 });
             }
-            if seq.num_plans > 1 || seq.speculating {
+            if seq.plans != seat || seq.speculating {
                 return Err(Error::InPlan { sequence });
             }
             found.push(at);
@@ -88,13 +90,13 @@ impl Steps {
         }
         // Where it stood when it was planned: the step before may have been committed since.
         let entry = &mut plan.entries[at];
-        let rows = state.groups.row_of(entry.write_from);
+        let rows = entry.rows_there as usize;
         let tip = seq.registered.tip;
-        let tip = state.pool.contents.back(tip, seq.registered.rows - rows);
-        let stood = Registered { tip, rows };
+        let tip = state.pool.contents.back(tip, seq.registered.rows() - rows);
+        let stood = Registered::new(tip, rows);
         let extra = entry.extra.get_or_insert_with(|| Extra::new(stood));
         extra.drafts = drafts[..count].to_vec();
-        entry.len += count as u32;
+        extra.len += count;
         plan.budget_left -= count;
         plan.num_tokens += count;
         plan.num_samples += count;

@@ -5,9 +5,8 @@ use std::ops::Range;
 use super::plan::{Entry, Extra};
 use super::{State, Steps};
 use crate::contents::Spot;
-use crate::error::Error;
 use crate::ids::{BlockId, SeqKey};
-use crate::sequence::Registered;
+use crate::sequence::{Registered, SampleRow};
 use crate::table::BlockTable;
 
 impl Steps {
@@ -47,71 +46,57 @@ impl Steps {
         self.push_entry(state, slot, len, rows_before, extra);
     }
 
-    /// The plan computes the last token of each of `sequences`, up to the first for which there is no room
-    /// or that has to copy a block, or to reserve more; how many. What `enter` does, for most decodes: the
-    /// rows that begin are `beginning`, and take their blocks afterwards, all at once.
+    /// The plan computes the last token of each of `sequences`, up to the first with which there is more to
+    /// do, be it to refuse it, or for which there is no room; how many. What `enter` does, for most decodes:
+    /// `begin_rows` gives a block to those that need one.
     pub(super) fn push_decodes(
         &mut self,
         state: &mut State,
         sequences: &[SeqKey],
         lookahead: usize,
-    ) -> Result<usize, Error> {
-        let plan = self.newest();
-        let before = plan.entries.len();
+    ) -> usize {
+        let plan = self.open.last_mut().expect("checked before");
         let most = match lookahead {
             0 => sequences.len().min(plan.budget_left),
             _ => 0,
         };
+        let (before, samples) = (plan.entries.len(), plan.num_samples..);
+        let (seat, block_size) = (plan.seat, state.groups.block_size());
+        let mut room = state.pool.available() / state.groups.len();
         plan.entries.reserve(most);
-        let done = self.push_each(state, &sequences[..most]);
-        let plan = self.newest();
+        for (&key, sample) in sequences[..most].iter().zip(samples) {
+            let Some(seq) = state.seqs.decoding(key, seat) else {
+                break;
+            };
+            let (start, rows) = (seq.planned_end, seq.table.rows());
+            let begins = start == rows * block_size;
+            // There is room for the entry; asked here, it is not made where it is pushed.
+            if begins && room == 0 || plan.entries.len() == plan.entries.capacity() {
+                break;
+            }
+            plan.entries.push(Entry {
+                slot: key.slot,
+                rows_before: rows as u32,
+                start,
+                rows_there: seq.registered.rows() as u32,
+                pending_row: seq.pending_row(),
+                extra: None,
+            });
+            seq.plan_to(seat, start + 1, Some(SampleRow::new(sample)));
+            if begins {
+                room -= 1;
+                self.beginning.push(key.slot);
+            }
+        }
         let pushed = plan.entries.len() - before;
         plan.budget_left -= pushed;
         plan.num_tokens += pushed;
-        done.map(|()| pushed)
-    }
-
-    fn push_each(&mut self, state: &mut State, sequences: &[SeqKey]) -> Result<(), Error> {
-        let plan = self.open.last_mut().expect("checked before");
-        let (groups, available) = (state.groups.len(), state.pool.available());
-        for &key in sequences {
-            let seq = state.seqs.get_mut(key)?;
-            seq.check_decode(plan.key.serial)?;
-            let (start, rows) = (seq.planned_end, seq.table.rows());
-            let row = state.groups.row_of(start);
-            if row == rows {
-                if (self.beginning.len() + 1) * groups > available {
-                    break;
-                }
-                self.beginning.push(key.slot);
-            } else if seq.shared_rows > row && row >= seq.registered.rows {
-                break;
-            }
-            let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
-            seq.enter_plan(plan.key.serial);
-            seq.planned_end = start + 1;
-            seq.pending += 1;
-            seq.sample_row = plan.num_samples;
-            plan.num_samples += 1;
-            plan.entries.push(Entry {
-                slot: key.slot,
-                len: 1,
-                start,
-                write_from: seq.registered.rows * state.groups.block_size(),
-                rows_before: rows as u32,
-                pending_row,
-                samples: true,
-                extra: None,
-            });
-        }
-        Ok(())
+        plan.num_samples += pushed;
+        pushed
     }
 
     /// A row more in each of the tables that are `beginning` one.
     pub(super) fn begin_rows(&mut self, state: &mut State) {
-        if self.beginning.is_empty() {
-            return;
-        }
         let (groups, taken) = (state.groups.len(), &mut state.taken);
         state.pool.take(self.beginning.len() * groups, taken);
         for (slot, row) in self.beginning.drain(..).zip(taken.chunks_exact(groups)) {
@@ -127,40 +112,34 @@ impl Steps {
         slot: u32,
         len: usize,
         rows_before: usize,
-        extra: Option<Box<Extra>>,
+        mut extra: Option<Box<Extra>>,
     ) {
         let seq = state.seqs.at_mut(slot);
-        let block_size = state.groups.block_size();
-        let (mut drafts, mut write_from) = (0, seq.registered.rows * block_size);
-        if let Some(extra) = &extra {
-            drafts = extra.drafts.len();
+        let (start, end) = (seq.planned_end, seq.planned_end + len);
+        let drafts = extra.as_ref().map_or(0, |extra| extra.drafts.len());
+        let samples = end == seq.tokens.len() + usize::from(seq.pending) + drafts;
+        let mut rows_there = seq.registered.rows();
+        if let Some(extra) = &mut extra {
+            (extra.len, extra.samples) = (len, samples);
             if extra.prefill {
-                write_from = extra.announce_from * block_size + extra.lent_tokens;
+                rows_there = extra.announce_from;
             }
         }
-        let (start, end) = (seq.planned_end, seq.planned_end + len);
-        let samples = end == seq.tokens.len() + seq.pending + drafts;
-        let pending_row = (seq.pending > 0).then_some(seq.sample_row as u32);
-        seq.planned_end = end;
-        seq.speculating = drafts > 0;
         let plan = self.open.last_mut().expect("checked before");
-        if samples {
-            seq.pending += 1;
-            seq.sample_row = plan.num_samples;
-        }
+        plan.entries.push(Entry {
+            slot,
+            rows_before: rows_before as u32,
+            start,
+            rows_there: rows_there as u32,
+            pending_row: seq.pending_row(),
+            extra,
+        });
+        let row = samples.then_some(SampleRow::new(plan.num_samples));
+        seq.plan_to(plan.seat, end, row);
+        seq.speculating = drafts > 0;
         plan.budget_left -= len;
         plan.num_tokens += len;
         plan.num_samples += usize::from(samples) + drafts;
-        plan.entries.push(Entry {
-            slot,
-            len: len as u32,
-            start,
-            write_from,
-            rows_before: rows_before as u32,
-            pending_row,
-            samples,
-            extra,
-        });
     }
 
     /// Copy on write: the sequence gets a copy of a block. Returns the source, which the plan holds
@@ -191,7 +170,7 @@ impl Steps {
             state.pool.lend(source);
             self.newest().fenced.push(source);
         }
-        let row = state.seqs.at(slot).registered.rows;
+        let row = state.seqs.at(slot).registered.rows();
         state.allocate(slot, row + 1);
         let copies = state.seqs.at(slot).table.row(row);
         let copies = extra.lent.iter().copied().zip(copies);
@@ -229,7 +208,7 @@ impl State {
         unseen: &mut Vec<(usize, BlockId)>,
     ) -> (usize, usize) {
         let seq = self.seqs.at_mut(slot);
-        let (tip, from) = (self.matched.tip, seq.registered.rows);
+        let (tip, from) = (self.matched.tip, seq.registered.rows());
         let rows = from + self.matched.rows;
         let new = BlockTable::of_match(&self.matched, from, &self.groups);
         let (blocks, mut in_flight) = (new.len(), 0);
@@ -243,7 +222,7 @@ impl State {
             seq.table_version += 1;
         }
         seq.table.insert(from, new);
-        seq.registered = Registered { tip, rows };
+        seq.registered = Registered::new(tip, rows);
         (blocks, in_flight)
     }
 
@@ -254,7 +233,7 @@ impl State {
     /// sequence's own for a content that another block holds.
     fn announce(&mut self, slot: u32, positions: Range<usize>, extra: &mut Extra, step: u32) {
         let block_size = self.groups.block_size();
-        let from = self.seqs.at(slot).registered.rows;
+        let from = self.seqs.at(slot).registered.rows();
         extra.announce_from = from;
         // What is full already is settled by the commit of the step before.
         if !self.sharing || from < self.groups.row_of(positions.start) {
@@ -285,10 +264,7 @@ impl State {
                 }
             }
             self.pool.contents.unhang(content);
-            self.seqs.at_mut(slot).registered = Registered {
-                tip: content,
-                rows: row + 1,
-            };
+            self.seqs.at_mut(slot).registered = Registered::new(content, row + 1);
             extra.announced += 1;
         }
     }
@@ -324,9 +300,6 @@ impl State {
             let blocks: Vec<BlockId> = rows.clone().flat_map(|row| seq.table.row(row)).collect();
             self.pool.append(tip, tokens, &blocks, step)
         };
-        seq.registered = Registered {
-            tip,
-            rows: rows.end,
-        };
+        seq.registered = Registered::new(tip, rows.end);
     }
 }

@@ -10,8 +10,9 @@ use super::plan::{Entry, Plan};
 use super::sharing::Watch;
 use super::{State, Steps};
 use crate::error::Error;
+use crate::groups::BlockSize;
 use crate::ids::PlanKey;
-use crate::sequence::Sequence;
+use crate::sequence::{SampleRow, Sequence};
 use crate::table::BlockTable;
 
 /// An array of the caller, 32 or 64 bits wide.
@@ -101,7 +102,7 @@ struct Written {
     /// 0: no sequence's.
     id: u64,
     version: u32,
-    rows: usize,
+    rows: u32,
 }
 
 const NOTHING: Written = Written {
@@ -116,14 +117,14 @@ impl Written {
         Self {
             id: seq.id,
             version: seq.table_version,
-            rows: seq.table.rows(),
+            rows: seq.table.rows() as u32,
         }
     }
 }
 
 impl TableRows {
     /// Finds the rows that change. The most columns that one of them has.
-    fn look_at(&mut self, manager: u32, state: &State, entries: &[Entry]) -> usize {
+    fn look_at(&mut self, manager: u32, state: &State, entries: &[Entry]) -> u32 {
         if self.manager.replace(manager) != Some(manager) {
             self.rows.clear();
         }
@@ -216,7 +217,7 @@ impl Steps {
     ) -> Result<(), Error> {
         let plan = self.open_plan(plan)?;
         let columns = written.look_at(self.manager, state, &plan.entries);
-        arrays.check(plan, state.groups.len(), columns)?;
+        arrays.check(plan, state.groups.len(), columns as usize)?;
         self.check_width(state, plan, arrays)?;
         let sequences = plan.entries.len();
         arrays.query_start_loc.put(0, 0);
@@ -230,7 +231,7 @@ impl Steps {
             let table = self.table_of(state, plan, entry);
             fill_tokens(state, entry, at, arrays);
             fill_slots(state, entry, &table, at, arrays);
-            at += entry.len as usize;
+            at += entry.len();
             arrays.query_start_loc.put(row + 1, at as i64);
             arrays.seq_lens.put(row, entry.end() as i64);
             for row in at - entry.rows()..at {
@@ -263,18 +264,19 @@ impl Steps {
         arrays: &StepArrays<'_>,
         written: &mut TableRows,
     ) {
-        let count = entries.len() as i64;
+        let (count, size) = (entries.len() as i64, state.groups.block());
         let positions = entries.iter().map(|entry| entry.start as i64);
         arrays.positions.write(0, positions.clone());
         arrays.seq_lens.write(0, positions.map(|at| at + 1));
         arrays.query_start_loc.write(1, 1..count + 1);
         arrays.logits_indices.write(0, 0..count);
-        let tokens = entries.iter().map(|entry| decoded_token(state, entry));
+        let tokens = entries
+            .iter()
+            .map(|entry| decoded_token(state.seqs.at(entry.slot), entry));
         arrays.input_ids.write(0, tokens);
         for group in 0..state.groups.len() {
-            let slots = entries
-                .iter()
-                .map(|entry| decoded_slot(state, entry, group));
+            let slot = |entry: &Entry| decoded_slot(state.seqs.at(entry.slot), entry, group, size);
+            let slots = entries.iter().map(slot);
             arrays.slot_mapping.write(group * arrays.slots_width, slots);
         }
         let changed = std::mem::take(&mut written.changed);
@@ -291,30 +293,27 @@ impl Steps {
 fn entry_tokens<'a>(state: &'a State, entry: &'a Entry) -> impl Iterator<Item = u32> + 'a {
     let seq = state.seqs.at(entry.slot);
     let known = seq.tokens[entry.start..].iter().chain(entry.drafts());
-    known.take(entry.len as usize).copied()
+    known.take(entry.len()).copied()
 }
 
 /// The one token of a decode; a pending one: -1 - (its row among the logits of the step before).
 #[inline]
-fn decoded_token(state: &State, entry: &Entry) -> i64 {
-    let token = state.seqs.at(entry.slot).tokens.get(entry.start);
-    token.map_or_else(
-        || -1 - i64::from(entry.pending_row.expect("pending")),
-        |&token| i64::from(token),
-    )
+fn decoded_token(seq: &Sequence, entry: &Entry) -> i64 {
+    match seq.tokens.get(entry.start) {
+        Some(&token) => i64::from(token),
+        None => entry.pending_row.expect("pending").as_input(),
+    }
 }
 
 /// Where its KV goes.
 #[inline]
-fn decoded_slot(state: &State, entry: &Entry, group: usize) -> i64 {
-    let position = entry.start;
-    if position < entry.write_from {
+fn decoded_slot(seq: &Sequence, entry: &Entry, group: usize, size: BlockSize) -> i64 {
+    let row = size.row_of(entry.start);
+    if row < entry.rows_there as usize {
         return -1;
     }
-    let row = state.groups.row_of(position);
-    let block = state.seqs.at(entry.slot).table.at(group, row);
-    let size = state.groups.block_size();
-    (block.at() * size + position - row * size) as i64
+    let block = seq.table.at(group, row);
+    (size.start_of(block.at()) + entry.start - size.start_of(row)) as i64
 }
 
 /// What the tokens of an entry are and where they stand.
@@ -323,10 +322,9 @@ fn fill_tokens(state: &State, entry: &Entry, at: usize, arrays: &StepArrays<'_>)
     let seq = state.seqs.at(entry.slot);
     let (start, end) = (entry.start, entry.end());
     let tokens = entry_tokens(state, entry).map(i64::from);
-    // A pending token: -1 - (its row among the logits of the step before).
     let is_pending = end > seq.tokens.len() + entry.drafts().len();
     let pending = entry.pending_row.filter(|_| is_pending);
-    let pending = pending.map(|row| -1 - i64::from(row));
+    let pending = pending.map(SampleRow::as_input);
     arrays.input_ids.write(at, tokens.chain(pending));
     arrays.positions.write(at, start as i64..end as i64);
 }
@@ -341,6 +339,7 @@ fn fill_slots(
     arrays: &StepArrays<'_>,
 ) {
     let (block_size, groups) = (state.groups.block_size(), state.groups.len());
+    let write_from = entry.write_from(block_size);
     let present = entry
         .extra
         .as_ref()
@@ -349,9 +348,9 @@ fn fill_slots(
         let (mut position, end) = (entry.start, entry.end());
         while position < end {
             let row = state.groups.row_of(position);
-            let is_cached = position < entry.write_from;
+            let is_cached = position < write_from;
             let stop = match is_cached {
-                true => entry.write_from.min((row + 1) * block_size),
+                true => write_from.min((row + 1) * block_size),
                 false => (row + 1) * block_size,
             };
             let stop = end.min(stop);
@@ -391,7 +390,7 @@ fn fill_table(
 ) {
     let then = std::mem::replace(&mut written.rows[row], now);
     let same = (then.id, then.version) == (now.id, now.version) && now.id != NOTHING.id;
-    let from = if same { then.rows.min(now.rows) } else { 0 };
+    let from = if same { then.rows.min(now.rows) } else { 0 } as usize;
     if from == table.rows() {
         return;
     }

@@ -27,6 +27,7 @@ use std::borrow::Cow;
 
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey};
+use crate::sequence::Seats;
 use crate::state::State;
 use crate::table::BlockTable;
 
@@ -86,7 +87,12 @@ impl Steps {
             serial: self.made,
         };
         let entries = std::mem::take(&mut self.spare_entries);
-        self.open.push(Plan::new(key, token_budget, entries));
+        let seat = match self.open.first() {
+            Some(older) if older.seat == Seats::FIRST => Seats::SECOND,
+            _ => Seats::FIRST,
+        };
+        let plan = Plan::new(key, seat, token_budget, entries);
+        self.open.push(plan);
         self.tell_open(state);
         Ok(key)
     }

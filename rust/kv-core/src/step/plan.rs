@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use crate::ids::{BlockId, PlanKey};
-use crate::sequence::Registered;
+use crate::sequence::{Registered, SampleRow, Seats};
 use crate::table::BlockTable;
 
 /// The answer to [`BlockManager::prefill`](crate::BlockManager::prefill) and [`BlockManager::speculate`](crate::BlockManager::speculate).
@@ -61,26 +61,28 @@ pub struct PlanView {
 /// A sequence's part of a step. Most of them decode one token: they are kept small.
 pub(super) struct Entry {
     pub(super) slot: u32,
-    /// Positions to compute.
-    pub(super) len: u32,
-    /// First position to compute.
-    pub(super) start: usize,
-    /// Positions before this one are there already, or written by another entry of the step.
-    pub(super) write_from: usize,
     /// Rows of its table before.
     pub(super) rows_before: u32,
+    /// First position to compute.
+    pub(super) start: usize,
+    /// Rows that are there already, or written by another entry of the step.
+    pub(super) rows_there: u32,
     /// The row of the plan before that samples the token it computes, if that is still pending.
-    pub(super) pending_row: Option<u32>,
-    /// Whether the step reaches its last known or pending token.
-    pub(super) samples: bool,
+    pub(super) pending_row: Option<SampleRow>,
     /// What an entry has that does more than decode.
     pub(super) extra: Option<Box<Extra>>,
 }
+
+const _: () = assert!(size_of::<Entry>() == 32);
 
 /// What prefills, drafts and copies add to an entry. Places are entries of the sequence's table,
 /// `row * groups + group`.
 pub(super) struct Extra {
     pub(super) prefill: bool,
+    /// Positions to compute.
+    pub(super) len: usize,
+    /// Whether the step reaches its last known or pending token.
+    pub(super) samples: bool,
     /// Where the sequence stood before.
     pub(super) stood: Registered,
     /// Speculated tokens after the last known one: computed, never registered unless accepted.
@@ -113,6 +115,8 @@ impl Extra {
     pub(super) fn new(stood: Registered) -> Box<Self> {
         Box::new(Self {
             prefill: false,
+            len: 1,
+            samples: true,
             stood,
             drafts: Vec::new(),
             copied: Vec::new(),
@@ -157,16 +161,35 @@ impl Entry {
         self.extra.as_ref().map_or(&[], |extra| &extra.drafts)
     }
 
+    /// Positions to compute.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.extra.as_ref().map_or(1, |extra| extra.len)
+    }
+
+    /// Whether the step reaches its last known or pending token.
+    #[inline]
+    pub(super) fn samples(&self) -> bool {
+        self.extra.as_ref().is_none_or(|extra| extra.samples)
+    }
+
     /// Rows whose logits give a token.
     #[inline]
     pub(super) fn rows(&self) -> usize {
-        usize::from(self.samples) + self.drafts().len()
+        usize::from(self.samples()) + self.drafts().len()
     }
 
     /// The position after the last one that it computes.
     #[inline]
     pub(super) fn end(&self) -> usize {
-        self.start + self.len as usize
+        self.start + self.len()
+    }
+
+    /// Positions before this one are there already, or written by another entry of the step.
+    #[inline]
+    pub(super) fn write_from(&self, block_size: usize) -> usize {
+        let lent = self.extra.as_ref().map_or(0, |extra| extra.lent_tokens);
+        self.rows_there as usize * block_size + lent
     }
 
     pub(super) fn is_prefill(&self) -> bool {
@@ -187,6 +210,8 @@ impl Entry {
 /// An open step. The contents that it computes carry its number; they are ready once it is closed.
 pub(super) struct Plan {
     pub(super) key: PlanKey,
+    /// By which its sequences know it.
+    pub(super) seat: Seats,
     pub(super) entries: Vec<Entry>,
     pub(super) budget_left: usize,
     pub(super) num_tokens: usize,
@@ -198,9 +223,10 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub(super) fn new(key: PlanKey, token_budget: usize, entries: Vec<Entry>) -> Self {
+    pub(super) fn new(key: PlanKey, seat: Seats, token_budget: usize, entries: Vec<Entry>) -> Self {
         Self {
             key,
+            seat,
             entries,
             budget_left: token_budget,
             num_tokens: 0,
@@ -208,6 +234,12 @@ impl Plan {
             copies: Vec::new(),
             fenced: Vec::new(),
         }
+    }
+
+    /// The entries that reach their last token, as most do.
+    #[inline]
+    pub(super) fn sampling(&self) -> impl Iterator<Item = &Entry> + Clone {
+        self.entries.iter().filter(|entry| entry.samples())
     }
 
     /// Entries with which the plan begins and that do no more than decode one token.
@@ -250,7 +282,7 @@ impl Extra {
     /// Makes a table what it was before the match: without the matched rows, which go to `each`, the
     /// last one first, and with what they put out of sight.
     pub(super) fn take_match_out(&self, table: &mut BlockTable, each: impl FnMut(BlockId)) {
-        let rows = self.stood.rows;
+        let rows = self.stood.rows();
         table.take_rows(rows..rows + self.matched, each);
         for group in 0..table.groups() {
             let unseen = self.unseen.iter().filter(|of| of.0 == group);

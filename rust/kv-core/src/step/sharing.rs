@@ -222,7 +222,7 @@ impl Steps {
         let (mut settled, mut registered) = (true, true);
         for (row, entry) in plan.entries.iter().enumerate() {
             let seq = state.seqs.at(entry.slot);
-            let (depth, most) = (seq.registered.rows, before(state, entry));
+            let (depth, most) = (seq.registered.rows(), before(state, entry));
             settled &= depth <= most;
             let spot = state
                 .pool
@@ -278,7 +278,7 @@ impl State {
     /// Whether a table shares a block behind its registered ones, among the first `most`.
     #[inline]
     fn shares_more(&self, seq: &Sequence, group: usize, most: usize) -> bool {
-        let row = seq.registered.rows;
+        let row = seq.registered.rows();
         let next = seq.table.get(group, row).filter(|_| row < most);
         next.is_some_and(|block| self.pool.seq_refs(block) > 1)
     }

@@ -6,6 +6,7 @@ use super::plan::Entry;
 use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey, SeqKey};
+use crate::sequence::SampleRow;
 
 impl Steps {
     /// Takes a sequence out of the plan again, and those that share what it was to compute; their ids,
@@ -36,8 +37,8 @@ impl Steps {
     pub(super) fn number_rows(&mut self, state: &mut State) {
         let mut row = 0;
         for entry in &self.newest().entries {
-            if entry.samples {
-                state.seqs.at_mut(entry.slot).sample_row = row;
+            if entry.samples() {
+                state.seqs.at_mut(entry.slot).sample_row = SampleRow::new(row);
             }
             row += entry.rows();
         }
@@ -51,9 +52,9 @@ impl Steps {
     /// Takes an entry out of the newest plan.
     fn undo(&mut self, state: &mut State, at: usize) {
         let plan = self.newest();
-        let entry = &plan.entries.remove(at);
-        plan.budget_left += entry.len as usize;
-        plan.num_tokens -= entry.len as usize;
+        let (seat, entry) = (plan.seat, &plan.entries.remove(at));
+        plan.budget_left += entry.len();
+        plan.num_tokens -= entry.len();
         plan.num_samples -= entry.rows();
         let (slot, rows) = (entry.slot, entry.rows_before as usize);
         match &entry.extra {
@@ -64,7 +65,7 @@ impl Steps {
                     state.pool.forget(block);
                 }
                 if !extra.lent.is_empty() {
-                    let row = extra.stood.rows + extra.matched;
+                    let row = extra.stood.rows() + extra.matched;
                     let table = &state.seqs.at(slot).table;
                     let is_its = |copy| table.row(row).any(|block| block == copy);
                     self.newest().copies.retain(|&(_, copy)| !is_its(copy));
@@ -87,15 +88,13 @@ impl Steps {
                 }
             }
         }
-        let before = self.open.iter().rev().nth(1).map(|plan| plan.key.serial);
         let seq = state.seqs.at_mut(slot);
-        seq.num_plans -= 1;
-        seq.last_plan = before.filter(|_| seq.num_plans > 0).unwrap_or(0);
+        seq.plans = seq.plans.without(seat);
         seq.planned_end = entry.start - entry.adopted();
-        seq.pending -= usize::from(entry.samples);
+        seq.pending -= u8::from(entry.samples());
         seq.speculating = false;
         if let (true, Some(row)) = (seq.pending > 0, entry.pending_row) {
-            seq.sample_row = row as usize;
+            seq.sample_row = row;
         }
         // What the plan before has settled meanwhile goes at last.
         state.slide(slot);
