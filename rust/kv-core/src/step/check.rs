@@ -134,6 +134,11 @@ fn check_totals(plan: &Plan) -> Result<(), String> {
     let (serial, entries) = (plan.key.serial, plan.entries.iter());
     let tokens: usize = entries.clone().map(Entry::len).sum();
     let samples: usize = entries.map(Entry::rows).sum();
+    let plain = plan.entries.iter().take_while(|it| it.extra.is_none());
+    let (decodes, plain) = (plan.decodes, plain.count());
+    ensure(decodes <= plain, || {
+        format!("plan {serial} begins with {decodes} decodes, counted {plain}")
+    })?;
     let (num_tokens, num_samples) = (plan.num_tokens, plan.num_samples);
     ensure((tokens, samples) == (num_tokens, num_samples), || {
         format!(
@@ -429,6 +434,9 @@ mod tests {
         ("follows plan 12 of 12", |s| plan(s, OLDER).key.serial = 12),
         ("plan 12 follows plan 11 of 11", |s| {
             s.manager.steps.made = 11
+        }),
+        ("plan 12 begins with 99 decodes, counted", |s| {
+            plan(s, NEWER).decodes = 99
         }),
         ("two plans have one seat", |s| {
             plan(s, NEWER).seat = plan(s, OLDER).seat

@@ -18,7 +18,7 @@ impl Steps {
         plan: PlanKey,
         sampled: &[u32],
     ) -> Result<Vec<Redirect>, Error> {
-        let expected = self.oldest_plan(plan)?.sampling().count();
+        let expected = self.oldest_plan(plan)?.sampling();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
                 expected,
@@ -47,8 +47,8 @@ impl Steps {
         tokens: &[u32],
         counts: &[usize],
     ) -> Result<(), Error> {
-        let sampling = self.oldest_plan(plan)?.sampling();
-        let (expected, given) = (sampling.clone().count(), counts.len());
+        let plan = self.oldest_plan(plan)?;
+        let (expected, given) = (plan.sampling(), counts.len());
         if expected != given {
             return Err(Error::SampleCount { expected, given });
         }
@@ -62,6 +62,7 @@ impl Steps {
             });
         }
         let mut rest = tokens;
+        let sampling = plan.entries.iter().filter(|entry| entry.samples());
         for (entry, &accepted) in sampling.zip(counts) {
             let (mine, others) = rest.split_at(accepted);
             rest = others;
@@ -87,9 +88,10 @@ impl Steps {
     ) -> Vec<Redirect> {
         let plan = self.open.remove(0);
         self.tell_open(state);
-        let (step, decodes) = (plan.step(), plan.decodes());
+        let step = plan.step();
         let Plan {
             mut entries,
+            decodes,
             copies,
             fenced,
             num_tokens,

@@ -97,6 +97,7 @@ impl Steps {
         let extra = entry.extra.get_or_insert_with(|| Extra::new(stood));
         extra.drafts = drafts[..count].to_vec();
         extra.len += count;
+        plan.decodes = plan.decodes.min(at);
         plan.budget_left -= count;
         plan.num_tokens += count;
         plan.num_samples += count;

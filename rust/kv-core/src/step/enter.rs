@@ -89,6 +89,9 @@ impl Steps {
             }
         }
         let pushed = plan.entries.len() - before;
+        if plan.decodes == before {
+            plan.decodes += pushed;
+        }
         plan.budget_left -= pushed;
         plan.num_tokens += pushed;
         plan.num_samples += pushed;

@@ -222,7 +222,7 @@ impl Steps {
         let sequences = plan.entries.len();
         arrays.query_start_loc.put(0, 0);
         let decodes = match self.displaces(plan) {
-            None => plan.decodes(),
+            None => plan.decodes,
             Some(_) => 0,
         };
         self.fill_decodes(state, &plan.entries[..decodes], arrays, written);

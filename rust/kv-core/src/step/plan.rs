@@ -213,6 +213,8 @@ pub(super) struct Plan {
     /// By which its sequences know it.
     pub(super) seat: Seats,
     pub(super) entries: Vec<Entry>,
+    /// So many of the entries with which it begins do no more than decode one token: nobody looks at each.
+    pub(super) decodes: usize,
     pub(super) budget_left: usize,
     pub(super) num_tokens: usize,
     pub(super) num_samples: usize,
@@ -228,6 +230,7 @@ impl Plan {
             key,
             seat,
             entries,
+            decodes: 0,
             budget_left: token_budget,
             num_tokens: 0,
             num_samples: 0,
@@ -236,17 +239,11 @@ impl Plan {
         }
     }
 
-    /// The entries that reach their last token, as most do.
+    /// How many entries reach their last token.
     #[inline]
-    pub(super) fn sampling(&self) -> impl Iterator<Item = &Entry> + Clone {
-        self.entries.iter().filter(|entry| entry.samples())
-    }
-
-    /// Entries with which the plan begins and that do no more than decode one token.
-    pub(super) fn decodes(&self) -> usize {
-        let more = |entry: &Entry| entry.extra.is_some();
-        let first = self.entries.iter().position(more);
-        first.unwrap_or(self.entries.len())
+    pub(super) fn sampling(&self) -> usize {
+        let others = &self.entries[self.decodes..];
+        self.decodes + others.iter().filter(|entry| entry.samples()).count()
     }
 
     /// The plan's number as contents carry it. It wraps after 2^32 steps; a content that old which is

@@ -53,6 +53,7 @@ impl Steps {
     fn undo(&mut self, state: &mut State, at: usize) {
         let plan = self.newest();
         let (seat, entry) = (plan.seat, &plan.entries.remove(at));
+        plan.decodes -= usize::from(at < plan.decodes);
         plan.budget_left += entry.len();
         plan.num_tokens -= entry.len();
         plan.num_samples -= entry.rows();
