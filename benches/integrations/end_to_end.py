@@ -1,7 +1,7 @@
 """Whole generations of vLLM on the CPU, with its own KV-cache manager and with ours, in one run.
 
-    .venv/bin/python -m benches.integrations.end_to_end            # 20 minutes on two cores
-    .venv/bin/python -m benches.integrations.end_to_end --quick    # does it run
+    .venv/bin/python -m benches.integrations.end_to_end            # half an hour on two cores
+    .venv/bin/python -m benches.integrations.end_to_end --quick    # does it run; 5 minutes
 
 from the root of the repository; vLLM is in `.venv-peers`. The rows are those of
 `benches.engine.end_to_end`. Blocks are of 128 (vLLM's choice on a CPU) or of 32; two processes
