@@ -98,7 +98,7 @@ bench: $(BUILT) ## the block manager against vLLM's, SGLang's and nano-vllm's; i
 	$(BIN)/python benches/peers/env.py
 	$(PEERS)/bin/python -m benches.peers $(BENCH)
 
-vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both engines, step by step; 15 minutes
+vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both engines, step by step; 8 minutes
 	$(BIN)/python benches/peers/env.py
 	$(BIN)/python tests/peers/vllm_own/run.py --python $(PEERS)/bin/python
 	PYTHONPATH=target/vllm-own/site $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini --rootdir . tests/peers

@@ -1,12 +1,16 @@
 """Whole generations of vLLM on the CPU, with its own KV-cache manager and with ours, in one run.
 
-    .venv/bin/python -m benches.integrations.end_to_end            # 20 minutes on two cores
-    .venv/bin/python -m benches.integrations.end_to_end --quick    # does it run
+    .venv/bin/python -m benches.integrations.end_to_end            # half an hour on two cores
+    .venv/bin/python -m benches.integrations.end_to_end --quick    # does it run; 5 minutes
 
 from the root of the repository; vLLM is in `.venv-peers`. The rows are those of
 `benches.engine.end_to_end`. Blocks are of 128 (vLLM's choice on a CPU) or of 32; two processes
 each, one with `PYENGINE_BLOCK_MANAGER=1`, which take turns. A ratio is the median of the ratios of
 the same rounds; greedy rows must have the same tokens. That ours is engaged is read in vLLM's log.
+
+Progress goes to standard error, the table and each row's verdict to standard output; `--docs` puts
+them into docs/embedding.md too, between their marks. `--json` is written with every row. `--show`
+prints what such a file holds. Two processes at a time: 6 GB.
 """
 
 import argparse
@@ -22,12 +26,17 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benches.engine.end_to_end import ROOT, VLLM, VLLM32, Engine
+from benches.engine.end_to_end import ROOT, VLLM, VLLM32, Engine, say
+from benches.engine.page import publish
 from benches.engine.works import WORKS, Work
 from benches.peers.report import libraries, machine
 
 SIZES = {"128": VLLM, "32": VLLM32}
 ENGAGED = "KV-cache blocks are managed by pyengine"
+PAGE = ROOT / "docs/embedding.md"
+LEAST = 0.98
+GOALS = {(WORKS[6].name, "128"): 1.8, (WORKS[6].name, "32"): 1.0}
+"""Least ratio of a row at a size of blocks; of all others, `LEAST`."""
 
 
 def plugin_folder(folder: Path) -> Path:
@@ -89,6 +98,7 @@ def measure(pair: list[Engine], work: Work, rounds: int) -> dict[str, Any]:
         found: list[dict[str, Any]] = [{}, {}]
         for index in (0, 1) if turn % 2 else (1, 0):
             found[index] = pair[index].generate(asked)
+            say(f"{work.name}: {('stock', 'ours')[index]} {found[index]['seconds']:.2f} s")
         if turn >= 0:
             for index in (0, 1):
                 seconds[index].append(found[index]["seconds"])
@@ -111,7 +121,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--quick", action="store_true", help="one round of the smallest row")
     parser.add_argument("--json", type=Path, help="where the figures are kept")
+    parser.add_argument("--docs", action="store_true", help="write the table into the docs")
+    parser.add_argument("--show", action="store_true", help="print --json's, measure nothing")
     options = parser.parse_args()
+    if options.show and not options.json:
+        parser.error("--show needs --json FILE")
+    kept = json.loads(options.json.read_text(encoding="utf-8")) if options.show else run(options)
+    publish("vllm-end-to-end", table(kept), write=options.docs, page=PAGE)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure what was asked for, size by size; what is known is kept after every row."""
     works = [work for work in WORKS if options.only in work.name]
     works, rounds = (works[:1], 1) if options.quick else (works, options.rounds)
     about = {"machine": machine(), "libraries": libraries(), "dtype": options.dtype}
@@ -123,29 +143,47 @@ def main() -> None:
             pair: list[Engine] = []
             try:
                 for ours in (False, True):
+                    say(f"blocks of {size}: starting {'ours' if ours else 'stock'}")
                     pair.append(start(size, options.dtype, ours, folder))
                 for work in works:
-                    kept["rows"].setdefault(work.name, {})[size] = measure(pair, work, rounds)
+                    found = measure(pair, work, rounds)
+                    kept["rows"].setdefault(work.name, {})[size] = found
+                    say(f"blocks of {size}: {work.name}: {', '.join(verdict(work, size, found))}")
+                    if options.json:
+                        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
             finally:
                 for engine in pair:
                     engine.close()
-    show(kept["rows"], options.sizes.split(","))
-    if options.json:
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return kept
 
 
-def show(rows: dict[str, Any], sizes: list[str]) -> None:
-    """A table: tokens per second, ratio, and equal sequences, for both sizes of blocks."""
-    head = "".join(f" stock, {size} | ours, {size} | ratio | same tokens |" for size in sizes)
-    print(f"| |{head}\n|---|" + "---:|" * 4 * len(sizes))
-    for name, row in rows.items():
-        cells = []
-        for size in sizes:
-            found = row[size]
-            stock, ours = found["rates"]
-            equal = f"{found['same']} of {found['of']}"
-            cells += [f"{stock:,.0f}", f"{ours:,.0f}", f"{found['ratio']:.2f}", equal]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+def verdict(work: Work, size: str, found: dict[str, Any]) -> Iterator[str]:
+    """Whether a row at a size of blocks is as fast as wanted, and has the same tokens."""
+    least, ratio = GOALS.get((work.name, size), LEAST), found["ratio"]
+    yield f"{ratio:.2f} (goal {least:.2f}: {'met' if ratio >= least else 'NOT MET'})"
+    if work.kind != "sampled":
+        equal = found["same"] == found["of"]
+        yield "same tokens" if equal else f"{found['same']} of {found['of']} have the SAME TOKENS"
+
+
+def table(kept: dict[str, Any]) -> Iterator[str]:
+    """Tokens per second of both and the verdict, for each size of blocks; in markdown."""
+    rows, dtype, about = kept["rows"], kept["about"]["dtype"], kept["about"]["machine"]
+    sizes = [size for size in SIZES if any(size in row for row in rows.values())]
+    yield f"{dtype}, tokens per second, {about['cpu']}, {about['cores']} cores, {about['date']}:"
+    head = "".join(f" stock, {size} | ours, {size} | ours / stock |" for size in sizes)
+    yield f"\n| |{head}\n|---|" + "---:|---:|---|" * len(sizes)
+    for work in WORKS:
+        row = rows.get(work.name, {})
+        cells = [cell for size in sizes if size in row for cell in cells_of(work, size, row[size])]
+        if cells:
+            yield f"| {work.name} | " + " | ".join(cells) + " |"
+
+
+def cells_of(work: Work, size: str, found: dict[str, Any]) -> Iterator[str]:
+    """Both rates and the verdict."""
+    yield from (f"{rate:,.0f}" for rate in found["rates"])
+    yield ", ".join(verdict(work, size, found))
 
 
 if __name__ == "__main__":

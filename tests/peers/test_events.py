@@ -66,6 +66,7 @@ def run(ours: bool, folder: Path, count: int) -> tuple[Index, int, World]:
             world.scheduler.reset_prefix_cache()
         for _ in range(number % 3):
             step = world.scheduler.schedule()
+            world.preemptions += len(step.preempted_req_ids or ())
             result = world.worker.run(step)
             index.take(world.manager.take_events())
             wrong += index.held != contents(world)
@@ -83,7 +84,7 @@ def test_ours_are_the_contents_after_every_step(folder: Path) -> None:
     index, wrong, world = run(True, folder, 2000)
     assert (wrong, index.surprises) == (0, [])
     stats = world.manager.tables.kv.stats()
-    assert min(stats.merged_blocks, stats.evicted_blocks) > 100
+    assert min(stats.merged_blocks, stats.evicted_blocks, world.preemptions) > 100
 
 
 def test_duplicates_make_vllms_own_events_wrong(folder: Path) -> None:

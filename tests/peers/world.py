@@ -7,7 +7,7 @@ there must be what its own tokens give. The next token follows from it.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -148,7 +148,9 @@ class Settings:
     drafts: int = 0
     events: bool = False
     own: Any = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    runner: str = "auto"
+    adjust: Callable[[Any, Any], None] = lambda config, cache: None
+    """Called with the configurations of the engine and of its KV cache."""
 
 
 _own: list[Any] = []
@@ -188,7 +190,12 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         models.write_all(folder)
     size, length = settings.block_size, settings.max_model_len
     model_config = ModelConfig(
-        model=str(model), dtype="float16", seed=0, skip_tokenizer_init=True, max_model_len=length
+        model=str(model),
+        dtype="float16",
+        seed=0,
+        skip_tokenizer_init=True,
+        max_model_len=length,
+        runner=settings.runner,
     )
     drafts = None
     if settings.drafts:
@@ -225,6 +232,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
         kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
     )
     config.cache_config.num_gpu_blocks = settings.num_blocks
+    settings.adjust(config, cache)
     register_all_kvcache_specs(config)
     own, ours = managers()
     module = importlib.import_module("vllm.v1.core.sched.scheduler")

@@ -5,7 +5,7 @@
 They are in its source distribution on PyPI, which is fetched once. A test is in scope if it makes
 a manager and every one that it makes is ours; one for which any goes back to vLLM's is listed with
 the reason. It fails if a test in scope that passes with vLLM's manager fails with ours, but for
-those of `READS_INSIDES`, which look at vLLM's own structures.
+those of `READS_INSIDES`, which look at vLLM's own structures; or if any other ends differently.
 """
 
 import argparse
@@ -166,6 +166,9 @@ def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
         name: "; ".join(each["reasons"]) for name, each in sorted(ours.items()) if each["reasons"]
     }
     none = sorted(name for name, each in ours.items() if not each["ours"] and not each["reasons"])
+    outcomes = {name: (stock[name]["outcome"], ours[name]["outcome"]) for name in [*outside, *none]}
+    changed = [f"{n}: {a}, now {b}" for n, (a, b) in sorted(outcomes.items()) if a != b]
+    failing = sum(pair == ("failed", "failed") for pair in outcomes.values())
     functions = len({function(name) for name in passed})
     made = sum(scope[name]["ours"] for name in passed)
     lines = [
@@ -178,6 +181,9 @@ def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
         *(f"  {line}" for line in control),
         f"in scope and BROKEN: {len(broken)}",
         *(f"  {line}" for line in broken),
+        f"not in scope, and CHANGED by ours: {len(changed)}",
+        *(f"  {line}" for line in changed),
+        f"not in scope, and failing with vLLM's own, too: {failing}",
     ]
     print("\n".join(lines))
     print(
@@ -198,7 +204,7 @@ def compare(stock: dict[str, Any], ours: dict[str, Any], page: Path) -> int:
         + "\n",
         encoding="utf-8",
     )
-    return len(broken) or not passed
+    return len(broken) + len(changed) or not passed
 
 
 if __name__ == "__main__":
