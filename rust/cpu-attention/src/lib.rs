@@ -61,4 +61,3 @@ pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
-pub use write::write;

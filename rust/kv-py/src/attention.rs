@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use cpu_attention::{
-    Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step, write,
+    Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step,
 };
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
@@ -333,7 +333,7 @@ impl Call<'_, '_> {
         let (step, shape) = (self.step, self.shape);
         let (attention, options) = (self.attention, &self.options);
         py.detach(|| {
-            write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
+            attention.write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
             attention.attend(&step.step, shape, keys, values, query, options, out)
         })
         .map_err(raise_attention)
