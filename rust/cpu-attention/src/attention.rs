@@ -340,8 +340,16 @@ impl Attention {
         self.each(num_threads, tasks, |(_, task)| E::work(self.isa, job, task));
     }
 
+    pub(crate) fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    pub(crate) fn isa(&self) -> Isa {
+        self.isa
+    }
+
     /// Every thread takes the next task until none is left.
-    fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
+    pub(crate) fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         let queue = Mutex::new(tasks.into_iter());
         let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
         let work = || {

@@ -20,7 +20,13 @@ pub(crate) fn exp2(x: f32) -> f32 {
     let shifted = x + ROUND;
     let r = x - (shifted - ROUND);
     let mut p = 1.326_472_7e-3_f32;
-    for coefficient in [9.671_513e-3, 5.550_733_6e-2, 0.240_222_42, 0.693_146_94, 1.0] {
+    for coefficient in [
+        9.671_513e-3,
+        5.550_733_6e-2,
+        0.240_222_42,
+        0.693_146_94,
+        1.0,
+    ] {
         p = p.mul_add(r, coefficient);
     }
     p * f32::from_bits(shifted.to_bits() << 23)

@@ -51,6 +51,7 @@ mod floats;
 mod isa;
 mod kernel;
 mod lanes;
+mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
 mod step;
