@@ -103,6 +103,7 @@ class CpuAttention:
         softcap: float | None = None,
         sinks: _Floats | None = None,
     ) -> None: ...
+    def rms_norm(self, rows: _Floats, weight: _Floats, out: _Floats, epsilon: float) -> None: ...
 
 @final
 class Suffixes:

@@ -40,7 +40,7 @@ class CpuBackend:
 
     def __init__(self, pool: KVPool) -> None:
         caches = [
-            CpuCache(_array(keys), _array(values))
+            CpuCache(cpu_array(keys), cpu_array(values))
             for keys, values in zip(pool.keys, pool.values, strict=True)
         ]
         threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
@@ -58,7 +58,7 @@ class CpuBackend:
         raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
 
 
-def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def cpu_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return bits.numpy()
@@ -118,10 +118,10 @@ class CpuPlan:
         memory.threads.forward(
             self._steps[group],
             memory.caches[layer],
-            _array(query),
-            _array(key.contiguous()),
-            _array(value.contiguous()),
-            _array(out),
+            cpu_array(query),
+            cpu_array(key.contiguous()),
+            cpu_array(value.contiguous()),
+            cpu_array(out),
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

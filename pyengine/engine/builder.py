@@ -21,6 +21,7 @@ from pyengine.attention import (
     select_backend,
 )
 from pyengine.attention.needs import dtype_name
+from pyengine.attention.norms import fuse_norms
 from pyengine.cache import BlockManager, ConfigError
 from pyengine.cache.kv_pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.cache.layer_groups import LayerGroups
@@ -292,6 +293,7 @@ def _runner(
     backend = choice.build(pool)
     if loaded.device.type == "cpu":
         keep_freed_memory()
+        fuse_norms(loaded.model)
     if can_pack(loaded.device, loaded.dtype):
         pack_linears(loaded.model)
         if loaded.heads is not None:

@@ -10,9 +10,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use crate::element::Element;
 use crate::kernel::{Arithmetic, Products, TILE};
-use crate::lanes::Vector;
+use crate::lanes::{Vector, transpose_16};
 use crate::step::CacheShape;
 
 /// Rows of a tile; its lanes, too.
@@ -28,7 +27,7 @@ pub(crate) fn is_there() -> bool {
     *FOUND.get_or_init(|| {
         const BF16_AND_TILES: u32 = 1 << 22 | 1 << 24;
         let has = __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BF16_AND_TILES == BF16_AND_TILES;
-        has && is_allowed()
+        has && is_x86_feature_detected!("avx512bf16") && is_allowed()
     })
 }
 
@@ -190,6 +189,7 @@ pub(crate) struct AmxTile<'t> {
 }
 
 impl Arithmetic<u16, ROWS> for Amx {
+    type Lanes = __m512;
     type Tile<'t> = AmxTile<'t>;
 
     #[inline(always)]
@@ -211,12 +211,14 @@ impl Arithmetic<u16, ROWS> for Amx {
 
     #[inline(always)]
     fn take_queries(&mut self, number: usize, places: impl Iterator<Item = usize>, query: &[u16]) {
+        let mut rows: [&[u16]; ROWS] = [&[]; ROWS];
+        for (row, place) in rows.iter_mut().zip(places) {
+            *row = &query[place..][..self.dim_k];
+        }
         let pairs = &mut self.queries[number * self.dim_k / 2..][..self.dim_k / 2];
-        for (lane, place) in places.enumerate() {
-            let (query, _) = query[place..][..self.dim_k].as_chunks::<2>();
-            for (lanes, &[low, high]) in pairs.iter_mut().zip(query) {
-                lanes[lane] = u32::from(low) | u32::from(high) << 16;
-            }
+        for (at, pairs) in pairs.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
+            // SAFETY: the machine has AVX-512, as every one with AMX.
+            unsafe { transpose_pairs(&rows, at * WIDTH, pairs) };
         }
     }
 
@@ -254,6 +256,24 @@ impl Arithmetic<u16, ROWS> for Amx {
     }
 }
 
+/// `columns[pair]` becomes two neighbouring dimensions of all rows, from dimension `first` on; of rows that are empty,
+/// zeros.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn transpose_pairs(rows: &[&[u16]; ROWS], first: usize, columns: &mut [[u32; ROWS]; ROWS]) {
+    let mut pairs = [_mm512_setzero_si512(); ROWS];
+    for (pairs, row) in pairs.iter_mut().zip(rows) {
+        if let Some(row) = row.get(first..first + WIDTH) {
+            // SAFETY: 32 elements are read.
+            *pairs = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
+        }
+    }
+    for (column, pair) in columns.iter_mut().zip(transpose_16(pairs)) {
+        // SAFETY: 16 numbers are written.
+        unsafe { _mm512_storeu_si512(column.as_mut_ptr().cast(), pair) };
+    }
+}
+
 /// `columns[dim]` becomes that dimension of all rows.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
@@ -286,39 +306,24 @@ fn transpose(rows: &[&[u16]; TILE], columns: &mut [[u32; TILE / 2]]) {
     }
 }
 
-/// Rows of 16 numbers become columns.
-#[target_feature(enable = "avx512f")]
+/// Weights of neighbouring positions side by side, as bfloat16: rounded as `Element::narrow` does, which differs for
+/// numbers below 2^-126 only. No weight but 0 is.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 #[inline]
-fn transpose_16(rows: [__m512i; ROWS]) -> [__m512i; ROWS] {
-    let mut twos = rows;
-    for at in (0..ROWS).step_by(2) {
-        twos[at] = _mm512_unpacklo_epi32(rows[at], rows[at + 1]);
-        twos[at + 1] = _mm512_unpackhi_epi32(rows[at], rows[at + 1]);
+fn narrow_pairs(weights: &[[f32; ROWS]; TILE], pairs: &mut [[u32; ROWS]; TILE / 2]) {
+    let lanes = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+        19, 3, 18, 2, 17, 1, 16, 0,
+    );
+    for (pairs, [low, high]) in pairs.iter_mut().zip(weights.as_chunks::<2>().0) {
+        let halves = _mm512_cvtne2ps_pbh(__m512::load(high), __m512::load(low));
+        // SAFETY: both are 64 bytes, of which 64 are written.
+        unsafe {
+            let halves: __m512i = std::mem::transmute(halves);
+            let halves = _mm512_permutexvar_epi16(lanes, halves);
+            _mm512_storeu_si512(pairs.as_mut_ptr().cast(), halves);
+        }
     }
-    let mut fours = twos;
-    for at in (0..ROWS).step_by(4) {
-        fours[at] = _mm512_unpacklo_epi64(twos[at], twos[at + 2]);
-        fours[at + 1] = _mm512_unpackhi_epi64(twos[at], twos[at + 2]);
-        fours[at + 2] = _mm512_unpacklo_epi64(twos[at + 1], twos[at + 3]);
-        fours[at + 3] = _mm512_unpackhi_epi64(twos[at + 1], twos[at + 3]);
-    }
-    let mut columns = fours;
-    for at in 0..4 {
-        let [a, b, c, d] = [fours[at], fours[4 + at], fours[8 + at], fours[12 + at]];
-        let (even_low, even_high) = (
-            _mm512_shuffle_i32x4::<0x88>(a, b),
-            _mm512_shuffle_i32x4::<0x88>(c, d),
-        );
-        let (odd_low, odd_high) = (
-            _mm512_shuffle_i32x4::<0xdd>(a, b),
-            _mm512_shuffle_i32x4::<0xdd>(c, d),
-        );
-        columns[at] = _mm512_shuffle_i32x4::<0x88>(even_low, even_high);
-        columns[8 + at] = _mm512_shuffle_i32x4::<0xdd>(even_low, even_high);
-        columns[4 + at] = _mm512_shuffle_i32x4::<0x88>(odd_low, odd_high);
-        columns[12 + at] = _mm512_shuffle_i32x4::<0xdd>(odd_low, odd_high);
-    }
-    columns
 }
 
 impl Products<ROWS> for AmxTile<'_> {
@@ -344,18 +349,14 @@ impl Products<ROWS> for AmxTile<'_> {
         &self,
         weights: &[[f32; ROWS]; TILE],
         _: (&Range<usize>, bool),
-        faded: &[f32; ROWS],
+        faded: Option<[f32; ROWS]>,
         (_, sums): (usize, &mut [[f32; ROWS]]),
     ) {
         let mut pairs = [[0; ROWS]; TILE / 2];
-        for (lanes, [low, high]) in pairs.iter_mut().zip(weights.as_chunks::<2>().0) {
-            for lane in 0..ROWS {
-                let [low, high] = [low[lane], high[lane]].map(|one| u32::from(u16::narrow(one)));
-                lanes[lane] = low | high << 16;
-            }
-        }
-        if *faded != [1.0; ROWS] {
-            let faded = __m512::load(faded);
+        // SAFETY: the machine has these instructions, as every one with AMX.
+        unsafe { narrow_pairs(weights, &mut pairs) };
+        if let Some(faded) = faded {
+            let faded = __m512::load(&faded);
             for sum in sums.iter_mut() {
                 __m512::load(sum).multiply(faded).store(sum);
             }

@@ -1,5 +1,7 @@
 //! Work for threads: runs cut into parts, handed out, brought together.
 
+use std::cmp::Reverse;
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -9,15 +11,16 @@ use rayon_core::{ThreadPool, ThreadPoolBuilder};
 use crate::element::Element;
 use crate::error::Error;
 use crate::isa::Isa;
-use crate::kernel::{self, state_len};
+use crate::kernel::state_len;
 use crate::openmp::OpenMp;
 use crate::step::{CacheShape, PART, Run, Step, above_zero, same_length};
+use crate::write::{check_write, copy};
 
 /// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
 const MOST_ROWS: usize = 64;
 
-/// Floats that a thread brings together at a time, about.
-const MOST_FLOATS: usize = 10_000;
+/// A run is one task, unless it is more of the work than this share of a thread's: then its parts are.
+const SHARE: usize = 4;
 
 /// Floats of what is found in parts before it is brought together, about: long prefills over long contexts would
 /// need a gigabyte.
@@ -25,6 +28,9 @@ const MOST_STATES: usize = 4 << 20;
 
 /// Products of a step below which other threads are not woken: about ten microseconds of work.
 const SMALL: usize = 200_000;
+
+/// Numbers beyond which keys and values are written side by side.
+const MANY: usize = 50_000;
 
 /// The queries of a step.
 #[derive(Clone, Copy, Debug)]
@@ -60,6 +66,9 @@ pub(crate) struct Job<'a, E> {
     pub(crate) scaling: f32,
     pub(crate) softcap: Option<f32>,
     pub(crate) window: Option<usize>,
+    pub(crate) sinks: Option<&'a [f32]>,
+    /// Multiplications of a run beyond which its parts are tasks of their own.
+    most_products: usize,
 }
 
 impl<E> Job<'_, E> {
@@ -71,18 +80,43 @@ impl<E> Job<'_, E> {
     }
 
     /// The parts that the rows of a run see, by number.
-    fn parts(&self, run: &Run) -> Range<usize> {
+    pub(crate) fn parts(&self, run: &Run) -> Range<usize> {
         self.low(run.position) / PART..(run.position + run.count).div_ceil(PART)
     }
 
+    /// Those of them that are tasks of their own: what they give is kept until the run is completed.
+    fn parts_apart(&self, run: &Run) -> Range<usize> {
+        let parts = self.parts(run);
+        let end = match self.products(run) > self.most_products {
+            true => parts.end,
+            false => self.shared_end(run),
+        };
+        parts.start..end.max(parts.start)
+    }
+
+    /// The first part that the run does not share with others. With a window nothing is shared: what a row sees moves
+    /// on with every token.
+    fn shared_end(&self, run: &Run) -> usize {
+        self.window.map_or(run.shared_parts, |_| 0)
+    }
+
+    /// The state of a query head that has seen nothing.
+    #[inline(always)]
+    pub(crate) fn nothing(&self, head: usize) -> [f32; 2] {
+        match self.sinks {
+            Some(sinks) => [sinks[head] * LOG2_E, 1.0],
+            None => [f32::NEG_INFINITY, 0.0],
+        }
+    }
+
     /// Floats of what one row finds in a part.
-    fn per_row(&self) -> usize {
+    pub(crate) fn per_row(&self) -> usize {
         self.heads * state_len(self.shape.dim_v)
     }
 
-    /// Floats of what a run finds in all of its parts.
+    /// Floats of what a run finds in the parts that are tasks of their own.
     fn size(&self, run: &Run) -> usize {
-        self.parts(run).len() * run.count * self.per_row()
+        self.parts_apart(run).len() * run.count * self.per_row()
     }
 
     /// Runs from `first` on that are worked on at a time, one at least, and the floats of what they find.
@@ -98,23 +132,39 @@ impl<E> Job<'_, E> {
         (first..end, size)
     }
 
-    /// Multiplications of these runs, about.
-    fn products(&self, runs: Range<usize>) -> usize {
-        let per_key = self.heads * (self.shape.dim_k + self.shape.dim_v);
-        let seen = |run: &Run| run.count * (run.position + run.count - self.low(run.position));
-        let seen = self.step.runs[runs].iter().map(seen);
-        seen.sum::<usize>().saturating_mul(per_key)
+    /// Multiplications of a run beyond the parts that it shares, about.
+    fn products(&self, run: &Run) -> usize {
+        let first = self.low(run.position).max(self.shared_end(run) * PART);
+        let seen = run.count * (run.position + run.count).saturating_sub(first);
+        seen.saturating_mul(self.per_key())
+    }
+
+    /// Multiplications of a row with a key and its value.
+    fn per_key(&self) -> usize {
+        self.heads * (self.shape.dim_k + self.shape.dim_v)
     }
 }
 
 /// A run over one part: which run, and where what it finds goes.
 pub(crate) type Member<'a> = (usize, &'a mut [f32]);
 
-/// Runs over one part whose keys they share; mostly one.
-struct Task<'a, 'b> {
-    part: usize,
-    members: &'b mut [Member<'a>],
+/// What a thread does at a time.
+pub(crate) enum Task<'a, 'b, E> {
+    /// Runs over one part whose keys they share; mostly one.
+    Part {
+        part: usize,
+        members: &'b mut [Member<'a>],
+    },
+    /// All that is left of a run, with what it found in its first parts, and where its rows go.
+    Rest {
+        run: &'b Run,
+        found: &'b [f32],
+        out: &'b mut [E],
+    },
 }
+
+/// A task and its multiplications, about.
+type Weighed<'a, 'b, E> = (usize, Task<'a, 'b, E>);
 
 /// Who works beside the caller's thread.
 #[derive(Debug)]
@@ -186,6 +236,36 @@ impl Attention {
         })
     }
 
+    /// Writes a key `[kv_heads, dim_k]` and a value `[kv_heads, dim_v]` of each row into its slot,
+    /// `block * block_size + offset`; -1: nowhere. One thread writes keys, another one values.
+    ///
+    /// `rows` and `cache` are keys and values.
+    ///
+    /// # Errors
+    ///
+    /// Arrays of the wrong length, or a slot beyond the cache: nothing is written then.
+    pub fn write<E: Element>(
+        &self,
+        shape: &CacheShape,
+        slots: &[i64],
+        rows: (&[E], &[E]),
+        cache: (&mut [E], &mut [E]),
+    ) -> Result<(), Error> {
+        check_write(shape, slots, rows, (cache.0.len(), cache.1.len()))?;
+        let copies = vec![
+            (rows.0, cache.0, shape.kv_heads * shape.dim_k),
+            (rows.1, cache.1, shape.kv_heads * shape.dim_v),
+        ];
+        let num_threads = match rows.0.len() > MANY {
+            true => self.num_threads.min(2),
+            false => 1,
+        };
+        self.each(num_threads, copies, |(rows, cache, size)| {
+            copy(slots, rows, cache, size);
+        });
+        Ok(())
+    }
+
     /// Attends with the rows of `step` over the cache's `keys` and `values`, which lie as `shape` says,
     /// into `out` `[rows, heads, dim_v]`.
     ///
@@ -206,7 +286,7 @@ impl Attention {
         shape.check(keys.len(), values.len())?;
         check_step(step, shape)?;
         check_query(step, shape, query, options, out.len())?;
-        let job = Job {
+        let mut job = Job {
             step,
             shape: *shape,
             keys,
@@ -217,7 +297,13 @@ impl Attention {
             scaling: options.scaling,
             softcap: options.softcap,
             window: options.window,
+            sinks: options.sinks,
+            most_products: usize::MAX,
         };
+        if self.num_threads > 1 {
+            let products = step.runs.iter().map(|run| job.products(run)).sum::<usize>();
+            job.most_products = products / (SHARE * self.num_threads);
+        }
         let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
         let mut first = 0;
         while first < step.runs.len() {
@@ -225,12 +311,7 @@ impl Attention {
             if states.len() < size {
                 states.resize(size, 0.0);
             }
-            self.attend_slab(
-                &job,
-                runs.clone(),
-                &mut states[..size],
-                (options.sinks, out),
-            );
+            self.attend_slab(&job, runs.clone(), &mut states[..size], out);
             first = runs.end;
         }
         Ok(())
@@ -241,28 +322,34 @@ impl Attention {
         job: &Job<'_, E>,
         runs: Range<usize>,
         states: &mut [f32],
-        (sinks, out): (Option<&[f32]>, &mut [E]),
+        out: &mut [E],
     ) {
         let mut work = Work::new(job, runs.clone(), states);
-        let tasks = work.tasks();
-        let num_threads = match tasks.len() > 1 && job.products(runs.clone()) > SMALL {
+        self.work(job, work.tasks(job));
+        self.work(job, rests(job, runs, states, out));
+    }
+
+    /// Does tasks, the longest first: each thread takes another one when it is done.
+    fn work<E: Element>(&self, job: &Job<'_, E>, mut tasks: Vec<Weighed<'_, '_, E>>) {
+        let products = tasks.iter().map(|(products, _)| products).sum::<usize>();
+        let num_threads = match products > SMALL {
             true => self.num_threads.min(tasks.len()),
             false => 1,
         };
-        self.each(num_threads, tasks, |task| {
-            let part = task.part * PART..(task.part + 1) * PART;
-            E::attend(self.isa, job, task.members, part);
-        });
-        let found = results(job, runs, states, out);
-        self.each(num_threads.min(found.len()), found, |found| {
-            for (run, states, out) in found {
-                finish(job, run, (states, sinks), out);
-            }
-        });
+        tasks.sort_by_key(|&(products, _)| Reverse(products));
+        self.each(num_threads, tasks, |(_, task)| E::work(self.isa, job, task));
+    }
+
+    pub(crate) fn num_threads(&self) -> usize {
+        self.num_threads
+    }
+
+    pub(crate) fn isa(&self) -> Isa {
+        self.isa
     }
 
     /// Every thread takes the next task until none is left.
-    fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
+    pub(crate) fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
         let queue = Mutex::new(tasks.into_iter());
         let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
         let work = || {
@@ -332,13 +419,12 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    /// Parts that runs share, then every other part of each run, each with its share of `states`. With a
-    /// window nothing is shared: what a row sees moves on with every token.
+    /// Parts that runs share, then those of runs that are cut, each with its share of `states`.
     fn new<E>(job: &Job<'_, E>, runs: Range<usize>, states: &'a mut [f32]) -> Self {
         let (mut rest, mut pieces, mut firsts) = (states, vec![], vec![]);
         for run in &job.step.runs[runs.clone()] {
             firsts.push(pieces.len());
-            for _ in job.parts(run) {
+            for _ in job.parts_apart(run) {
                 let (state, others) =
                     std::mem::take(&mut rest).split_at_mut(run.count * job.per_row());
                 pieces.push(Some(state));
@@ -367,7 +453,7 @@ impl<'a> Work<'a> {
             }
         }
         for (run, &first) in runs.zip(&firsts) {
-            let parts = job.parts(&job.step.runs[run]);
+            let parts = job.parts_apart(&job.step.runs[run]);
             for (part, piece) in parts.clone().zip(&mut pieces[first..][..parts.len()]) {
                 if let Some(state) = piece.take() {
                     members.push((run, state));
@@ -378,65 +464,38 @@ impl<'a> Work<'a> {
         Self { members, tasks }
     }
 
-    fn tasks(&mut self) -> Vec<Task<'a, '_>> {
+    fn tasks<'b, E>(&'b mut self, job: &Job<'_, E>) -> Vec<Weighed<'a, 'b, E>> {
         let mut rest = &mut self.members[..];
         let tasks = self.tasks.iter().map(|&(count, part)| {
             let (members, others) = std::mem::take(&mut rest).split_at_mut(count);
             rest = others;
-            Task { part, members }
+            let rows = members.iter().map(|&(run, _)| job.step.runs[run].count);
+            let products = rows.sum::<usize>() * PART * job.per_key();
+            (products, Task::Part { part, members })
         });
         tasks.collect()
     }
 }
 
-/// A run, what it found in its parts, and where its rows go.
-type Found<'a, E> = (&'a Run, &'a [f32], &'a mut [E]);
-
-/// What there is to bring together, cut into tasks.
-fn results<'a, E>(
-    job: &Job<'a, E>,
+/// What completes each run.
+fn rests<'b, E>(
+    job: &Job<'b, E>,
     runs: Range<usize>,
-    states: &'a [f32],
-    out: &'a mut [E],
-) -> Vec<Vec<Found<'a, E>>> {
+    states: &'b [f32],
+    out: &'b mut [E],
+) -> Vec<Weighed<'b, 'b, E>> {
     let per_out = job.heads * job.shape.dim_v;
-    let (mut tasks, mut task) = (vec![], vec![]);
-    let (mut rest, mut others, mut first, mut size) = (states, out, 0, 0);
-    for run in &job.step.runs[runs] {
-        let (own, after) = rest.split_at(job.size(run));
-        let (_, from) = others.split_at_mut((run.first_row - first) * per_out);
+    let (mut rest, mut others, mut first) = (states, out, 0);
+    let tasks = job.step.runs[runs].iter().map(|run| {
+        let (found, after) = rest.split_at(job.size(run));
+        let (_, from) = std::mem::take(&mut others).split_at_mut((run.first_row - first) * per_out);
         let (out, beyond) = from.split_at_mut(run.count * per_out);
         (rest, others, first) = (after, beyond, run.first_row + run.count);
-        task.push((run, own, out));
-        size += own.len();
-        if size > MOST_FLOATS {
-            tasks.push(std::mem::take(&mut task));
-            size = 0;
-        }
-    }
-    tasks.push(task);
-    tasks
-}
-
-/// Brings the parts of every query of a run together.
-fn finish<E: Element>(
-    job: &Job<'_, E>,
-    run: &Run,
-    (states, sinks): (&[f32], Option<&[f32]>),
-    out: &mut [E],
-) {
-    let (size, dim_v) = (state_len(job.shape.dim_v), job.shape.dim_v);
-    let mut row = vec![0.0; dim_v];
-    for (at, out) in out.chunks_exact_mut(dim_v).enumerate() {
-        let sink = sinks.map(|sinks| sinks[at % job.heads]);
-        kernel::finish(
-            &states[at * size..],
-            run.count * job.per_row(),
-            sink,
-            &mut row,
-        );
-        for (element, &float) in out.iter_mut().zip(&row) {
-            *element = E::narrow(float);
-        }
-    }
+        let products = match job.parts_apart(run) == job.parts(run) {
+            true => found.len(),
+            false => job.products(run),
+        };
+        (products, Task::Rest { run, found, out })
+    });
+    tasks.collect()
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::attention::{Job, Member};
+use crate::attention::{Job, Task};
 use crate::isa::{Isa, in_floats, in_halves};
 use crate::kernel::TILE;
 
@@ -35,18 +35,18 @@ mod private {
     /// The kernel, once for each element and in this crate: a caller's crate, which would compile a
     /// generic function again, may be optimised otherwise.
     pub trait Sealed: Sized {
-        fn attend(isa: Isa, job: &Job<'_, Self>, members: &mut [Member<'_>], part: Range<usize>);
+        fn work(isa: Isa, job: &Job<'_, Self>, task: Task<'_, '_, Self>);
     }
 
     impl Sealed for f32 {
-        fn attend(isa: Isa, job: &Job<'_, f32>, members: &mut [Member<'_>], part: Range<usize>) {
-            in_floats(isa, job, members, part);
+        fn work(isa: Isa, job: &Job<'_, f32>, task: Task<'_, '_, f32>) {
+            in_floats(isa, job, task);
         }
     }
 
     impl Sealed for u16 {
-        fn attend(isa: Isa, job: &Job<'_, u16>, members: &mut [Member<'_>], part: Range<usize>) {
-            in_halves(isa, job, members, part);
+        fn work(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            in_halves(isa, job, task);
         }
     }
 }

@@ -28,6 +28,7 @@ pub(crate) struct FloatTile<'t, V, const L: usize, const N: usize> {
 impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     for Floats<V, L, N>
 {
+    type Lanes = V;
     type Tile<'t>
         = FloatTile<'t, V, L, N>
     where
@@ -54,10 +55,23 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     fn take_queries(&mut self, number: usize, places: impl Iterator<Item = usize>, query: &[E]) {
         let (lanes, _) = self.queries.floats_mut().as_chunks_mut::<L>();
         let lanes = &mut lanes[number * self.dim_k..][..self.dim_k];
-        for (lane, place) in places.enumerate() {
-            for (lanes, element) in lanes.iter_mut().zip(&query[place..]) {
-                lanes[lane] = element.widen();
+        let mut rows: [&[E]; L] = [&[]; L];
+        for (row, place) in rows.iter_mut().zip(places) {
+            *row = &query[place..][..self.dim_k];
+        }
+        let (wide, rest) = lanes.as_chunks_mut::<L>();
+        let first = wide.len() * L;
+        for (at, lanes) in wide.iter_mut().enumerate() {
+            let columns = rows.map(|row| match row.get(at * L..at * L + L) {
+                Some(row) => V::load(&std::array::from_fn(|dim| row[dim].widen())),
+                None => V::splat(0.0),
+            });
+            for (lanes, column) in lanes.iter_mut().zip(V::transposed(columns)) {
+                column.store(lanes);
             }
+        }
+        for (dim, lanes) in rest.iter_mut().enumerate() {
+            *lanes = rows.map(|row| row.get(first + dim).map_or(0.0, |one| one.widen()));
         }
     }
 
@@ -103,10 +117,11 @@ impl<V: Vector<L>, const L: usize, const N: usize> Products<L> for FloatTile<'_,
         &self,
         weights: &[[f32; L]; TILE],
         (near, whole): (&Range<usize>, bool),
-        faded: &[f32; L],
+        faded: Option<[f32; L]>,
         (num_rows, sums): (usize, &mut [[f32; L]]),
     ) {
         let (weights, values) = (&weights[near.clone()], &self.values[near.clone()]);
+        let faded = faded.unwrap_or([1.0; L]);
         if is_narrow::<L>(num_rows) {
             let dim = sums.len();
             let sums = sums.as_flattened_mut().chunks_exact_mut(dim);
@@ -115,7 +130,7 @@ impl<V: Vector<L>, const L: usize, const N: usize> Products<L> for FloatTile<'_,
             }
             return;
         }
-        let faded = V::load(faded);
+        let faded = V::load(&faded);
         let (wide, rest) = sums.as_chunks_mut::<N>();
         let first = wide.len() * N;
         for (at, sums) in wide.iter_mut().enumerate() {

@@ -2,14 +2,14 @@
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{__m256, __m512};
-use std::ops::Range;
 
 #[cfg(target_arch = "x86_64")]
 use crate::amx::{self, Amx};
-use crate::attention::{Job, Member};
+use crate::attention::{Job, Task};
 use crate::element::Element;
 use crate::floats::Floats;
-use crate::kernel::attend;
+use crate::kernel::work;
+use crate::norm::normalise_rows;
 
 /// Which build of the arithmetic runs. All but the last give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -53,52 +53,67 @@ impl Isa {
     }
 }
 
-/// [`attend`] in floats with these instructions, or with the best that the machine has.
-pub(crate) fn in_floats<E: Element>(
-    isa: Isa,
-    job: &Job<'_, E>,
-    members: &mut [Member<'_>],
-    part: Range<usize>,
-) {
+/// [`work`] in floats with these instructions, or with the best that the machine has.
+pub(crate) fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
     #[cfg(target_arch = "x86_64")]
     {
         #[target_feature(enable = "avx2,fma")]
-        fn avx2<E: Element>(job: &Job<'_, E>, members: &mut [Member<'_>], part: Range<usize>) {
-            attend::<E, Floats<__m256, 8, 8>, 8>(job, members, part);
+        fn avx2<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
+            work::<E, Floats<__m256, 8, 8>, 8>(job, task);
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn avx512<E: Element>(job: &Job<'_, E>, members: &mut [Member<'_>], part: Range<usize>) {
-            attend::<E, Floats<__m512, 16, 16>, 16>(job, members, part);
+        fn avx512<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
+            work::<E, Floats<__m512, 16, 16>, 16>(job, task);
         }
         #[allow(unsafe_code)]
         match isa.min(Isa::detect()) {
             // SAFETY: the machine has these instructions, as was looked up.
-            Isa::Amx | Isa::Avx512 => return unsafe { avx512(job, members, part) },
+            Isa::Amx | Isa::Avx512 => return unsafe { avx512(job, task) },
             // SAFETY: as above.
-            Isa::Avx2 => return unsafe { avx2(job, members, part) },
+            Isa::Avx2 => return unsafe { avx2(job, task) },
             Isa::Portable => {}
         }
     }
     let _ = isa;
-    attend::<E, Floats<[f32; 8], 8, 8>, 8>(job, members, part);
+    work::<E, Floats<[f32; 8], 8, 8>, 8>(job, task);
 }
 
-/// [`attend`] in bfloat16 where the machine can, else in floats.
-pub(crate) fn in_halves(
-    isa: Isa,
-    job: &Job<'_, u16>,
-    members: &mut [Member<'_>],
-    part: Range<usize>,
-) {
+/// [`work`] in bfloat16 where the machine can, else in floats.
+pub(crate) fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
     #[cfg(target_arch = "x86_64")]
     if isa.min(Isa::detect()) == Isa::Amx && Amx::takes(&job.shape) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn amx(job: &Job<'_, u16>, members: &mut [Member<'_>], part: Range<usize>) {
-            attend::<u16, Amx, 16>(job, members, part);
+        fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Amx, 16>(job, task);
         }
         // SAFETY: the machine has these instructions, as was looked up.
         #[allow(unsafe_code)]
-        return unsafe { amx(job, members, part) };
+        return unsafe { amx(job, task) };
     }
-    in_floats(isa, job, members, part);
+    in_floats(isa, job, task);
+}
+
+/// [`normalise_rows`] with these instructions, or with the best that the machine has.
+pub(crate) fn normalise<E: Element>(isa: Isa, rows: (&[E], &[E], f32), out: &mut [E]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2<E: Element>(rows: (&[E], &[E], f32), out: &mut [E]) {
+            normalise_rows(rows, out);
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn avx512<E: Element>(rows: (&[E], &[E], f32), out: &mut [E]) {
+            normalise_rows(rows, out);
+        }
+        #[allow(unsafe_code)]
+        match isa.min(Isa::detect()) {
+            // SAFETY: the machine has these instructions, as was looked up.
+            Isa::Amx | Isa::Avx512 => return unsafe { avx512(rows, out) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(rows, out) },
+            Isa::Portable => {}
+        }
+    }
+    let _ = isa;
+    normalise_rows(rows, out);
 }

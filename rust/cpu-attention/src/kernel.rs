@@ -1,18 +1,19 @@
 //! The softmax: the rows of a run over a part of their keys, and how parts come together.
 
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-use crate::attention::{Job, Member};
+use crate::attention::{Job, Member, Task};
 use crate::element::Element;
-use crate::lanes::{Scratch, exp, fetch, larger};
-use crate::step::{CacheShape, Run};
+use crate::lanes::{Scratch, Vector, exp2, fetch, larger};
+use crate::step::{CacheShape, PART, Run};
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
 /// from one query to the next.
 pub(crate) const TILE: usize = 32;
 
-/// What a query has found so far: the largest score, the sum of `e ^ (score - largest)`, and the sum of
-/// the values so weighted. In memory one after the other.
+/// What a query has found so far: a score that the others are measured against, the sum of `2 ^ (score - reference)`,
+/// and the sum of the values so weighted. In memory one after the other.
 const HEADER: usize = 2;
 
 /// Floats of the state of one query.
@@ -22,6 +23,9 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
 
 /// Products of queries with keys and of weights with values, for vectors of `L` rows.
 pub(crate) trait Arithmetic<E, const L: usize> {
+    /// `L` floats.
+    type Lanes: Vector<L>;
+
     /// A tile of keys and values, ready for any number of vectors.
     type Tile<'t>: Products<L>
     where
@@ -51,72 +55,83 @@ pub(crate) trait Products<const L: usize> {
     /// The products of a vector of queries with, at least, the keys in `near`.
     fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]);
 
-    /// Adds the values, weighted, to the `sums` of so many rows, which count `faded` times from now on. Where
+    /// Adds the values, weighted, to the `sums` of so many rows, which count `faded` times from now on, or in full. Where
     /// the tile is not `whole`, some lanes do not see some of the keys in `near`; the weight is 0 then.
     fn weigh(
         &self,
         weights: &[[f32; L]; TILE],
         near_and_whole: (&Range<usize>, bool),
-        faded: &[f32; L],
+        faded: Option<[f32; L]>,
         rows_and_sums: (usize, &mut [[f32; L]]),
     );
 }
 
-/// Attends with the rows of some runs over the keys of a part, from nothing.
+/// Does a task: attends with the rows of some runs over a part, from nothing, or with those of one run over all that
+/// is left, and completes them.
 ///
-/// The state of each is `[rows, query heads, state_len]`. Where there are several runs, they have the blocks
-/// of the part in common. What is computed for a row does not depend on who else is there.
-///
-/// A lane of a vector is one query head of one row; whatever is added up for it is added up in the order of
-/// the dimensions and of the keys.
+/// What is computed for a row does not depend on who else is there: a lane of a vector is one query head of one row,
+/// whatever is added up for it is added up in the order of the dimensions and of the keys, and parts come together in
+/// their order ([`merge_row`]).
 #[inline(always)]
-pub(crate) fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
+pub(crate) fn work<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,
-    members: &mut [Member<'_>],
-    part: Range<usize>,
+    task: Task<'_, '_, E>,
 ) {
-    let (shape, size) = (job.shape, state_len(job.shape.dim_v));
-    let rows = rows(job, members);
-    let vectors: Vec<Bounds<L>> = rows.chunks(L).map(|rows| bounds(job, rows)).collect();
-    let low = rows.iter().map(|row| job.low(row.position)).min();
-    let high = rows.iter().map(|row| row.position + 1).max();
-    let seen = part.start.max(low.unwrap_or(0))..part.end.min(high.unwrap_or(0));
-    let mut arithmetic = A::new(&shape, vectors.len());
-    let mut states = Scratch::zeros(vectors.len() * size * L);
-    let states = &mut states.floats_mut().as_chunks_mut::<L>().0[..vectors.len() * size];
-    let model = &job.step.runs[members[0].0];
-    fetch_tile(
-        job,
-        model,
-        seen.start..seen.end.min(seen.start / TILE * TILE + TILE),
-    );
-    for kv_head in 0..shape.kv_heads {
-        for (number, rows) in rows.chunks(L).enumerate() {
-            let head = |row: &Row| row.first_query + kv_head * job.group + row.head;
-            let places = rows.iter().map(|row| head(row) * shape.dim_k);
-            arithmetic.take_queries(number, places, job.query);
+    match task {
+        Task::Part { part, members } => attend::<E, A, L>(job, part, members),
+        Task::Rest { run, found, out } => complete::<E, A, L>(job, run, found, out),
+    }
+}
+
+/// The state of each run is `[rows, query heads, state_len]`. Where there are several runs, they have the blocks of the
+/// part in common.
+#[inline(always)]
+fn attend<E: Element, A: Arithmetic<E, L>, const L: usize>(
+    job: &Job<'_, E>,
+    part: usize,
+    members: &mut [Member<'_>],
+) {
+    let runs = members.iter().map(|(run, _)| &job.step.runs[*run]);
+    let mut rows = Rows::<A, L>::of(job, runs);
+    let mut states = rows.states(job);
+    let states = rows.cut(job, &mut states);
+    for kv_head in 0..job.shape.kv_heads {
+        rows.take_queries(job, kv_head);
+        rows.attend_part(job, kv_head, part, states);
+        give_states::<E, A, L>(job, &rows.rows, kv_head, states, members);
+    }
+}
+
+/// `found`, of the run's first parts, is `[parts, rows, query heads, state_len]`; `out` `[rows, query heads, dim_v]`.
+#[inline(always)]
+fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
+    job: &Job<'_, E>,
+    run: &Run,
+    found: &[f32],
+    out: &mut [E],
+) {
+    let num_found = found.len() / (run.count * job.per_row());
+    let parts = job.parts(run);
+    let rest = parts.start + num_found..parts.end;
+    if rest.is_empty() {
+        return finish_rows(job, found, run.count, out);
+    }
+    let mut rows = Rows::<A, L>::of(job, std::iter::once(run));
+    let (mut sums, mut states) = (rows.states(job), rows.states(job));
+    let (sums, states) = (rows.cut(job, &mut sums), rows.cut(job, &mut states));
+    let first_is_all = num_found == 0 && job.sinks.is_none();
+    for kv_head in 0..job.shape.kv_heads {
+        rows.take_queries(job, kv_head);
+        let mut rest = rest.clone();
+        match first_is_all {
+            true => rows.attend_part(job, kv_head, rest.next().expect("it is not empty"), sums),
+            false => rows.begin(job, kv_head, (found, run.count), sums),
         }
-        for state in states.chunks_exact_mut(size) {
-            state.fill([0.0; L]);
-            state[0] = [f32::NEG_INFINITY; L];
+        for part in rest {
+            rows.attend_part(job, kv_head, part, states);
+            rows.merge(job, states, sums);
         }
-        let first = seen.start / TILE * TILE; // parts begin with a tile
-        for start in (first..seen.end).step_by(TILE) {
-            let near = seen.start.max(start)..seen.end.min(start + TILE);
-            let at = slots(job, model, start, &near).map(|slot| slot * shape.kv_heads + kv_head);
-            let keys = at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
-            let values = at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
-            if kv_head == 0 && start + TILE < seen.end {
-                fetch_tile(job, model, start + TILE..seen.end.min(start + 2 * TILE));
-            }
-            let near = near.start - start..near.end - start;
-            let tile = arithmetic.tile(&near, keys, values);
-            let how = (job.scaling, job.softcap);
-            for (number, state) in states.chunks_exact_mut(size).enumerate() {
-                attend_tile(how, (&tile, start), (number, &vectors[number]), state);
-            }
-        }
-        give_states::<E, A, L>(job, &rows, kv_head, states, members);
+        give_rows::<E, A, L>(job, &rows.rows, kv_head, sums, out);
     }
 }
 
@@ -131,23 +146,217 @@ struct Row {
     position: usize,
 }
 
-/// What all lanes of a task stand for, in their order: the same for every KV head.
-#[inline(always)]
-fn rows<E>(job: &Job<'_, E>, members: &[Member<'_>]) -> Vec<Row> {
-    let mut rows = vec![];
-    for (member, (run, _)) in members.iter().enumerate() {
-        let run = &job.step.runs[*run];
-        for row in 0..run.count {
-            rows.extend((0..job.group).map(|head| Row {
-                member,
-                first_query: (run.first_row + row) * job.heads,
-                row,
-                head,
-                position: run.position + row,
-            }));
+impl Row {
+    /// Its place among `[rows, query heads]` of its run.
+    #[inline(always)]
+    fn place<E>(&self, job: &Job<'_, E>, kv_head: usize) -> usize {
+        self.row * job.heads + kv_head * job.group + self.head
+    }
+}
+
+/// What all lanes of a task stand for, in their order, the same for every KV head, and what they compute with.
+struct Rows<'j, A, const L: usize> {
+    rows: Vec<Row>,
+    vectors: Vec<Bounds<L>>,
+    /// Positions that any of them sees.
+    seen: Range<usize>,
+    /// Where their keys lie: all of them read the same.
+    blocks: &'j [u32],
+    arithmetic: A,
+}
+
+impl<'j, A, const L: usize> Rows<'j, A, L> {
+    #[inline(always)]
+    fn of<E>(job: &Job<'j, E>, runs: impl Iterator<Item = &'j Run> + Clone) -> Self
+    where
+        A: Arithmetic<E, L>,
+    {
+        let (mut rows, mut blocks) = (vec![], 0..0);
+        for (member, run) in runs.enumerate() {
+            blocks = run.blocks.clone();
+            for row in 0..run.count {
+                rows.extend((0..job.group).map(|head| Row {
+                    member,
+                    first_query: (run.first_row + row) * job.heads,
+                    row,
+                    head,
+                    position: run.position + row,
+                }));
+            }
+        }
+        let vectors: Vec<Bounds<L>> = rows.chunks(L).map(|rows| bounds(job, rows)).collect();
+        let low = vectors.iter().map(|vector| vector.any.start).min();
+        let high = vectors.iter().map(|vector| vector.any.end).max();
+        Self {
+            arithmetic: A::new(&job.shape, vectors.len()),
+            rows,
+            vectors,
+            seen: low.unwrap_or(0)..high.unwrap_or(0),
+            blocks: &job.step.blocks[blocks],
         }
     }
-    rows
+
+    /// Memory for `[vectors, state_len]`.
+    #[inline(always)]
+    fn states<E>(&self, job: &Job<'_, E>) -> Scratch {
+        Scratch::zeros(self.vectors.len() * state_len(job.shape.dim_v) * L)
+    }
+
+    #[inline(always)]
+    fn cut<'s, E>(&self, job: &Job<'_, E>, states: &'s mut Scratch) -> &'s mut [[f32; L]] {
+        let size = self.vectors.len() * state_len(job.shape.dim_v);
+        &mut states.floats_mut().as_chunks_mut::<L>().0[..size]
+    }
+
+    #[inline(always)]
+    fn take_queries<E>(&mut self, job: &Job<'_, E>, kv_head: usize)
+    where
+        A: Arithmetic<E, L>,
+    {
+        for (number, rows) in self.rows.chunks(L).enumerate() {
+            let head = |row: &Row| row.first_query + kv_head * job.group + row.head;
+            let places = rows.iter().map(|row| head(row) * job.shape.dim_k);
+            self.arithmetic.take_queries(number, places, job.query);
+        }
+    }
+
+    /// Over the keys of one part, from nothing.
+    #[inline(always)]
+    fn attend_part<E: Element>(
+        &mut self,
+        job: &Job<'_, E>,
+        kv_head: usize,
+        part: usize,
+        states: &mut [[f32; L]],
+    ) where
+        A: Arithmetic<E, L>,
+    {
+        let (shape, size) = (job.shape, state_len(job.shape.dim_v));
+        for state in states.chunks_exact_mut(size) {
+            state.fill([0.0; L]);
+            state[0] = [f32::NEG_INFINITY; L];
+        }
+        let seen = self.seen.start.max(part * PART)..self.seen.end.min((part + 1) * PART);
+        let blocks = self.blocks;
+        let fetch_tile = |start: usize| {
+            if kv_head == 0 && start < self.seen.end {
+                fetch_positions(
+                    job,
+                    blocks,
+                    seen.start.max(start)..self.seen.end.min(start + TILE),
+                );
+            }
+        };
+        if part == self.seen.start / PART {
+            fetch_tile(seen.start / TILE * TILE);
+        }
+        let mut slots = [0; PART];
+        let mut weights = [[[0.0; L]; TILE]; TOGETHER];
+        find_slots(job, blocks, part, &seen, &mut slots);
+        let first = seen.start / TILE * TILE; // parts begin with a tile
+        for start in (first..seen.end).step_by(TILE) {
+            fetch_tile(start + TILE);
+            let near = seen.start.max(start)..seen.end.min(start + TILE);
+            let slots: &[usize; TILE] = slots[start - part * PART..]
+                .first_chunk()
+                .expect("TILE divides PART");
+            let at = slots.map(|slot| slot * shape.kv_heads + kv_head);
+            let keys = at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
+            let values = at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
+            let near = near.start - start..near.end - start;
+            let tile = self.arithmetic.tile(&near, keys, values);
+            let how = (job.scaling, job.softcap);
+            let together = states
+                .chunks_mut(TOGETHER * size)
+                .zip(self.vectors.chunks(TOGETHER));
+            for (number, (states, vectors)) in together.enumerate() {
+                let first = number * TOGETHER;
+                attend_tile(
+                    how,
+                    (&tile, start),
+                    (first, vectors),
+                    (&mut weights, states),
+                );
+            }
+        }
+    }
+
+    /// What was `found` in the first parts, `[parts, count, query heads, state_len]`, becomes `sums`.
+    #[inline(always)]
+    fn begin<E: Element>(
+        &self,
+        job: &Job<'_, E>,
+        kv_head: usize,
+        (found, count): (&[f32], usize),
+        sums: &mut [[f32; L]],
+    ) where
+        A: Arithmetic<E, L>,
+    {
+        let (size, dim) = (state_len(job.shape.dim_v), job.shape.dim_v);
+        let mut own = vec![0.0; size];
+        for (rows, lanes) in self.rows.chunks(L).zip(sums.chunks_exact_mut(size)) {
+            lanes.fill([0.0; L]);
+            lanes[0] = [f32::NEG_INFINITY; L];
+            let (header, sums) = lanes.split_at_mut(HEADER);
+            for (lane, row) in rows.iter().enumerate() {
+                let nothing = job.nothing(kv_head * job.group + row.head);
+                for (lanes, float) in header.iter_mut().zip(nothing) {
+                    lanes[lane] = float;
+                }
+                if found.is_empty() {
+                    continue;
+                }
+                gather(job, (found, count), row.place(job, kv_head), &mut own);
+                for (lanes, &float) in header.iter_mut().zip(&own) {
+                    lanes[lane] = float;
+                }
+                match A::is_narrow(rows.len()) {
+                    true => {
+                        sums.as_flattened_mut()[lane * dim..][..dim].copy_from_slice(&own[HEADER..])
+                    }
+                    false => {
+                        for (lanes, &float) in sums.iter_mut().zip(&own[HEADER..]) {
+                            lanes[lane] = float;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds the states of a part to `sums`, as [`merge_row`] does.
+    #[inline(always)]
+    fn merge<E>(&self, job: &Job<'_, E>, states: &[[f32; L]], sums: &mut [[f32; L]])
+    where
+        A: Arithmetic<E, L>,
+    {
+        let (size, dim) = (state_len(job.shape.dim_v), job.shape.dim_v);
+        let vectors = sums.chunks_exact_mut(size).zip(states.chunks_exact(size));
+        for ((sums, part), vector) in vectors.zip(&self.vectors) {
+            let (mut own, mut other) = ([1.0; L], [1.0; L]);
+            for lane in 0..L {
+                let now = larger(part[0][lane], sums[0][lane]);
+                own[lane] = faded(sums[0][lane], now);
+                other[lane] = faded(part[0][lane], now);
+                sums[0][lane] = now;
+                sums[1][lane] = part[1][lane].mul_add(other[lane], sums[1][lane] * own[lane]);
+            }
+            let (sums, part) = (&mut sums[HEADER..], &part[HEADER..]);
+            if A::is_narrow(vector.num_rows) {
+                let sums = sums.as_flattened_mut().chunks_exact_mut(dim);
+                let rows = sums.zip(part.as_flattened().chunks_exact(dim));
+                for (row, (sums, part)) in rows.take(vector.num_rows).enumerate() {
+                    add(sums, part, (own[row], other[row]));
+                }
+                continue;
+            }
+            let (own, other) = (A::Lanes::load(&own), A::Lanes::load(&other));
+            for (sum, part) in sums.iter_mut().zip(part) {
+                let kept = A::Lanes::load(sum).multiply(own);
+                A::Lanes::load(part).multiply_add(other, kept).store(sum);
+            }
+        }
+    }
 }
 
 /// Which positions the lanes of a vector see.
@@ -183,6 +392,37 @@ fn bounds<E, const L: usize>(job: &Job<'_, E>, rows: &[Row]) -> Bounds<L> {
     }
 }
 
+/// The sums of a vector as `[lanes, dim_v]`: as they are, or turned into `memory`.
+#[inline(always)]
+fn in_rows<'s, V: Vector<L>, const L: usize>(
+    is_narrow: bool,
+    sums: &'s [[f32; L]],
+    memory: &'s mut Vec<f32>,
+) -> &'s [f32] {
+    if is_narrow {
+        return sums.as_flattened();
+    }
+    let dim = sums.len();
+    memory.resize(L * dim, 0.0);
+    let (wide, rest) = sums.as_chunks::<L>();
+    for (at, lanes) in wide.iter().enumerate() {
+        let rows = V::transposed(std::array::from_fn(|dim| V::load(&lanes[dim])));
+        for (memory, row) in memory.chunks_exact_mut(dim).zip(rows) {
+            row.store(
+                memory[at * L..]
+                    .first_chunk_mut()
+                    .expect("there are so many dimensions"),
+            );
+        }
+    }
+    for (lane, memory) in memory.chunks_exact_mut(dim).enumerate() {
+        for (float, lanes) in memory[wide.len() * L..].iter_mut().zip(rest) {
+            *float = lanes[lane];
+        }
+    }
+    memory
+}
+
 /// Writes what the lanes have found where it belongs.
 #[inline(always)]
 fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
@@ -193,49 +433,128 @@ fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
     members: &mut [Member<'_>],
 ) {
     let (dim, size) = (job.shape.dim_v, state_len(job.shape.dim_v));
+    let mut memory = vec![];
     for (rows, lanes) in rows.chunks(L).zip(states.chunks_exact(size)) {
         let (header, sums) = lanes.split_at(HEADER);
-        for (lane, row) in rows.iter().enumerate() {
-            let at = row.row * job.heads + kv_head * job.group + row.head;
-            let state = &mut members[row.member].1[at * size..][..size];
+        let sums = in_rows::<A::Lanes, L>(A::is_narrow(rows.len()), sums, &mut memory);
+        for (lane, (row, sums)) in rows.iter().zip(sums.chunks_exact(dim)).enumerate() {
+            let state = &mut members[row.member].1[row.place(job, kv_head) * size..][..size];
             let (own, found) = state.split_at_mut(HEADER);
             for (float, lanes) in own.iter_mut().zip(header) {
                 *float = lanes[lane];
             }
-            match A::is_narrow(rows.len()) {
-                true => found.copy_from_slice(&sums.as_flattened()[lane * dim..][..dim]),
-                false => {
-                    for (float, lanes) in found.iter_mut().zip(sums) {
-                        *float = lanes[lane];
-                    }
-                }
-            }
+            found.copy_from_slice(sums);
         }
     }
 }
 
-/// Where the keys of the tile at `start` stand in the cache; beside `seen`, its first or last one.
+/// Writes what comes out: the sums, each divided by that of its weights.
 #[inline(always)]
-fn slots<E: Element>(
+fn give_rows<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,
-    run: &Run,
-    start: usize,
-    seen: &Range<usize>,
-) -> [usize; TILE] {
-    let (table, size) = (&job.step.blocks[run.blocks.clone()], job.shape.block_size);
-    let mut slots = [0; TILE];
-    for (at, slot) in slots.iter_mut().enumerate() {
-        let position = (start + at).clamp(seen.start, seen.end - 1);
-        *slot = table[position / size] as usize * size + position % size;
+    rows: &[Row],
+    kv_head: usize,
+    states: &[[f32; L]],
+    out: &mut [E],
+) {
+    let (dim, size) = (job.shape.dim_v, state_len(job.shape.dim_v));
+    let mut memory = vec![];
+    for (rows, lanes) in rows.chunks(L).zip(states.chunks_exact(size)) {
+        let (header, sums) = lanes.split_at(HEADER);
+        let sums = in_rows::<A::Lanes, L>(A::is_narrow(rows.len()), sums, &mut memory);
+        for (lane, (row, sums)) in rows.iter().zip(sums.chunks_exact(dim)).enumerate() {
+            let out = &mut out[row.place(job, kv_head) * dim..][..dim];
+            divide(sums, header[1][lane], out);
+        }
     }
-    slots
+}
+
+/// Brings `found` together, where nothing is left to be attended to.
+#[inline(always)]
+fn finish_rows<E: Element>(job: &Job<'_, E>, found: &[f32], count: usize, out: &mut [E]) {
+    let mut own = vec![0.0; state_len(job.shape.dim_v)];
+    for (place, out) in out.chunks_exact_mut(job.shape.dim_v).enumerate() {
+        gather(job, (found, count), place, &mut own);
+        divide(&own[HEADER..], own[1], out);
+    }
+}
+
+/// Brings the states of one query in several parts together.
+#[inline(always)]
+fn gather<E>(job: &Job<'_, E>, (found, count): (&[f32], usize), place: usize, own: &mut [f32]) {
+    own.fill(0.0);
+    own[..HEADER].copy_from_slice(&job.nothing(place % job.heads));
+    for (number, part) in found.chunks_exact(count * job.per_row()).enumerate() {
+        let part = &part[place * own.len()..][..own.len()];
+        match number == 0 && job.sinks.is_none() {
+            true => own.copy_from_slice(part),
+            false => merge_row(own, part),
+        }
+    }
+}
+
+/// Adds the state of one query in the next part to that in the parts before.
+#[inline(always)]
+fn merge_row(sums: &mut [f32], part: &[f32]) {
+    let now = larger(part[0], sums[0]);
+    let factors = (faded(sums[0], now), faded(part[0], now));
+    sums[0] = now;
+    add(&mut sums[1..], &part[1..], factors);
+}
+
+/// How much what was weighed against `before` counts against `now`.
+#[inline(always)]
+fn faded(before: f32, now: f32) -> f32 {
+    let less = exp2(before - now);
+    if before == now { 1.0 } else { less }
+}
+
+/// `sums * own + part * other`.
+#[inline(always)]
+fn add(sums: &mut [f32], part: &[f32], (own, other): (f32, f32)) {
+    for (sum, part) in sums.iter_mut().zip(part) {
+        *sum = part.mul_add(other, *sum * own);
+    }
+}
+
+#[inline(always)]
+fn divide<E: Element>(sums: &[f32], total: f32, out: &mut [E]) {
+    let share = 1.0 / total;
+    for (element, &sum) in out.iter_mut().zip(sums) {
+        *element = E::narrow(sum * share);
+    }
+}
+
+/// Where the keys of the part stand in the cache; beside `seen`, the nearest of those in it.
+#[inline(always)]
+fn find_slots<E>(
+    job: &Job<'_, E>,
+    blocks: &[u32],
+    part: usize,
+    seen: &Range<usize>,
+    slots: &mut [usize; PART],
+) {
+    let (size, first) = (job.shape.block_size, part * PART);
+    let mut position = seen.start;
+    while position < seen.end {
+        let count = (size - position % size).min(seen.end - position);
+        let slot = blocks[position / size] as usize * size + position % size;
+        for (at, place) in slots[position - first..][..count].iter_mut().enumerate() {
+            *place = slot + at;
+        }
+        position += count;
+    }
+    let (begin, end) = (seen.start - first, seen.end - first);
+    let (lowest, highest) = (slots[begin], slots[end - 1]);
+    slots[..begin].fill(lowest);
+    slots[end..end.next_multiple_of(TILE)].fill(highest);
 }
 
 /// Asks for the keys and values at these positions, of all heads, to be brought into the cache: blocks lie anywhere,
 /// and no processor guesses where the next one is.
 #[inline(always)]
-fn fetch_tile<E>(job: &Job<'_, E>, run: &Run, positions: Range<usize>) {
-    let (table, size) = (&job.step.blocks[run.blocks.clone()], job.shape.block_size);
+fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], positions: Range<usize>) {
+    let size = job.shape.block_size;
     let (keys, values) = (
         job.shape.kv_heads * job.shape.dim_k,
         job.shape.kv_heads * job.shape.dim_v,
@@ -243,112 +562,139 @@ fn fetch_tile<E>(job: &Job<'_, E>, run: &Run, positions: Range<usize>) {
     let mut position = positions.start;
     while position < positions.end {
         let count = (size - position % size).min(positions.end - position);
-        let slot = table[position / size] as usize * size + position % size;
+        let slot = blocks[position / size] as usize * size + position % size;
         fetch(&job.keys[slot * keys..][..count * keys]);
         fetch(&job.values[slot * values..][..count * values]);
         position += count;
     }
 }
 
-/// A vector of rows over the tile that begins at `start`.
+/// Vectors that are scored before the first of them is weighed: products of tiles take long to come, and others can be
+/// computed meanwhile.
+const TOGETHER: usize = 2;
+
+/// Some vectors of rows, from `first` on, over the tile that begins at `start`.
 #[inline(always)]
 fn attend_tile<const L: usize>(
     (scaling, softcap): (f32, Option<f32>),
     (tile, start): (&impl Products<L>, usize),
-    (number, bounds): (usize, &Bounds<L>),
-    state: &mut [[f32; L]],
+    (first, vectors): (usize, &[Bounds<L>]),
+    (weights, states): (&mut [[[f32; L]; TILE]; TOGETHER], &mut [[f32; L]]),
 ) {
     let end = start + TILE;
-    let seen = bounds.any.start.max(start)..bounds.any.end.min(end);
-    if seen.is_empty() {
-        return;
-    }
-    let near = seen.start - start..seen.end - start;
-    let whole = bounds.all.start <= start && end <= bounds.all.end;
-    let mut weights = [[f32::NEG_INFINITY; L]; TILE];
-    tile.scores(number, &near, &mut weights);
-    for score in weights[near.clone()].as_flattened_mut() {
-        *score *= scaling;
-    }
-    if let Some(cap) = softcap {
-        for score in weights[near.clone()].as_flattened_mut() {
-            *score = cap * (*score / cap).tanh();
+    let near = |bounds: &Bounds<L>| {
+        let seen = bounds.any.start.max(start)..bounds.any.end.min(end).max(start);
+        seen.start.min(seen.end) - start..seen.end - start
+    };
+    for (at, bounds) in vectors.iter().enumerate() {
+        let near = near(bounds);
+        if !near.is_empty() {
+            tile.scores(first + at, &near, &mut weights[at]);
         }
     }
-    if !whole {
-        for (at, score) in weights.iter_mut().enumerate() {
-            let position = (start + at) as i32;
-            for lane in 0..L {
-                let is_seen = bounds.lows[lane] <= position && position < bounds.highs[lane];
-                score[lane] = if is_seen {
-                    score[lane]
-                } else {
-                    f32::NEG_INFINITY
-                };
+    let size = states.len() / vectors.len();
+    for ((weights, state), bounds) in weights
+        .iter_mut()
+        .zip(states.chunks_exact_mut(size))
+        .zip(vectors)
+    {
+        let near = near(bounds);
+        if near.is_empty() {
+            continue;
+        }
+        let factor = match softcap {
+            Some(cap) => {
+                for score in weights[near.clone()].as_flattened_mut() {
+                    *score = cap * (*score * scaling / cap).tanh();
+                }
+                LOG2_E
             }
-        }
+            None => scaling * LOG2_E,
+        };
+        let whole = bounds.all.start <= start && end <= bounds.all.end;
+        let largest = match whole {
+            true => scale(weights, factor),
+            false => scale_and_hide(weights, factor, (start, bounds)),
+        };
+        let (header, sums) = state.split_at_mut(HEADER);
+        let faded = soften(weights, largest, header);
+        tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
     }
-    let (header, sums) = state.split_at_mut(HEADER);
-    let faded = soften(&mut weights, header);
-    tile.weigh(&weights, (&near, whole), &faded, (bounds.num_rows, sums));
 }
 
-/// Turns scores into weights `e ^ (score - largest)` and brings the header up to them; how much what was found
-/// before counts now.
+/// Multiplies scores; the largest of each lane.
 #[inline(always)]
-fn soften<const L: usize>(weights: &mut [[f32; L]; TILE], header: &mut [[f32; L]]) -> [f32; L] {
-    let (before, mut now) = (header[0], header[0]);
-    for score in &*weights {
+fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L] {
+    let mut largest = [f32::NEG_INFINITY; L];
+    for score in scores {
         for lane in 0..L {
-            now[lane] = larger(score[lane], now[lane]);
+            score[lane] *= factor;
+            largest[lane] = larger(score[lane], largest[lane]);
         }
     }
-    let mut faded = [1.0; L];
-    for lane in 0..L {
-        let less = exp(before[lane] - now[lane]);
-        faded[lane] = if now[lane] == before[lane] { 1.0 } else { less };
+    largest
+}
+
+/// The same, and what a lane does not see is minus infinity.
+#[inline(always)]
+fn scale_and_hide<const L: usize>(
+    scores: &mut [[f32; L]; TILE],
+    factor: f32,
+    (start, bounds): (usize, &Bounds<L>),
+) -> [f32; L] {
+    let mut largest = [f32::NEG_INFINITY; L];
+    for (at, score) in scores.iter_mut().enumerate() {
+        let position = (start + at) as i32;
+        for lane in 0..L {
+            let is_seen = bounds.lows[lane] <= position && position < bounds.highs[lane];
+            let scaled = score[lane] * factor;
+            score[lane] = if is_seen { scaled } else { f32::NEG_INFINITY };
+            largest[lane] = larger(score[lane], largest[lane]);
+        }
     }
-    header[0] = now;
-    let mut total = header[1];
+    largest
+}
+
+/// How much larger than the reference a score may be before it becomes the reference: weights stay below `2 ^ 12`, and
+/// sums need not fade for each new largest score (as in FlashAttention-4).
+const SLACK: f32 = 12.0;
+
+/// Turns scores into weights `2 ^ (score - reference)` and brings the header up to them; how much what was found
+/// before counts now, unless it counts in full.
+#[inline(always)]
+fn soften<const L: usize>(
+    weights: &mut [[f32; L]; TILE],
+    largest: [f32; L],
+    header: &mut [[f32; L]],
+) -> Option<[f32; L]> {
+    let before = header[0];
+    let mut now = before;
     for lane in 0..L {
-        total[lane] *= faded[lane];
+        let is_beyond = largest[lane] > before[lane] + SLACK;
+        now[lane] = if is_beyond {
+            largest[lane]
+        } else {
+            before[lane]
+        };
+    }
+    let mut total = header[1];
+    let mut less = None;
+    if now != before {
+        let less = less.insert([1.0; L]);
+        for lane in 0..L {
+            less[lane] = faded(before[lane], now[lane]);
+            total[lane] *= less[lane];
+        }
+        header[0] = now;
     }
     for weight in weights {
         for lane in 0..L {
-            let power = exp(weight[lane] - now[lane]);
-            weight[lane] = if weight[lane] == f32::NEG_INFINITY {
-                0.0
-            } else {
-                power
-            };
+            let power = exp2(weight[lane] - now[lane]);
+            let is_hidden = weight[lane] == f32::NEG_INFINITY;
+            weight[lane] = if is_hidden { 0.0 } else { power };
             total[lane] += weight[lane];
         }
     }
     header[1] = total;
-    faded
-}
-
-/// Brings the parts of one query together and divides: `states` are `[parts, stride]`, of which the
-/// first `state_len` floats count. A sink is a score without a value.
-pub(crate) fn finish(states: &[f32], stride: usize, sink: Option<f32>, out: &mut [f32]) {
-    let mut largest = sink.unwrap_or(f32::NEG_INFINITY);
-    for state in states.chunks(stride) {
-        largest = larger(largest, state[0]);
-    }
-    let mut total = sink.map_or(0.0, |sink| exp(sink - largest));
-    out.fill(0.0);
-    for state in states.chunks(stride) {
-        let (header, sum) = state.split_at(HEADER);
-        if header[1] == 0.0 {
-            continue; // it sees nothing of this part
-        }
-        let faded = exp(header[0] - largest);
-        total = header[1].mul_add(faded, total);
-        for (element, &found) in out.iter_mut().zip(sum) {
-            *element += found * faded;
-        }
-    }
-    for element in out {
-        *element /= total;
-    }
+    less
 }

@@ -10,28 +10,26 @@ pub(crate) fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
 
-/// `e ^ x` of what is 0 or less, to about 2 units in the last place; what is below -87 counts as -87.
-/// After Cephes' `expf` (Moshier, 1989): `2^n * e^r`, `e^r` by a polynomial. Without branches, so that
-/// a loop of it becomes vector instructions.
+/// `2 ^ x` for `x` below 128, to about 2 units in the last place; what is below -126 counts as -126. By a polynomial for
+/// what lies beside the nearest integer (minimax in the relative error, exact for 0). Without branches, so that a loop
+/// of it becomes vector instructions.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it leaves the integer in the low bits
-    let x = if x < -87.0 { -87.0 } else { x };
-    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
-    let n = shifted - ROUND;
-    let r = n.mul_add(-0.693_359_4, x); // ln 2 in two parts
-    let r = n.mul_add(2.121_944_4e-4, r);
-    let mut p = 1.987_569_1e-4_f32;
-    for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
+pub(crate) fn exp2(x: f32) -> f32 {
+    const ROUND: f32 = 12_583_039.0; // 1.5 * 2^23 + 127: adding it leaves the integer's exponent in the low bits
+    let x = if x < -126.0 { -126.0 } else { x };
+    let shifted = x + ROUND;
+    let r = x - (shifted - ROUND);
+    let mut p = 1.326_472_7e-3_f32;
+    for coefficient in [
+        9.671_513e-3,
+        5.550_733_6e-2,
+        0.240_222_42,
+        0.693_146_94,
+        1.0,
+    ] {
         p = p.mul_add(r, coefficient);
     }
-    let e = p.mul_add(r * r, r) + 1.0;
-    let power = shifted
-        .to_bits()
-        .wrapping_sub(ROUND.to_bits())
-        .wrapping_add(127)
-        << 23;
-    e * f32::from_bits(power)
+    p * f32::from_bits(shifted.to_bits() << 23)
 }
 
 /// `L` floats that are multiplied and added at once.
@@ -44,6 +42,16 @@ pub(crate) trait Vector<const L: usize>: Copy {
     fn multiply_add(self, factor: Self, addend: Self) -> Self;
     /// The lanes of `self` for which `weights` is not 0, the others from `instead`.
     fn where_it_weighs(self, weights: Self, instead: Self) -> Self;
+
+    /// Lane `a` of vector `b` becomes lane `b` of vector `a`.
+    #[inline(always)]
+    fn transposed(rows: [Self; L]) -> [Self; L] {
+        let mut floats = [[0.0; L]; L];
+        for (floats, row) in floats.iter_mut().zip(rows) {
+            row.store(floats);
+        }
+        std::array::from_fn(|lane| Self::load(&floats.map(|row| row[lane])))
+    }
 }
 
 /// In plain Rust.
@@ -82,6 +90,9 @@ impl Vector<8> for [f32; 8] {
         std::array::from_fn(pick)
     }
 }
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::transpose_16;
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
@@ -173,6 +184,50 @@ mod x86 {
                 _mm512_mask_blend_ps(weighs, instead, self)
             }
         }
+
+        #[inline(always)]
+        fn transposed(rows: [Self; 16]) -> [Self; 16] {
+            // SAFETY: see above; bits stay what they are.
+            unsafe {
+                transpose_16(rows.map(|row| _mm512_castps_si512(row)))
+                    .map(|row| _mm512_castsi512_ps(row))
+            }
+        }
+    }
+
+    /// Rows of 16 numbers become columns.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    pub(crate) fn transpose_16(rows: [__m512i; 16]) -> [__m512i; 16] {
+        let mut twos = rows;
+        for at in (0..16).step_by(2) {
+            twos[at] = _mm512_unpacklo_epi32(rows[at], rows[at + 1]);
+            twos[at + 1] = _mm512_unpackhi_epi32(rows[at], rows[at + 1]);
+        }
+        let mut fours = twos;
+        for at in (0..16).step_by(4) {
+            fours[at] = _mm512_unpacklo_epi64(twos[at], twos[at + 2]);
+            fours[at + 1] = _mm512_unpackhi_epi64(twos[at], twos[at + 2]);
+            fours[at + 2] = _mm512_unpacklo_epi64(twos[at + 1], twos[at + 3]);
+            fours[at + 3] = _mm512_unpackhi_epi64(twos[at + 1], twos[at + 3]);
+        }
+        let mut columns = fours;
+        for at in 0..4 {
+            let [a, b, c, d] = [fours[at], fours[4 + at], fours[8 + at], fours[12 + at]];
+            let (even_low, even_high) = (
+                _mm512_shuffle_i32x4::<0x88>(a, b),
+                _mm512_shuffle_i32x4::<0x88>(c, d),
+            );
+            let (odd_low, odd_high) = (
+                _mm512_shuffle_i32x4::<0xdd>(a, b),
+                _mm512_shuffle_i32x4::<0xdd>(c, d),
+            );
+            columns[at] = _mm512_shuffle_i32x4::<0x88>(even_low, even_high);
+            columns[8 + at] = _mm512_shuffle_i32x4::<0xdd>(even_low, even_high);
+            columns[4 + at] = _mm512_shuffle_i32x4::<0x88>(odd_low, odd_high);
+            columns[12 + at] = _mm512_shuffle_i32x4::<0xdd>(odd_low, odd_high);
+        }
+        columns
     }
 }
 
@@ -227,15 +282,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exp_is_within_two_units_in_the_last_place() {
-        for step in 0..=870_000 {
-            let x = step as f32 * -1e-4;
-            let exact = f64::from(x).exp();
-            let error = (f64::from(exp(x)) - exact).abs() / exact;
-            assert!(error < 2.4e-7, "exp({x}) is off by {error:e}");
+    fn exp2_is_within_two_units_in_the_last_place() {
+        for step in 0..=1_400_000 {
+            let x = 14.0 + step as f32 * -1e-4;
+            let exact = f64::from(x).exp2();
+            let error = (f64::from(exp2(x)) - exact).abs() / exact;
+            assert!(error < 2.4e-7, "2 ^ {x} is off by {error:e}");
         }
-        assert_eq!(exp(0.0), 1.0);
-        assert_eq!(exp(f32::NEG_INFINITY), exp(-87.0));
-        assert!(exp(f32::NAN).is_nan());
+        assert_eq!(exp2(0.0), 1.0);
+        assert_eq!(exp2(f32::NEG_INFINITY), f32::MIN_POSITIVE);
+        assert!(exp2(f32::NAN).is_nan());
+        assert!(exp2(f32::from_bits(0x7f80_0001)).is_nan());
     }
 }

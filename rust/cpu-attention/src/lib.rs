@@ -51,6 +51,7 @@ mod floats;
 mod isa;
 mod kernel;
 mod lanes;
+mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
 mod step;
@@ -61,4 +62,3 @@ pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
-pub use write::write;

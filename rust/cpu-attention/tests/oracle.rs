@@ -1,7 +1,7 @@
 //! The kernel against attention written out in f64, on random steps.
 
 use cpu_attention::{
-    Attention, CacheShape, Element, Isa, Options, Query, Sequences, SharedPrefixes, Step, write,
+    Attention, CacheShape, Element, Isa, Options, Query, Sequences, SharedPrefixes, Step,
 };
 use proptest::prelude::*;
 
@@ -239,12 +239,15 @@ fn world(
         softcap,
         sinks: sinks.then(|| numbers.floats(heads)),
     };
+    let attention = Attention::new(2).expect("there are threads");
     for (sequence, (_, len)) in world.sequences.clone().into_iter().enumerate() {
         let slots: Vec<i64> = (0..len).map(|at| world.slot(sequence, at) as i64).collect();
         let keys = numbers.floats(len * shape.kv_heads * shape.dim_k);
         let values = numbers.floats(len * shape.kv_heads * shape.dim_v);
         let cache = (&mut world.keys[..], &mut world.values[..]);
-        write(&shape, &slots, (&keys, &values), cache).expect("it fits");
+        attention
+            .write(&shape, &slots, (&keys, &values), cache)
+            .expect("it fits");
     }
     world
 }
@@ -376,7 +379,8 @@ proptest! {
     }
 }
 
-/// Enough work for every thread to take some: the small steps above are done by the caller alone.
+/// Enough work for every thread to take some: the small steps above are done by the caller alone. With many threads
+/// the long rows are cut into parts that several take.
 #[test]
 fn threads_share_a_large_step() {
     let shape = CacheShape {
@@ -386,24 +390,64 @@ fn threads_share_a_large_step() {
         dim_k: 64,
         dim_v: 64,
     };
-    let tokens: Vec<_> = (0..9).map(|number| (1, 300 + 97 * number)).collect();
-    let world = world(shape, 4, &tokens, (0.125, None, None, true), 5);
-    let one = bits(&world.attend(&Attention::new(1).expect("it fits")));
-    for threads in [2, 3, 8] {
-        let attention = Attention::new(threads).expect("it fits");
-        for _ in 0..20 {
-            assert_eq!(one, bits(&world.attend(&attention)));
+    let mut tokens: Vec<_> = (0..9).map(|number| (1, 300 + 97 * number)).collect();
+    tokens.extend([(70, 700), (300, 0)]);
+    for (window, sinks) in [(None, true), (Some(290), false)] {
+        let world = world(shape, 4, &tokens, (0.125, window, None, sinks), 5).rounded();
+        let alone = Attention::new(1).expect("it fits");
+        let one = bits(&world.attend(&alone));
+        let half = world.attend_in(&alone, 0);
+        for threads in [2, 3, 8, 64] {
+            let attention = Attention::new(threads).expect("it fits");
+            for _ in 0..5 {
+                assert_eq!(one, bits(&world.attend(&attention)));
+                assert_eq!(half, world.attend_in(&attention, 0));
+            }
+        }
+        let found = world.attend(&Attention::new(2).expect("it fits"));
+        for (found, exact) in found.iter().zip(world.oracle()) {
+            assert!(
+                (f64::from(*found) - exact).abs() < 2e-6,
+                "{found} is not {exact}"
+            );
         }
     }
-    for (found, exact) in world
-        .attend(&Attention::new(2).expect("it fits"))
-        .iter()
-        .zip(world.oracle())
-    {
-        assert!(
-            (f64::from(*found) - exact).abs() < 2e-6,
-            "{found} is not {exact}"
-        );
+}
+
+/// Far from the first scores, up and down: what they are measured against has to move on.
+#[test]
+fn scores_that_climb_and_fall() {
+    let shape = CacheShape {
+        num_blocks: 0,
+        block_size: 16,
+        kv_heads: 1,
+        dim_k: 32,
+        dim_v: 16,
+    };
+    for slope in [0.02, -0.02, 0.9, -0.9] {
+        let mut world = world(shape, 3, &[(40, 600)], (1.0, None, None, false), 3);
+        let slot = |at: usize| world.slot(0, at) * 32;
+        let slots: Vec<usize> = (0..640).map(slot).collect();
+        for (at, slot) in slots.into_iter().enumerate() {
+            world.keys[slot..][..32].fill(at as f32 * slope / 32.0);
+        }
+        world.query.fill(1.0);
+        let world = world.rounded();
+        let oracle = world.oracle();
+        let attention = Attention::new(1).expect("it fits");
+        let floats = world.attend(&attention);
+        let halves = world.attend_in(&attention, 0);
+        for ((float, half), exact) in floats.iter().zip(halves).zip(oracle) {
+            assert!(
+                (f64::from(*float) - exact).abs() < 1e-4,
+                "{float} is not {exact}"
+            );
+            let half = f64::from(half.widen());
+            assert!(
+                (half - exact).abs() < 8e-3 + exact.abs() / 200.0,
+                "{half} is not {exact}"
+            );
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use cpu_attention::{
-    Attention, CacheShape, Error, Options, Query, Sequences, SharedPrefixes, Step, write,
+    Attention, CacheShape, Error, Options, Query, Sequences, SharedPrefixes, Step,
 };
 
 const SHAPE: CacheShape = CacheShape {
@@ -256,7 +256,7 @@ fn writing() {
     let written = |slots: &[i64], keys: usize, values: usize| {
         let (mut cache_k, mut cache_v) = (vec![0.0; 36], vec![0.0; 12]);
         let (keys, values) = (vec![1.0; keys], vec![2.0; values]);
-        let found = write(
+        let found = Attention::new(2).expect("there are threads").write(
             &SHAPE,
             slots,
             (&keys, &values),

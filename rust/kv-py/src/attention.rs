@@ -5,9 +5,7 @@
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use cpu_attention::{
-    Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step, write,
-};
+use cpu_attention::{Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -239,6 +237,25 @@ impl CpuAttention {
         cpu_attention::Isa::is_fast()
     }
 
+    /// `out` becomes `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each row: `rows` and `out` `[T, size]`, `weight`
+    /// `[size]`, all C-contiguous and float32, or the bits of bfloat16 as uint16. Sums are float32. The GIL is released.
+    ///
+    /// Raises `BufferError` for arrays that do not fit and `ConfigError` for a weight of no elements; then `out` is as it was.
+    fn rms_norm(
+        &self,
+        py: Python<'_>,
+        rows: &Bound<'_, PyAny>,
+        weight: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        epsilon: f32,
+    ) -> PyResult<()> {
+        let is_half = PyUntypedBuffer::get(rows).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        match is_half {
+            true => self.normalise::<u16>(py, rows, weight, out, epsilon),
+            false => self.normalise::<f32>(py, rows, weight, out, epsilon),
+        }
+    }
+
     /// Writes keys and values of all tokens into their slots, then attends with the rows of the step.
     ///
     /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
@@ -288,6 +305,37 @@ impl CpuAttention {
     }
 }
 
+impl CpuAttention {
+    fn normalise<T: Element + cpu_attention::Element>(
+        &self,
+        py: Python<'_>,
+        rows: &Bound<'_, PyAny>,
+        weight: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        epsilon: f32,
+    ) -> PyResult<()> {
+        let (rows, weight) = (
+            array::<T>("rows", rows, 2)?,
+            array::<T>("weight", weight, 1)?,
+        );
+        let mut out = writable::<T>("out", out, 2)?;
+        if rows.shape() != out.shape() || rows.shape()[1..] != *weight.shape() {
+            let shapes = [rows.shape(), weight.shape(), out.shape()];
+            return Err(BufferError::new_err(format!(
+                "arrays rows, weight and out of shapes {shapes:?} do not fit: [T, size], [size] and [T, size]"
+            )));
+        }
+        apart(("out", &out), &[("rows", &rows), ("weight", &weight)])?;
+        let (rows, weight, out) = (
+            shared_slice(&rows),
+            shared_slice(&weight),
+            unique_slice(&mut out),
+        );
+        py.detach(|| self.attention.rms_norm(rows, weight, epsilon, out))
+            .map_err(raise_attention)
+    }
+}
+
 /// What `forward` was given: `rows` are query, key and value.
 struct Call<'a, 'py> {
     attention: &'a Attention,
@@ -333,7 +381,7 @@ impl Call<'_, '_> {
         let (step, shape) = (self.step, self.shape);
         let (attention, options) = (self.attention, &self.options);
         py.detach(|| {
-            write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
+            attention.write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
             attention.attend(&step.step, shape, keys, values, query, options, out)
         })
         .map_err(raise_attention)
