@@ -302,6 +302,7 @@ def _runner(
         join_linears(loaded.model)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
+    runner.take_over_rotations()
     if settings.compile:
         runner.compile()
     elif settings.compile is None and recorder is not None:

@@ -57,8 +57,6 @@ class ModelRunner:
         """Those that the next step is written into."""
         self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
         _switch_to_paged_attention(self._model)
-        if has_kernels(device):  # elsewhere the model's own operations are as good
-            take_over_rotations(self._model)
         self._heads = Heads(loaded, pool) if loaded.heads is not None else None
         self._num_heads = loaded.num_heads
         self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None
@@ -66,6 +64,15 @@ class ModelRunner:
         self._longest = limits.max_blocks_per_seq * size
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
+
+    def take_over_rotations(self) -> None:
+        """Turn queries and keys with the KV write, where a kernel does so and the model allows it.
+
+        Before `compile` and `capture`, and not for a model that is divided over processes.
+        """
+        if has_kernels(self._pool.device):  # elsewhere the model's own operations are as good
+            with on_device(self._pool.device):
+                take_over_rotations(self._model)
 
     @property
     def graph_sizes(self) -> list[int]:

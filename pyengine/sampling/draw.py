@@ -88,12 +88,13 @@ def _filter_by_rank(logits: torch.Tensor, weights: torch.Tensor, settings: DrawS
         floor = largest.gather(1, (ks - 1).clamp(min=0, max=head - 1))
         weights.masked_fill_((logits < floor) & (ks > 0), 0)
     if top_p is not None:
-        floor = _nucleus_floor(logits, weights, top_p, (largest, ids))
+        whole = logits if settings.has_bare_top_p else None
+        floor = _nucleus_floor(whole, weights, top_p, (largest, ids))
         weights.masked_fill_((logits < floor) & (top_p < 1), 0)
 
 
 def _nucleus_floor(
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
     weights: torch.Tensor,
     top_p: torch.Tensor,
     head: tuple[torch.Tensor, torch.Tensor],
@@ -103,13 +104,14 @@ def _nucleus_floor(
     The nucleus is the fewest most probable tokens whose weights add up to ``top_p`` of the
     row's (Holtzman et al., "The curious case of neural text degeneration", 2020). ``head``
     holds each row's largest logits, in falling order, and their token ids; a nucleus that goes
-    beyond them is found by sorting its row.
+    beyond them is found by sorting its row, which the host waits for. Without ``logits`` none does:
+    top-k has left no others a weight, but for equals of the last.
     """
     largest, ids = head
     short = weights.gather(1, ids).cumsum(1) < top_p * weights.sum(1, keepdim=True)
     place = short.sum(1, keepdim=True).clamp_(max=largest.shape[1] - 1)
     floor = largest.gather(1, place)
-    if largest.shape[1] < logits.shape[1]:
+    if logits is not None and largest.shape[1] < logits.shape[1]:
         beyond = (short[:, -1] & (top_p[:, 0] < 1)).nonzero().squeeze(1)
         if len(beyond):
             rows = logits[beyond]

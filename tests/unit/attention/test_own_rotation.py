@@ -155,3 +155,11 @@ def test_a_layer_with_a_difference_that_no_name_tells_is_found_out(what, monkeyp
         )
     PagedRun(model)  # which makes attention ours
     assert take_over_rotations(model) == 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_runner_takes_over_where_there_is_a_kernel(there, monkeypatch):
+    run = PagedRun(random_model("llama", head_dim=6))
+    monkeypatch.setattr("pyengine.runner.model_runner.has_kernels", lambda _: there)
+    run.runner.take_over_rotations()
+    assert len(layers_of(run.runner._model)) == (3 if there else 0)

@@ -73,6 +73,8 @@ ASKED = {
     "greedy beside drawn": [GREEDY, SamplingParams(temperature=1), GREEDY],
     "top-k": [SamplingParams(temperature=1, top_k=5)],
     "top-p": [SamplingParams(temperature=1, top_p=0.9), SamplingParams(temperature=0.5, top_k=3)],
+    "top-k and top-p": [SamplingParams(temperature=1, top_k=20, top_p=0.95)] * 2,
+    "everything": [SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1), GREEDY],
     "min-p": [SamplingParams(temperature=1, min_p=0.1)],
     "logprobs": [SamplingParams(temperature=0, logprobs=3), GREEDY],
     "bias": [SamplingParams(temperature=0, logit_bias={3: 1.0}), GREEDY],
