@@ -93,7 +93,7 @@ def paged_attention(
     and our own `rotation`. Returns `[1, T, query_heads, d]` and no weights.
     """
     context = kwargs.get("paged")
-    if not isinstance(context, PagedContext | CompiledModel):
+    if not isinstance(context, (PagedContext, CompiledModel)):  # torch 2.9 compiles no union
         raise ConfigurationError(
             f"{type(module).__name__} was called without paged=PagedContext(...): the model has "
             "been set to paged attention and runs through ModelRunner only"

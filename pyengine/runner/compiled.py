@@ -25,6 +25,9 @@ TYPICAL_TOKENS = 32
 _FEWEST = 2
 """What the dynamic dimensions begin with: torch takes a size of 1 for another kind of graph."""
 
+_MOST = 1 << 30
+"""What they end with: torch 2.8 wants to be told."""
+
 _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
 
@@ -90,7 +93,7 @@ class CompiledForward:
         rows = torch.zeros(-(-num_tokens // 2), dtype=torch.int64, device=device)
         if num_tokens > 1:
             for tensor in (ids, positions, rows):
-                torch._dynamo.mark_dynamic(tensor, 0, min=_FEWEST)
+                torch._dynamo.mark_dynamic(tensor, 0, min=_FEWEST, max=_MOST)
         with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
             self._compiled(ids, positions, rows)
 

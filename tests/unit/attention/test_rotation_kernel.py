@@ -135,7 +135,7 @@ def compare(case: Case) -> None:
     assert not by_kernel.keys[0][-1].float().any()  # nothing goes to the trash block
     untouched = torch.ones(24, dtype=torch.bool)
     untouched[slots[slots >= 0]] = False
-    assert not by_kernel.keys[0][:-1].flatten(0, 1)[untouched].float().any()
+    assert not by_kernel.keys[0][:-1].float().flatten(0, 1)[untouched].any()
 
 
 def _compare_so_many(count: int) -> None:
