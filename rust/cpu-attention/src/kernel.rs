@@ -238,12 +238,14 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         }
         let seen = self.seen.start.max(part * PART)..self.seen.end.min((part + 1) * PART);
         let blocks = self.blocks;
+        // Of runs that share the part, others may go on for longer than the one whose blocks these are.
+        let fetched = self.seen.end.min(blocks.len() * shape.block_size);
         let fetch_tile = |start: usize| {
-            if kv_head == 0 && start < self.seen.end {
+            if kv_head == 0 && start < fetched {
                 fetch_positions(
                     job,
                     blocks,
-                    seen.start.max(start)..self.seen.end.min(start + TILE),
+                    seen.start.max(start)..fetched.min(start + TILE),
                 );
             }
         };

@@ -379,6 +379,30 @@ proptest! {
     }
 }
 
+/// What comes after a shared part is of the longer one alone.
+#[test]
+fn a_shared_part_is_the_last_of_one_and_not_of_the_other() {
+    let shape = CacheShape {
+        num_blocks: 0,
+        block_size: 16,
+        kv_heads: 1,
+        dim_k: 16,
+        dim_v: 16,
+    };
+    for tokens in [
+        [(1, 255), (1, 256)],
+        [(1, 256), (1, 255)],
+        [(1, 511), (1, 999)],
+    ] {
+        let mut world = world(shape, 2, &tokens, (0.25, None, None, false), 7);
+        let (order, prefixes) = world.put_on_one_prefix();
+        let attention = Attention::new(1).expect("it fits");
+        let exact = bits(&world.attend(&attention));
+        (world.order, world.prefixes) = (order, prefixes);
+        assert_eq!(exact, bits(&world.attend(&attention)));
+    }
+}
+
 /// Enough work for every thread to take some: the small steps above are done by the caller alone. With many threads
 /// the long rows are cut into parts that several take.
 #[test]
