@@ -1,11 +1,12 @@
-//! The softmax: the rows of a run over a part of their keys, and how parts come together.
+//! The rows of a run over their keys, part by part and tile by tile.
 
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use crate::attention::{Job, Member, Task};
 use crate::element::Element;
-use crate::lanes::{Scratch, Vector, exp2, fetch, larger};
+use crate::lanes::{Scratch, Vector, fetch, larger};
+use crate::parts::{add, divide, faded, finish_rows, gather};
+use crate::softmax::{TOGETHER, attend_tile};
 use crate::step::{CacheShape, PART, Run};
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
@@ -14,7 +15,7 @@ pub(crate) const TILE: usize = 32;
 
 /// What a query has found so far: a score that the others are measured against, the sum of `2 ^ (score - reference)`,
 /// and the sum of the values so weighted. In memory one after the other.
-const HEADER: usize = 2;
+pub(crate) const HEADER: usize = 2;
 
 /// Floats of the state of one query.
 pub(crate) fn state_len(dim_v: usize) -> usize {
@@ -71,7 +72,7 @@ pub(crate) trait Products<const L: usize> {
 ///
 /// What is computed for a row does not depend on who else is there: a lane of a vector is one query head of one row,
 /// whatever is added up for it is added up in the order of the dimensions and of the keys, and parts come together in
-/// their order ([`merge_row`]).
+/// their order ([`crate::parts`]).
 #[inline(always)]
 pub(crate) fn work<E: Element, A: Arithmetic<E, L>, const L: usize>(
     job: &Job<'_, E>,
@@ -326,7 +327,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         }
     }
 
-    /// Adds the states of a part to `sums`, as [`merge_row`] does.
+    /// Adds the states of a part to `sums`, as [`crate::parts`] does.
     #[inline(always)]
     fn merge<E>(&self, job: &Job<'_, E>, states: &[[f32; L]], sums: &mut [[f32; L]])
     where
@@ -362,15 +363,15 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
 }
 
 /// Which positions the lanes of a vector see.
-struct Bounds<const L: usize> {
+pub(crate) struct Bounds<const L: usize> {
     /// Lanes that stand for something.
-    num_rows: usize,
-    lows: [i32; L],
-    highs: [i32; L],
+    pub(crate) num_rows: usize,
+    pub(crate) lows: [i32; L],
+    pub(crate) highs: [i32; L],
     /// Those that any of them sees.
-    any: Range<usize>,
+    pub(crate) any: Range<usize>,
     /// Those that each of them sees.
-    all: Range<usize>,
+    pub(crate) all: Range<usize>,
 }
 
 /// Lanes that stand for nothing see what the first one sees.
@@ -471,62 +472,6 @@ fn give_rows<E: Element, A: Arithmetic<E, L>, const L: usize>(
     }
 }
 
-/// Brings `found` together, where nothing is left to be attended to.
-#[inline(always)]
-fn finish_rows<E: Element>(job: &Job<'_, E>, found: &[f32], count: usize, out: &mut [E]) {
-    let mut own = vec![0.0; state_len(job.shape.dim_v)];
-    for (place, out) in out.chunks_exact_mut(job.shape.dim_v).enumerate() {
-        gather(job, (found, count), place, &mut own);
-        divide(&own[HEADER..], own[1], out);
-    }
-}
-
-/// Brings the states of one query in several parts together.
-#[inline(always)]
-fn gather<E>(job: &Job<'_, E>, (found, count): (&[f32], usize), place: usize, own: &mut [f32]) {
-    own.fill(0.0);
-    own[..HEADER].copy_from_slice(&job.nothing(place % job.heads));
-    for (number, part) in found.chunks_exact(count * job.per_row()).enumerate() {
-        let part = &part[place * own.len()..][..own.len()];
-        match number == 0 && job.sinks.is_none() {
-            true => own.copy_from_slice(part),
-            false => merge_row(own, part),
-        }
-    }
-}
-
-/// Adds the state of one query in the next part to that in the parts before.
-#[inline(always)]
-fn merge_row(sums: &mut [f32], part: &[f32]) {
-    let now = larger(part[0], sums[0]);
-    let factors = (faded(sums[0], now), faded(part[0], now));
-    sums[0] = now;
-    add(&mut sums[1..], &part[1..], factors);
-}
-
-/// How much what was weighed against `before` counts against `now`.
-#[inline(always)]
-fn faded(before: f32, now: f32) -> f32 {
-    let less = exp2(before - now);
-    if before == now { 1.0 } else { less }
-}
-
-/// `sums * own + part * other`.
-#[inline(always)]
-fn add(sums: &mut [f32], part: &[f32], (own, other): (f32, f32)) {
-    for (sum, part) in sums.iter_mut().zip(part) {
-        *sum = part.mul_add(other, *sum * own);
-    }
-}
-
-#[inline(always)]
-fn divide<E: Element>(sums: &[f32], total: f32, out: &mut [E]) {
-    let share = 1.0 / total;
-    for (element, &sum) in out.iter_mut().zip(sums) {
-        *element = E::narrow(sum * share);
-    }
-}
-
 /// Where the keys of the part stand in the cache; beside `seen`, the nearest of those in it.
 #[inline(always)]
 fn find_slots<E>(
@@ -569,134 +514,4 @@ fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], positions: Range<usize>)
         fetch(&job.values[slot * values..][..count * values]);
         position += count;
     }
-}
-
-/// Vectors that are scored before the first of them is weighed: products of tiles take long to come, and others can be
-/// computed meanwhile.
-const TOGETHER: usize = 2;
-
-/// Some vectors of rows, from `first` on, over the tile that begins at `start`.
-#[inline(always)]
-fn attend_tile<const L: usize>(
-    (scaling, softcap): (f32, Option<f32>),
-    (tile, start): (&impl Products<L>, usize),
-    (first, vectors): (usize, &[Bounds<L>]),
-    (weights, states): (&mut [[[f32; L]; TILE]; TOGETHER], &mut [[f32; L]]),
-) {
-    let end = start + TILE;
-    let near = |bounds: &Bounds<L>| {
-        let seen = bounds.any.start.max(start)..bounds.any.end.min(end).max(start);
-        seen.start.min(seen.end) - start..seen.end - start
-    };
-    for (at, bounds) in vectors.iter().enumerate() {
-        let near = near(bounds);
-        if !near.is_empty() {
-            tile.scores(first + at, &near, &mut weights[at]);
-        }
-    }
-    let size = states.len() / vectors.len();
-    for ((weights, state), bounds) in weights
-        .iter_mut()
-        .zip(states.chunks_exact_mut(size))
-        .zip(vectors)
-    {
-        let near = near(bounds);
-        if near.is_empty() {
-            continue;
-        }
-        let factor = match softcap {
-            Some(cap) => {
-                for score in weights[near.clone()].as_flattened_mut() {
-                    *score = cap * (*score * scaling / cap).tanh();
-                }
-                LOG2_E
-            }
-            None => scaling * LOG2_E,
-        };
-        let whole = bounds.all.start <= start && end <= bounds.all.end;
-        let largest = match whole {
-            true => scale(weights, factor),
-            false => scale_and_hide(weights, factor, (start, bounds)),
-        };
-        let (header, sums) = state.split_at_mut(HEADER);
-        let faded = soften(weights, largest, header);
-        tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
-    }
-}
-
-/// Multiplies scores; the largest of each lane.
-#[inline(always)]
-fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L] {
-    let mut largest = [f32::NEG_INFINITY; L];
-    for score in scores {
-        for lane in 0..L {
-            score[lane] *= factor;
-            largest[lane] = larger(score[lane], largest[lane]);
-        }
-    }
-    largest
-}
-
-/// The same, and what a lane does not see is minus infinity.
-#[inline(always)]
-fn scale_and_hide<const L: usize>(
-    scores: &mut [[f32; L]; TILE],
-    factor: f32,
-    (start, bounds): (usize, &Bounds<L>),
-) -> [f32; L] {
-    let mut largest = [f32::NEG_INFINITY; L];
-    for (at, score) in scores.iter_mut().enumerate() {
-        let position = (start + at) as i32;
-        for lane in 0..L {
-            let is_seen = bounds.lows[lane] <= position && position < bounds.highs[lane];
-            let scaled = score[lane] * factor;
-            score[lane] = if is_seen { scaled } else { f32::NEG_INFINITY };
-            largest[lane] = larger(score[lane], largest[lane]);
-        }
-    }
-    largest
-}
-
-/// How much larger than the reference a score may be before it becomes the reference: weights stay below `2 ^ 12`, and
-/// sums need not fade for each new largest score (as in FlashAttention-4).
-const SLACK: f32 = 12.0;
-
-/// Turns scores into weights `2 ^ (score - reference)` and brings the header up to them; how much what was found
-/// before counts now, unless it counts in full.
-#[inline(always)]
-fn soften<const L: usize>(
-    weights: &mut [[f32; L]; TILE],
-    largest: [f32; L],
-    header: &mut [[f32; L]],
-) -> Option<[f32; L]> {
-    let before = header[0];
-    let mut now = before;
-    for lane in 0..L {
-        let is_beyond = largest[lane] > before[lane] + SLACK;
-        now[lane] = if is_beyond {
-            largest[lane]
-        } else {
-            before[lane]
-        };
-    }
-    let mut total = header[1];
-    let mut less = None;
-    if now != before {
-        let less = less.insert([1.0; L]);
-        for lane in 0..L {
-            less[lane] = faded(before[lane], now[lane]);
-            total[lane] *= less[lane];
-        }
-        header[0] = now;
-    }
-    for weight in weights {
-        for lane in 0..L {
-            let power = exp2(weight[lane] - now[lane]);
-            let is_hidden = weight[lane] == f32::NEG_INFINITY;
-            weight[lane] = if is_hidden { 0.0 } else { power };
-            total[lane] += weight[lane];
-        }
-    }
-    header[1] = total;
-    less
 }

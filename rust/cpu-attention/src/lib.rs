@@ -54,6 +54,8 @@ mod lanes;
 mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
+mod parts;
+mod softmax;
 mod step;
 mod write;
 

@@ -1,0 +1,137 @@
+//! The softmax, as keys come: scores of a tile become weights of its values.
+
+use std::f32::consts::LOG2_E;
+
+use crate::kernel::{Bounds, HEADER, Products, TILE};
+use crate::lanes::{exp2, larger};
+use crate::parts::faded;
+
+/// Vectors that are scored before the first of them is weighed: products of tiles take long to come, and others can be
+/// computed meanwhile.
+pub(crate) const TOGETHER: usize = 2;
+
+/// Some vectors of rows, from `first` on, over the tile that begins at `start`.
+#[inline(always)]
+pub(crate) fn attend_tile<const L: usize>(
+    (scaling, softcap): (f32, Option<f32>),
+    (tile, start): (&impl Products<L>, usize),
+    (first, vectors): (usize, &[Bounds<L>]),
+    (weights, states): (&mut [[[f32; L]; TILE]; TOGETHER], &mut [[f32; L]]),
+) {
+    let end = start + TILE;
+    let near = |bounds: &Bounds<L>| {
+        let seen = bounds.any.start.max(start)..bounds.any.end.min(end).max(start);
+        seen.start.min(seen.end) - start..seen.end - start
+    };
+    for (at, bounds) in vectors.iter().enumerate() {
+        let near = near(bounds);
+        if !near.is_empty() {
+            tile.scores(first + at, &near, &mut weights[at]);
+        }
+    }
+    let size = states.len() / vectors.len();
+    for ((weights, state), bounds) in weights
+        .iter_mut()
+        .zip(states.chunks_exact_mut(size))
+        .zip(vectors)
+    {
+        let near = near(bounds);
+        if near.is_empty() {
+            continue;
+        }
+        let factor = match softcap {
+            Some(cap) => {
+                for score in weights[near.clone()].as_flattened_mut() {
+                    *score = cap * (*score * scaling / cap).tanh();
+                }
+                LOG2_E
+            }
+            None => scaling * LOG2_E,
+        };
+        let whole = bounds.all.start <= start && end <= bounds.all.end;
+        let largest = match whole {
+            true => scale(weights, factor),
+            false => scale_and_hide(weights, factor, (start, bounds)),
+        };
+        let (header, sums) = state.split_at_mut(HEADER);
+        let faded = soften(weights, largest, header);
+        tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
+    }
+}
+
+/// Multiplies scores; the largest of each lane.
+#[inline(always)]
+fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L] {
+    let mut largest = [f32::NEG_INFINITY; L];
+    for score in scores {
+        for lane in 0..L {
+            score[lane] *= factor;
+            largest[lane] = larger(score[lane], largest[lane]);
+        }
+    }
+    largest
+}
+
+/// The same, and what a lane does not see is minus infinity.
+#[inline(always)]
+fn scale_and_hide<const L: usize>(
+    scores: &mut [[f32; L]; TILE],
+    factor: f32,
+    (start, bounds): (usize, &Bounds<L>),
+) -> [f32; L] {
+    let mut largest = [f32::NEG_INFINITY; L];
+    for (at, score) in scores.iter_mut().enumerate() {
+        let position = (start + at) as i32;
+        for lane in 0..L {
+            let is_seen = bounds.lows[lane] <= position && position < bounds.highs[lane];
+            let scaled = score[lane] * factor;
+            score[lane] = if is_seen { scaled } else { f32::NEG_INFINITY };
+            largest[lane] = larger(score[lane], largest[lane]);
+        }
+    }
+    largest
+}
+
+/// How much larger than the reference a score may be before it becomes the reference: weights stay below `2 ^ 12`, and
+/// sums need not fade for each new largest score (as in FlashAttention-4).
+const SLACK: f32 = 12.0;
+
+/// Turns scores into weights `2 ^ (score - reference)` and brings the header up to them; how much what was found
+/// before counts now, unless it counts in full.
+#[inline(always)]
+fn soften<const L: usize>(
+    weights: &mut [[f32; L]; TILE],
+    largest: [f32; L],
+    header: &mut [[f32; L]],
+) -> Option<[f32; L]> {
+    let before = header[0];
+    let mut now = before;
+    for lane in 0..L {
+        let is_beyond = largest[lane] > before[lane] + SLACK;
+        now[lane] = if is_beyond {
+            largest[lane]
+        } else {
+            before[lane]
+        };
+    }
+    let mut total = header[1];
+    let mut less = None;
+    if now != before {
+        let less = less.insert([1.0; L]);
+        for lane in 0..L {
+            less[lane] = faded(before[lane], now[lane]);
+            total[lane] *= less[lane];
+        }
+        header[0] = now;
+    }
+    for weight in weights {
+        for lane in 0..L {
+            let power = exp2(weight[lane] - now[lane]);
+            let is_hidden = weight[lane] == f32::NEG_INFINITY;
+            weight[lane] = if is_hidden { 0.0 } else { power };
+            total[lane] += weight[lane];
+        }
+    }
+    header[1] = total;
+    less
+}
