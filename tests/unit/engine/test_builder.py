@@ -42,6 +42,9 @@ class Runner:
     def __init__(self, error: Exception | None) -> None:
         self.error, self.calls = error, []  # type: ignore[var-annotated]
 
+    def take_over_rotations(self) -> None:
+        self.calls.append("take over rotations")
+
     def compile(self) -> None:
         self.calls.append("compile")
         if self.error is not None:
@@ -61,7 +64,11 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     monkeypatch.setattr(builder, "ModelRunner", lambda *_, **__: runner)
     monkeypatch.setattr(builder, "_recorder", lambda *_: object() if has_graphs else None)
     fake: Any = SimpleNamespace(
-        device=torch.device("cuda"), dtype=None, pool=lambda _: None, build=lambda _: None
+        device=torch.device("cuda"),
+        dtype=None,
+        model=torch.nn.Module(),
+        pool=lambda _: None,
+        build=lambda _: None,
     )
 
     def built() -> Any:
@@ -74,5 +81,5 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     with caplog.at_level("WARNING"):
         assert built() is runner
     compiles = asked is True or (asked is None and has_graphs)
-    assert runner.calls == ["compile"] * compiles + ["capture"]
+    assert runner.calls == ["take over rotations", *["compile"] * compiles, "capture"]
     assert ("runs uncompiled; compile=False does not try" in caplog.text) == (compiles and not can)
