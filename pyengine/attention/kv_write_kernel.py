@@ -11,6 +11,19 @@ from pyengine.attention.needs import FLOAT8_DTYPES
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 
+def _stored(
+    target: "Any", row: "Any", mask: "Any", inverse_scale: "Any", largest: tl.constexpr
+) -> None:
+    if largest > 0:
+        row = row.to(tl.float32) * inverse_scale
+        row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(target, row.to(target.dtype.element_ty), mask=mask)
+
+
+store_limited: Any = triton.jit(_stored)
+"""Stores numbers, those for 8-bit floats divided by their scale and limited to `largest`."""
+
+
 def _kernel(  # noqa: PLR0913, PLR0917
     key: "Any",
     value: "Any",
@@ -33,20 +46,14 @@ def _kernel(  # noqa: PLR0913, PLR0917
         at = tl.arange(0, block_k)
         source = token * key_strides[0] + at // dim_k * key_strides[1] + at % dim_k * key_strides[2]
         row = tl.load(key + source, mask=at < heads * dim_k)
-        if largest > 0:
-            row = row.to(tl.float32) * inverse_scales[0]
-            row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
         target = key_cache + slot * (heads * dim_k) + at
-        tl.store(target, row.to(key_cache.dtype.element_ty), mask=at < heads * dim_k)
+        store_limited(target, row, at < heads * dim_k, inverse_scales[0], largest)
         at = tl.arange(0, block_v)
         source = token * value_strides[0] + at // dim_v * value_strides[1]
         source += at % dim_v * value_strides[2]
         row = tl.load(value + source, mask=at < heads * dim_v)
-        if largest > 0:
-            row = row.to(tl.float32) * inverse_scales[1]
-            row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
         target = value_cache + slot * (heads * dim_v) + at
-        tl.store(target, row.to(value_cache.dtype.element_ty), mask=at < heads * dim_v)
+        store_limited(target, row, at < heads * dim_v, inverse_scales[1], largest)
 
 
 _compiled: Any = triton.jit(_kernel)

@@ -108,8 +108,8 @@ def take_over_rotations(model: Any) -> int:
     `model` attends by `paged_attention`. Returns in how many layers that is so; the log says, in a
     line, why in others it is not.
     """
-    if any(isinstance(module, OwnRotation) for module in model.modules()):
-        return sum(isinstance(module, OwnRotation) for module in model.modules())
+    if there := sum(isinstance(module, OwnRotation) for module in model.modules()):
+        return there
     try:
         seen = _trial(model)
     except Exception as error:  # whatever a model says to a step that is none

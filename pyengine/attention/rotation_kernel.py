@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyengine.attention.kv_write_kernel import Pair
+from pyengine.attention.kv_write_kernel import Pair, store_limited
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.rotation import Rotation
 
@@ -14,18 +14,6 @@ from pyengine.attention.rotation import Rotation
 
 _WARPS = 1
 """Of a program: a head has some hundred numbers at most."""
-
-
-def _stored(
-    target: "Any", row: "Any", mask: "Any", inverse_scale: "Any", largest: tl.constexpr
-) -> None:
-    if largest > 0:
-        row = row * inverse_scale
-        row = tl.clamp(row, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(target, row.to(target.dtype.element_ty), mask=mask)
-
-
-_store: Any = triton.jit(_stored)
 
 
 def _turned(  # noqa: PLR0913, PLR0917
@@ -65,9 +53,9 @@ def _turned(  # noqa: PLR0913, PLR0917
         rest = rest * factor * (offset + rest_weight)
     cos = tl.load(angles[0] + pair * angles[2], mask=turns, other=0.0).to(tl.float32)
     sin = tl.load(angles[1] + pair * angles[3], mask=turns, other=0.0).to(tl.float32)
-    _store(target + first_at, first * cos - second * sin, turns, inverse_scale, largest)
-    _store(target + second_at, second * cos + first * sin, turns, inverse_scale, largest)
-    _store(target + rest_at, rest, stays, inverse_scale, largest)
+    store_limited(target + first_at, first * cos - second * sin, turns, inverse_scale, largest)
+    store_limited(target + second_at, second * cos + first * sin, turns, inverse_scale, largest)
+    store_limited(target + rest_at, rest, stays, inverse_scale, largest)
 
 
 _turn: Any = triton.jit(_turned)
@@ -136,7 +124,9 @@ def _kernel(  # noqa: PLR0913, PLR0917
                 source = value + token * value_strides[0] + kv_head * value_strides[1]
                 row = tl.load(source + at * value_strides[2], mask=at < dim_v, other=0.0)
                 target = value_cache + (slot * kv_heads + kv_head) * dim_v
-                _store(target + at, row.to(tl.float32), at < dim_v, inverse_scales[1], largest)
+                store_limited(
+                    target + at, row.to(tl.float32), at < dim_v, inverse_scales[1], largest
+                )
 
 
 _compiled: Any = triton.jit(_kernel)

@@ -426,6 +426,25 @@ fn in_rows<'s, V: Vector<L>, const L: usize>(
     memory
 }
 
+/// Hands what each row has found, header and sums, to `take`.
+#[inline(always)]
+fn give<A: Arithmetic<E, L>, E: Element, const L: usize>(
+    job: &Job<'_, E>,
+    rows: &[Row],
+    states: &[[f32; L]],
+    mut take: impl FnMut(&Row, [f32; HEADER], &[f32]),
+) {
+    let (dim, size) = (job.shape.dim_v, state_len(job.shape.dim_v));
+    let mut memory = vec![];
+    for (rows, lanes) in rows.chunks(L).zip(states.chunks_exact(size)) {
+        let (header, sums) = lanes.split_at(HEADER);
+        let sums = in_rows::<A::Lanes, L>(A::is_narrow(rows.len()), sums, &mut memory);
+        for (lane, (row, sums)) in rows.iter().zip(sums.chunks_exact(dim)).enumerate() {
+            take(row, [header[0][lane], header[1][lane]], sums);
+        }
+    }
+}
+
 /// Writes what the lanes have found where it belongs.
 #[inline(always)]
 fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
@@ -435,20 +454,12 @@ fn give_states<E: Element, A: Arithmetic<E, L>, const L: usize>(
     states: &[[f32; L]],
     members: &mut [Member<'_>],
 ) {
-    let (dim, size) = (job.shape.dim_v, state_len(job.shape.dim_v));
-    let mut memory = vec![];
-    for (rows, lanes) in rows.chunks(L).zip(states.chunks_exact(size)) {
-        let (header, sums) = lanes.split_at(HEADER);
-        let sums = in_rows::<A::Lanes, L>(A::is_narrow(rows.len()), sums, &mut memory);
-        for (lane, (row, sums)) in rows.iter().zip(sums.chunks_exact(dim)).enumerate() {
-            let state = &mut members[row.member].1[row.place(job, kv_head) * size..][..size];
-            let (own, found) = state.split_at_mut(HEADER);
-            for (float, lanes) in own.iter_mut().zip(header) {
-                *float = lanes[lane];
-            }
-            found.copy_from_slice(sums);
-        }
-    }
+    let size = state_len(job.shape.dim_v);
+    give::<A, E, L>(job, rows, states, |row, header, sums| {
+        let state = &mut members[row.member].1[row.place(job, kv_head) * size..][..size];
+        state[..HEADER].copy_from_slice(&header);
+        state[HEADER..].copy_from_slice(sums);
+    });
 }
 
 /// Writes what comes out: the sums, each divided by that of its weights.
@@ -460,16 +471,14 @@ fn give_rows<E: Element, A: Arithmetic<E, L>, const L: usize>(
     states: &[[f32; L]],
     out: &mut [E],
 ) {
-    let (dim, size) = (job.shape.dim_v, state_len(job.shape.dim_v));
-    let mut memory = vec![];
-    for (rows, lanes) in rows.chunks(L).zip(states.chunks_exact(size)) {
-        let (header, sums) = lanes.split_at(HEADER);
-        let sums = in_rows::<A::Lanes, L>(A::is_narrow(rows.len()), sums, &mut memory);
-        for (lane, (row, sums)) in rows.iter().zip(sums.chunks_exact(dim)).enumerate() {
-            let out = &mut out[row.place(job, kv_head) * dim..][..dim];
-            divide(sums, header[1][lane], out);
-        }
-    }
+    let dim = job.shape.dim_v;
+    give::<A, E, L>(job, rows, states, |row, [_, total], sums| {
+        divide(
+            sums,
+            total,
+            &mut out[row.place(job, kv_head) * dim..][..dim],
+        );
+    });
 }
 
 /// Where the keys of the part stand in the cache; beside `seen`, the nearest of those in it.
