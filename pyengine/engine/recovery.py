@@ -8,6 +8,8 @@ from pyengine.scheduler import SchedulerLimits
 
 _FAILURES = 2
 """So many failed steps with nobody else to suspect make a request fail; the first may pass."""
+_FAILURES_IN_COMPANY = 4
+"""So many where it never could be alone: those who were with it may have been at fault."""
 _HOPELESS = 4
 """So many found at fault without a step that goes well in between: it is not the requests."""
 _FIRST_CALM, _LONGEST_CALM = 64, 4096
@@ -30,15 +32,17 @@ class FaultFinder:
     well. Newcomers are left out first: those who have no token yet. Then halves
     of the suspects, the last in the order of service first. So one of n that decode already
     is found within 2 steps beside the one that failed when it has just come, otherwise within
-    log2(n) + 2. The last suspect runs alone, where it can be: whoever has come since may be at
-    fault as well, or a step may fail by chance. If it fails once more, it is at fault.
+    log2(n) + 2. The last suspect runs alone: whoever has come since may be at fault as well, or a
+    step may fail by chance. If it fails once more, it is at fault. Where no step can be made
+    without the others (they hold the blocks or the seats), one is made of all; if that fails,
+    everybody who was in it is suspected from then on.
     """
 
     def __init__(self) -> None:
         self._suspects: list[RequestState] = []
         self._held: set[RequestState] = set()
         self._can_hold = True
-        """Whether steps can be made of those who are not left out."""
+        """Whether the next step leaves anybody out."""
         self._num_failed = 0
         """Requests found at fault since a step went well."""
 
@@ -65,31 +69,33 @@ class FaultFinder:
 
     def failed(self, samples: Iterable[Sample]) -> Verdict:
         """A step with these samples failed and was rolled back."""
-        took_part = {one for one in _states(samples) if one.finished_time is None}
+        everybody = _states(samples)
+        was_forced, self._can_hold = bool(self._suspects) and not self._can_hold, True
+        took_part = {one for one in everybody if one.finished_time is None}
         suspects = [one for one in self._suspects if one in took_part]
         if not suspects:
-            suspects = sorted(took_part, key=lambda one: one.samples[0].order)
-            self._can_hold = True
+            for one in took_part:
+                one.num_failures = 0
+            suspects = self._in_order(took_part)
         if not suspects:  # all of them were aborted meanwhile
             return Verdict()
         for one in suspects:
             one.num_failures += 1
-        self._suspects = suspects
-        if len(suspects) > 1:
+        last = suspects[-1]
+        if was_forced and last.num_failures >= _FAILURES_IN_COMPANY:
+            return self._at_fault(last)
+        self._suspects = self._in_order(took_part) if was_forced else suspects
+        if len(self._suspects) > 1:
             self._hold_back()
             return Verdict()
         self._held.clear()
-        (suspect,) = suspects
-        is_alone = len(took_part) == 1 or not self._can_hold
-        if suspect.num_failures < _FAILURES or not is_alone:
-            return Verdict()
-        self._suspects = []
-        self._num_failed += 1
-        return Verdict(suspect, is_hopeless=self._num_failed >= _HOPELESS)
+        is_proven = len(everybody) == 1 and last.num_failures >= _FAILURES
+        return self._at_fault(last) if is_proven else Verdict()
 
     def succeeded(self, samples: Iterable[Sample]) -> None:
         """A step with these samples went well."""
         self._num_failed = 0
+        self._can_hold = True
         took_part = _states(samples)
         for one in took_part:
             one.num_failures = 0
@@ -107,9 +113,20 @@ class FaultFinder:
                 self._suspects.remove(one)
 
     def release(self) -> None:
-        """Leave nobody out: no step can be made of the others."""
+        """Leave nobody out of the next step: none can be made of the others."""
         self._held.clear()
         self._can_hold = False
+
+    def _at_fault(self, culprit: RequestState) -> Verdict:
+        self._suspects = []
+        self._held.clear()
+        self._num_failed += 1
+        return Verdict(culprit, is_hopeless=self._num_failed >= _HOPELESS)
+
+    @staticmethod
+    def _in_order(states: Iterable[RequestState]) -> list[RequestState]:
+        """In the order of service."""
+        return sorted(states, key=lambda one: one.samples[0].order)
 
     def _hold_back(self) -> None:
         """Leave some of the suspects out of the next step, and let the others show themselves."""

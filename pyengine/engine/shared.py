@@ -250,17 +250,17 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self._claims: dict[int, tuple[FrameType, int]] = {}
-        """Who has it, and in which thread, under the number that counts."""
+        self._claims: dict[int, FrameType] = {}
+        """Who has it, under the number that counts."""
         self._number = 0
 
     def take(self, call: FrameType) -> bool:
         """Whether it is the turn of `call`, a frame of this thread, now or was already."""
-        number, claim = self._number, (call, threading.get_ident())
-        holder = self._claims.setdefault(number, claim)  # one call of C: nobody comes between
-        if holder[0] is call:
+        number = self._number
+        holder = self._claims.setdefault(number, call)  # one call of C: nobody comes between
+        if holder is call:
             return True
-        if _is_running(*holder) or self._claims.setdefault(number + 1, claim)[0] is not call:
+        if _is_running(holder) or self._claims.setdefault(number + 1, call) is not call:
             return False
         self._number = number + 1
         self._claims.pop(number, None)
@@ -273,17 +273,20 @@ class _Turn:
 
     def give_back(self, call: FrameType) -> None:
         """Let others have it, if it was the turn of `call`."""
-        holder = self._claims.get(self._number)
-        if holder is not None and holder[0] is call:
+        if self._claims.get(self._number) is call:
             del self._claims[self._number]
 
 
-def _is_running(call: FrameType, thread: int) -> bool:
-    """Whether a call has not ended: it is among those that its thread is in."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is not None
+def _is_running(call: FrameType) -> bool:
+    """Whether a call has not ended: Python does not clear the frame of one that is under way.
+
+    (To look for it among its thread's frames is no way: these may go while they are walked.)
+    """
+    try:
+        call.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from pyengine.core import RequestFailedError
 from pyengine.engine import Prompt
-from pyengine.engine.recovery import LimitRecovery
+from pyengine.engine.recovery import FaultFinder, LimitRecovery, Verdict
 from pyengine.runner import StepLogits
 from pyengine.scheduler import SchedulerLimits
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
@@ -185,6 +185,78 @@ def test_suspects_that_are_aborted_hold_nobody_back() -> None:
         if name != "3":
             assert done[name].outputs[0].token_ids == continued(prompt, 8)
     bench.assert_all_free()
+
+
+class Search:
+    """A fault finder, asked with the samples of requests that have no token yet."""
+
+    def __init__(self, *names: str) -> None:
+        self.bench, self.finder = make_bench(), FaultFinder()
+        self.bench.submit({name: [1, 2, 3] for name in names})
+        self.states = self.bench.states
+
+    def fails(self, names: str) -> Verdict:
+        return self.finder.failed([self.states[name].samples[0] for name in names])
+
+    def goes_well(self, names: str) -> None:
+        self.finder.succeeded([self.states[name].samples[0] for name in names])
+
+    def held(self) -> str:
+        held = self.finder.held(self.states.values())
+        return "".join(name for name, one in self.states.items() if one.samples[0] in held)
+
+
+def test_a_step_that_had_to_take_everybody_proves_nothing_about_one() -> None:
+    search = Search(*"abc")
+    assert search.fails("a") == Verdict()  # by chance
+    assert search.held() == "bc"
+    search.finder.release()  # they hold what "a" needs
+    assert search.held() == ""
+    assert search.fails("abc") == Verdict()  # because of "b"
+    assert search.held() == "bc"
+    search.goes_well("a")
+    assert search.held() == "ac"
+    assert search.fails("b") == Verdict()
+    assert search.fails("b") == Verdict(search.states["b"])
+    assert not search.finder.is_searching
+
+
+def test_after_a_step_of_all_that_went_well_others_are_left_out_again() -> None:
+    search = Search(*"abc")
+    search.fails("a")
+    search.finder.release()
+    search.goes_well("bc")
+    assert search.held() == "bc"
+    assert search.fails("a") == Verdict(search.states["a"])
+
+
+def test_one_who_can_never_be_alone_is_found_all_the_same() -> None:
+    search = Search(*"ab")
+    verdicts = [search.fails("ab")]
+    while verdicts[-1].culprit is None:
+        search.finder.release()
+        verdicts.append(search.fails("ab"))
+        assert len(verdicts) < 8
+    assert verdicts[-1].culprit is search.states["b"]  # the one that came last
+
+
+def test_who_went_while_the_step_ran_may_have_been_at_fault() -> None:
+    search = Search(*"ab")
+    search.fails("a")
+    search.bench.abort(["b"])
+    assert search.fails("ab") == Verdict()
+    assert search.fails("a") == Verdict(search.states["a"])
+
+
+def test_a_new_search_counts_anew() -> None:
+    search = Search(*"abc")
+    search.fails("a")
+    search.fails("bc")  # without "a", which is no suspect any more
+    search.goes_well("b")
+    search.goes_well("c")
+    assert not search.finder.is_searching
+    assert search.fails("a") == Verdict()
+    assert search.fails("a") == Verdict(search.states["a"])
 
 
 def test_limits_are_halved_and_doubled_again_ever_more_slowly() -> None:

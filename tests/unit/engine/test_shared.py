@@ -1,13 +1,15 @@
 """What many threads bring to one engine, at every moment of what another one does."""
 
+import sys
 from itertools import count
-from threading import Event
+from threading import Event, Thread
+from types import FrameType
 
 import pytest
 
 from pyengine.core import SamplingParams
 from pyengine.engine import Prompt, RequestState
-from pyengine.engine.shared import SharedEngine
+from pyengine.engine.shared import SharedEngine, _Turn
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
 from tests.support.fake_runner import Fault, continued
 from tests.support.moments import interrupt, moments
@@ -115,3 +117,26 @@ def test_a_fault_leaves_the_turn_free(at: int) -> None:
     shared.run_until(lambda: bool(sink.items), Event())
     assert sink.items[0].outputs[0].token_ids == continued([1], 8)
     bench.assert_all_free()
+
+
+def test_the_turn_is_free_once_the_call_that_has_it_is_over() -> None:
+    turn = _Turn()
+    is_asked, is_answered = Event(), Event()
+
+    def call() -> FrameType:
+        frame = sys._getframe()
+        assert turn.take(frame)
+        is_asked.set()
+        assert is_answered.wait(10)
+        return frame  # as an interrupt in its last line leaves it
+
+    calls: list[FrameType] = []
+    thread = Thread(target=lambda: calls.append(call()))
+    thread.start()
+    assert is_asked.wait(10)
+    assert not turn.take(sys._getframe())
+    is_answered.set()
+    thread.join()
+    assert turn.take(sys._getframe())
+    turn.give_back(calls[0])
+    assert turn.take(sys._getframe())
