@@ -1,8 +1,9 @@
 """How many drafts are computed: those that bring more tokens than the time they take could.
 
-A step of n tokens takes T(n), measured when the engine starts. Drafts are taken in the order of
-their chances to stand, as long as tokens per second rise. How often drafts are right is counted for
-each request, and also where none were computed: what a draft said is compared with what came.
+What a step takes follows from its tokens and from the rows that are drawn: both were measured when
+the engine started. Drafts are taken in the order of what they bring, as long as tokens per second
+rise. How often drafts are right is counted for each request, and also where none were computed:
+what a draft said is compared with what came.
 
 What a request may lose is bounded, whatever these rates say: the time of its drafts is charged to
 it, in tokens that could have been generated meanwhile. A draft that comes true pays one back, and a
@@ -12,21 +13,26 @@ which it ran into debt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.speculation.drafter import Context, Draft
+from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+_Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """A step without drafts: tokens that it computes, and decodes, each of which gives a token."""
+    """A step without drafts: tokens that it computes, decodes, each of which gives a token, and
+    how many of these are drawn."""
 
     num_tokens: int
     num_decodes: int
+    num_drawn: int = 0
 
 
 class Policy(Protocol):
@@ -56,11 +62,11 @@ class EveryDraft:
         """See `Policy.forget`."""
 
 
-class StepCosts:
-    """Seconds that a step of n tokens takes: measured for some n, straight lines between them.
+class Curve:
+    """Seconds over a number: measured for some, straight lines between them.
 
-    Beyond the last one it goes on as steeply as from the first to the last. A step never takes more
-    than a longer one: what else the machine did meanwhile only ever adds to what is measured.
+    Beyond the last one it goes on as steeply as from the first to the last. It never falls: what
+    else the machine did meanwhile only ever adds to what is measured.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
@@ -70,12 +76,21 @@ class StepCosts:
         rise = self._seconds[-1] - self._seconds[0]
         self._slope = rise / (self._sizes[-1] - self._sizes[0])
 
-    def of(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def at(self, sizes: npt.NDArray[np.int64]) -> _Floats:
         """Seconds, of the same shape as `sizes`."""
         beyond = np.maximum(sizes - self._sizes[-1], 0.0)
-        seconds: npt.NDArray[np.float64] = np.interp(sizes, self._sizes, self._seconds)
+        seconds: _Floats = np.interp(sizes, self._sizes, self._seconds)
         seconds += beyond * self._slope
         return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a step takes: `tokens` if all of its rows are greedy, and `drawn` more for those that
+    are not."""
+
+    tokens: Curve
+    drawn: Curve = field(default_factory=lambda: Curve([0, 1], [0.0, 0.0]))
 
 
 _PRIOR = 0.6
@@ -114,7 +129,7 @@ class _Followed:
     def __init__(self, length: int) -> None:
         self.rate = _Rate(_DECAY)
         self.debt = 0.0
-        self.draft = Draft()
+        self.draft = NO_DRAFT
         self.length = length
 
 
@@ -131,46 +146,63 @@ class PayingDrafts:
         self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """See `Policy.keep`."""
-        chances = [
-            self._chance(context, draft) ** np.arange(1, 1 + len(draft.tokens))
-            for context, draft in zip(contexts, drafts, strict=True)
+        firsts = [
+            self._chance(context, draft) for context, draft in zip(contexts, drafts, strict=True)
         ]
-        flat = np.concatenate([np.empty(0), *chances])
-        if not len(flat):
-            return [0] * len(drafts)
-        order = np.argsort(-flat, kind="stable")  # those of one draft stay in their order
-        kept = np.zeros(len(flat), dtype=bool)
-        count, price = self._most_gained(flat[order], step)
-        kept[order[:count]] = True
-        ends = np.cumsum([len(draft.tokens) for draft in drafts])
-        counts = [int(part.sum()) for part in np.split(kept, ends[:-1])]
-        for context, count in zip(contexts, counts, strict=True):
-            self._followed[context].debt += count * price
-        return counts
+        hopeful = [at for at, chance in enumerate(firsts) if chance]
+        kept = [0] * len(drafts)
+        if not hopeful:
+            return kept
+        lengths = np.array([len(drafts[at].tokens) for at in hopeful])
+        ends = lengths.cumsum()
+        nth = np.arange(1, 1 + ends[-1]) - (ends - lengths).repeat(lengths)
+        chances = np.array([firsts[at] for at in hopeful]).repeat(lengths) ** nth
+        drawn = np.array([contexts[at].is_drawn for at in hopeful]).repeat(lengths)
+        chosen, prices = self._most_gained(chances, drawn, step)
+        counts = np.add.reduceat(chosen, ends - lengths, dtype=np.int64)
+        for at, count in zip(hopeful, counts.tolist(), strict=True):
+            kept[at] = count
+            self._followed[contexts[at]].debt += count * prices[contexts[at].is_drawn]
+        return kept
 
-    def _most_gained(self, chances: npt.NDArray[np.float64], step: StepSize) -> tuple[int, float]:
-        """How many drafts to compute, of `chances` that fall, and what one costs, in tokens.
+    def _most_gained(
+        self, chances: _Floats, drawn: _Bools, step: StepSize
+    ) -> tuple[_Bools, tuple[float, float]]:
+        """Which drafts to compute, and what a greedy and a drawn one of them cost, in tokens.
 
-        A step that only decodes sets what time is worth, in tokens per second; in the actual
-        step, which may compute prompts too, drafts have to bring that for the time they add.
+        `chances` fall within a draft. A step that only decodes sets what time is worth, in tokens
+        per second; in the actual step, which may compute prompts too, drafts have to bring that
+        for the time they add.
         """
-        gains = np.concatenate([[0.0], np.cumsum(chances)])
-        counts = np.arange(len(gains))
-        alone = max(1, step.num_decodes)
-        rate = ((alone + gains) / self._costs.of(alone + counts)).max()
-        seconds = self._costs.of(step.num_tokens + counts)
-        costs = rate * (seconds - seconds[0])
-        count = int((gains - costs).argmax())
-        return count, float(costs[count]) / max(1, count)
+        alone, counts = max(1, step.num_decodes), np.arange(1 + len(chances))
+        # The drafts in the order of what they bring, all in all, once drawing them is paid.
+        decoding = self._costs.tokens.at(alone + counts)
+        drawing = self._costs.drawn.at(step.num_drawn + counts)
+        dearer = alone * (drawing[1] - drawing[0]) / (decoding[0] + drawing[0])
+        order = np.argsort(drawn * dearer - chances, kind="stable")  # a draft stays in its order
+        gains = np.append(0.0, chances[order]).cumsum()
+        draws = np.append(0, drawn[order]).cumsum()
+        rate = ((alone + gains) / (decoding + drawing[draws])).max()
+        computing = rate * self._costs.tokens.at(step.num_tokens + counts)
+        computing -= computing[0]
+        drawing = rate * (drawing[draws] - drawing[0])
+        count = int((gains - computing - drawing).argmax())
+        chosen = np.zeros(len(chances), dtype=np.bool_)
+        chosen[order[:count]] = True
+        price = computing[count] / max(1, count)
+        return chosen, (price, price + drawing[count] / max(1, draws[count]))
 
     def _chance(self, context: Context, draft: Draft) -> float:
-        """How likely each token of a draft is, if those before it are right; 0 where it is too much
-        in debt."""
+        """How likely each token of a draft is, if those before it are right; 0 where there is none,
+        and where it is too much in debt."""
         length = len(context.token_ids)
-        followed = self._followed.setdefault(context, _Followed(length))
-        self._compare(followed, context.token_ids)
+        followed = self._followed.get(context)
+        if followed is None:
+            followed = self._followed[context] = _Followed(length)
+        else:
+            self._compare(followed, context.token_ids)
         followed.draft, followed.length = draft, length
-        if followed.debt >= _CREDIT:
+        if followed.debt >= _CREDIT or not len(draft.tokens):
             return 0.0
         known, own = self._rate(draft.support), followed.rate
         common = known.hits / known.tries
