@@ -73,15 +73,21 @@ class Curve:
         """`sizes` rise; there are two of them at least."""
         self._sizes = np.array(sizes, dtype=np.float64)
         self._seconds = np.minimum.accumulate(np.array(seconds[::-1], dtype=np.float64))[::-1]
-        rise = self._seconds[-1] - self._seconds[0]
-        self._slope = rise / (self._sizes[-1] - self._sizes[0])
+        self._table = np.empty(0)
 
-    def at(self, sizes: npt.NDArray[np.int64]) -> _Floats:
-        """Seconds, of the same shape as `sizes`."""
-        beyond = np.maximum(sizes - self._sizes[-1], 0.0)
-        seconds: _Floats = np.interp(sizes, self._sizes, self._seconds)
-        seconds += beyond * self._slope
-        return seconds
+    def between(self, first: int, last: int) -> _Floats:
+        """Seconds for each number from `first` to `last`: float64, not to be written to."""
+        if last >= len(self._table):
+            self._table = self._at(np.arange(2 * last + 2))
+        return self._table[first : last + 1]
+
+    def _at(self, numbers: npt.NDArray[np.int64]) -> _Floats:
+        sizes, seconds = self._sizes, self._seconds
+        slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+        beyond = np.maximum(numbers - sizes[-1], 0.0)
+        table: _Floats = np.interp(numbers, sizes, seconds)
+        table += beyond * slope
+        return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +152,20 @@ class PayingDrafts:
         self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """See `Policy.keep`."""
-        firsts = [
-            self._chance(context, draft) for context, draft in zip(contexts, drafts, strict=True)
-        ]
-        hopeful = [at for at, chance in enumerate(firsts) if chance]
         kept = [0] * len(drafts)
+        hopeful: list[int] = []
+        firsts: list[float] = []
+        for at, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
+            chance = self._chance(context, draft)
+            if chance:
+                hopeful.append(at)
+                firsts.append(chance)
         if not hopeful:
             return kept
         lengths = np.array([len(drafts[at].tokens) for at in hopeful])
         ends = lengths.cumsum()
         nth = np.arange(1, 1 + ends[-1]) - (ends - lengths).repeat(lengths)
-        chances = np.array([firsts[at] for at in hopeful]).repeat(lengths) ** nth
+        chances = np.array(firsts).repeat(lengths) ** nth
         drawn = np.array([contexts[at].is_drawn for at in hopeful]).repeat(lengths)
         chosen, prices = self._most_gained(chances, drawn, step)
         counts = np.add.reduceat(chosen, ends - lengths, dtype=np.int64)
@@ -174,34 +183,35 @@ class PayingDrafts:
         per second; in the actual step, which may compute prompts too, drafts have to bring that
         for the time they add.
         """
-        alone, counts = max(1, step.num_decodes), np.arange(1 + len(chances))
+        alone, most, before = max(1, step.num_decodes), len(chances), step.num_drawn
+        decoding = self._costs.tokens.between(alone, alone + most)
+        drawing = self._costs.drawn.between(before, before + most)
         # The drafts in the order of what they bring, all in all, once drawing them is paid.
-        decoding = self._costs.tokens.at(alone + counts)
-        drawing = self._costs.drawn.at(step.num_drawn + counts)
         dearer = alone * (drawing[1] - drawing[0]) / (decoding[0] + drawing[0])
         order = np.argsort(drawn * dearer - chances, kind="stable")  # a draft stays in its order
-        gains = np.append(0.0, chances[order]).cumsum()
-        draws = np.append(0, drawn[order]).cumsum()
-        rate = ((alone + gains) / (decoding + drawing[draws])).max()
-        computing = rate * self._costs.tokens.at(step.num_tokens + counts)
-        computing -= computing[0]
-        drawing = rate * (drawing[draws] - drawing[0])
-        count = int((gains - computing - drawing).argmax())
-        chosen = np.zeros(len(chances), dtype=np.bool_)
+        gains, draws = np.zeros(1 + most), np.zeros(1 + most, dtype=np.int64)
+        chances[order].cumsum(out=gains[1:])
+        drawn[order].cumsum(out=draws[1:])
+        drawing = drawing[draws]
+        rate = ((alone + gains) / (decoding + drawing)).max()
+        computing = self._costs.tokens.between(step.num_tokens, step.num_tokens + most)
+        count = int((gains - rate * (computing + drawing)).argmax())
+        chosen = np.zeros(most, dtype=np.bool_)
         chosen[order[:count]] = True
-        price = computing[count] / max(1, count)
-        return chosen, (price, price + drawing[count] / max(1, draws[count]))
+        price = rate * (computing[count] - computing[0]) / max(1, count)
+        more = rate * (drawing[count] - drawing[0]) / max(1, draws[count])
+        return chosen, (price, price + more)
 
     def _chance(self, context: Context, draft: Draft) -> float:
         """How likely each token of a draft is, if those before it are right; 0 where there is none,
         and where it is too much in debt."""
-        length = len(context.token_ids)
+        tokens = context.token_ids
         followed = self._followed.get(context)
         if followed is None:
-            followed = self._followed[context] = _Followed(length)
-        else:
-            self._compare(followed, context.token_ids)
-        followed.draft, followed.length = draft, length
+            followed = self._followed[context] = _Followed(len(tokens))
+        elif followed.debt or len(followed.draft.tokens):
+            self._compare(followed, tokens)
+        followed.draft, followed.length = draft, len(tokens)
         if followed.debt >= _CREDIT or not len(draft.tokens):
             return 0.0
         known, own = self._rate(draft.support), followed.rate
@@ -210,19 +220,18 @@ class PayingDrafts:
 
     def _compare(self, followed: _Followed, tokens: Sequence[int]) -> None:
         """Count how far the last draft was right, as far as what came since tells."""
-        drafted = followed.draft.tokens
         let_off = _LET_OFF * (len(tokens) - followed.length)
         followed.debt = max(0.0, followed.debt - let_off)
-        came = tokens[followed.length : followed.length + len(drafted)]
-        if not came:
-            return
-        hits = 0
-        while hits < len(came) and came[hits] == drafted[hits]:
+        hits = tries = 0
+        for drafted, came in zip(followed.draft.tokens, tokens[followed.length :], strict=False):
+            tries += 1
+            if drafted != came:
+                break
             hits += 1
-        tries = hits + (hits < len(came))
-        followed.debt = max(0.0, followed.debt - hits)
-        followed.rate.add(hits, tries)
-        self._rate(followed.draft.support).add(hits, tries)
+        if tries:
+            followed.debt = max(0.0, followed.debt - hits)
+            followed.rate.add(hits, tries)
+            self._rate(followed.draft.support).add(hits, tries)
 
     def _rate(self, support: int) -> _Rate:
         rate = self._rates.get(support)

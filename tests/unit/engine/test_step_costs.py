@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -66,6 +65,5 @@ def test_what_drawing_takes_is_told_from_what_the_rest_takes(
         max_num_batched_tokens=32, max_num_seqs=32, max_blocks_per_seq=9, rows_per_seq=8
     )
     costs = measured_costs(SlowRunner(64, 4), BlockManager(64, 4), limits)
-    sizes = np.array([1, 6, 32, 40])
-    assert costs.tokens.at(sizes).tolist() == [11, 16, 42, 50]
-    assert costs.drawn.at(np.array([0, 1, 6, 32, 40])).tolist() == [0, 3, 18, 96, 120]
+    assert costs.tokens.between(1, 40).tolist() == [10 + size for size in range(1, 41)]
+    assert costs.drawn.between(0, 40).tolist() == [3 * size for size in range(41)]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from random import Random
 
-import numpy as np
 import pytest
 
 from pyengine.speculation import Curve, Draft, PayingDrafts, StepCosts, StepSize
@@ -15,7 +14,9 @@ LINEAR = StepCosts(Curve([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018]))
 
 def test_costs_are_straight_lines_that_never_fall() -> None:
     costs = Curve([1, 4, 8, 16], [2.0, 1.0, 4.0, 8.0])
-    assert costs.at(np.array([1, 3, 4, 6, 16, 31])).tolist() == [1, 1, 1, 2.5, 8, 15]
+    found = [costs.between(size, size).item() for size in (31, 1, 3, 4, 6, 16)]
+    assert found == [15, 1, 1, 1, 2.5, 8]
+    assert costs.between(6, 9).tolist() == [2.5, 3.25, 4, 4.5]
 
 
 def trained(right: float, *, steps: int, costs: StepCosts = LINEAR, batch: int = 1) -> list[int]:
@@ -107,17 +108,16 @@ def test_what_a_request_loses_whose_drafts_are_never_right_is_bounded(seed: int)
         size = StepSize(alone, alone, num_drawn)
         counts = policy.keep(everybody, [Draft([7] * 7, 3)] * alone, size)
         draws = sum(count for text, count in zip(everybody, counts, strict=True) if text.is_drawn)
-        one, another = costs.tokens.at(np.array([alone, alone + sum(counts)]))
-        drawn, more_drawn = costs.drawn.at(np.array([num_drawn, num_drawn + draws]))
+        computing = costs.tokens.between(alone, alone + sum(counts))
+        drawing = costs.drawn.between(num_drawn, num_drawn + draws)
         for text, count in zip(everybody, counts, strict=True):
-            each = (another - one) / max(1, sum(counts))
-            each += text.is_drawn * (more_drawn - drawn) / max(1, draws)
+            each = (computing[-1] - computing[0]) / max(1, sum(counts))
+            each += text.is_drawn * (drawing[-1] - drawing[0]) / max(1, draws)
             text.token_ids += [7] * (1 + count) if text in good else [8]
             if text in lost:
                 lost[text] += each * count
                 largest[text] = max(largest[text], each * count)
-    whole = costs.tokens.at(np.array([alone])) + costs.drawn.at(np.array([num_drawn]))
-    token = whole[0] / alone
+    token = (computing[0] + drawing[0]) / alone
     for text in bad:
         assert lost[text] <= token * (1 + 0.01 * length) + largest[text] + 1e-9
     assert sum(lost.values()) > 0
