@@ -108,8 +108,9 @@ class Rows:
         is_once = bool(step.chunks or self.beginners or self.drafts)
         self.decodes = None if is_once else step.decodes
         self.sampling = SamplingBatch(states)
-        self.loud = [row for row, one in enumerate(self.samples) if one.is_loud]
-        self._quiet = [row for row, one in enumerate(self.samples) if not one.is_loud]
+        is_loud = [one.is_loud for one in self.samples]
+        self.loud = [row for row, loud in enumerate(is_loud) if loud]
+        self._quiet = [row for row, loud in enumerate(is_loud) if not loud]
         self._unread: list[npt.NDArray[np.int64]] = []
         self._stop_ids = _all_stop_ids([self.samples[row] for row in self._quiet])
         self._max_output = np.array([one.max_output for one in self.samples], dtype=np.int64)

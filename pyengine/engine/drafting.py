@@ -8,7 +8,7 @@ from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.request import Sample
 from pyengine.runner import HeadStep
 from pyengine.scheduler import ScheduledStep, Scheduler
-from pyengine.speculation import Speculator, StepSize
+from pyengine.speculation import Draft, Speculator, StepSize
 
 
 class Drafting:
@@ -81,11 +81,9 @@ class Drafting:
             return {}
         most = [one.max_output - len(one.token_ids) - 1 for one in samples]
         given = self._speculator.propose(samples, most)
-        drafts = [
-            replace(draft, tokens=_possible(sample, draft.tokens))
-            for sample, draft in zip(samples, given, strict=True)
-        ]
-        size = StepSize(step.num_tokens, len(step.decodes))
+        drafts = [_possible(sample, draft) for sample, draft in zip(samples, given, strict=True)]
+        num_drawn = sum([one.is_drawn for one in cast(tuple[Sample, ...], step.decodes)])
+        size = StepSize(step.num_tokens, len(step.decodes), num_drawn)
         counts = self._speculator.keep(samples, drafts, size)
         return {
             sample: draft.tokens[:count]
@@ -94,11 +92,11 @@ class Drafting:
         }
 
 
-def _possible(sample: Sample, tokens: Sequence[int]) -> Sequence[int]:
-    """Tokens up to the first that would end the sample, or that its form does not allow."""
-    for at, token in enumerate(tokens):
-        if token in sample.stop_ids:
-            tokens = tokens[:at]
-            break
-    matcher = sample.sampling.matcher
-    return tokens if matcher is None or not tokens else tokens[: matcher.num_allowed(tokens)]
+def _possible(sample: Sample, draft: Draft) -> Draft:
+    """A draft up to the first token that would end the sample, or that its form does not allow."""
+    tokens, stop_ids, matcher = draft.tokens, sample.stop_ids, sample.sampling.matcher
+    if not stop_ids.isdisjoint(tokens):
+        tokens = tokens[: [token in stop_ids for token in tokens].index(True)]
+    if matcher is not None and len(tokens):
+        tokens = tokens[: matcher.num_allowed(tokens)]
+    return draft if tokens is draft.tokens else replace(draft, tokens=tokens)

@@ -92,6 +92,11 @@ class Sample(Job):
         return self.sampling.token_ids
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether its tokens are drawn; otherwise the most probable are taken."""
+        return self.sampling.is_drawn
+
+    @property
     def is_known(self) -> bool:
         """Whether it has begun, and all of its tokens but the one being sampled are known."""
         output = self.num_tokens - 1 - len(self.request.prompt_token_ids)

@@ -6,12 +6,13 @@ with everything else, and the engine accepts those that the model's own draws co
 
 from pyengine.speculation.drafter import Context, Draft, Drafter
 from pyengine.speculation.ngram import NgramDrafter
-from pyengine.speculation.policy import EveryDraft, PayingDrafts, Policy, StepCosts, StepSize
+from pyengine.speculation.policy import Curve, EveryDraft, PayingDrafts, Policy, StepCosts, StepSize
 from pyengine.speculation.speculator import Speculator
 from pyengine.speculation.suffix import SuffixDrafter
 
 __all__ = [
     "Context",
+    "Curve",
     "Draft",
     "Drafter",
     "EveryDraft",

@@ -20,6 +20,11 @@ class Context(Protocol):
         """What was generated so far; it only grows, by what was accepted."""
         ...
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its tokens are drawn; otherwise the most probable are taken."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

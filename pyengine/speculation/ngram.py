@@ -37,35 +37,39 @@ class NgramDrafter:
 class _Seen:
     """The tokens of one sample, and where each n-gram was last followed by another token."""
 
-    __slots__ = ("_ends", "_lengths", "num_prompt", "tokens")
+    __slots__ = ("_at_end", "_ends", "_lengths", "num_prompt", "tokens")
 
     def __init__(self, prompt: list[int], lengths: range) -> None:
         self.tokens: list[int] = []
         self.num_prompt = len(prompt)
-        self._lengths = lengths
+        self._lengths = lengths[::-1]
         self._ends: dict[tuple[int, ...], int] = {}
+        self._at_end: list[tuple[int, ...]] = []
+        """The n-grams at the end, longest first."""
         self.extend(prompt)
 
     def extend(self, new: Sequence[int]) -> None:
         """Take tokens in; those n-grams are noted that have one after them now."""
-        tokens, ends = self.tokens, self._ends
+        tokens, ends, lengths = self.tokens, self._ends, self._lengths
+        longest = lengths[0]
         for token in new:
             end = len(tokens)
-            for length in self._lengths:
-                if length <= end:
-                    ends[tuple(tokens[end - length :])] = end
+            for ngram in self._at_end:
+                ends[ngram] = end
             tokens.append(token)
+            last = tuple(tokens[-longest:])
+            self._at_end = [last[-length:] for length in lengths if length <= len(last)]
 
     def draft(self, most: int) -> Draft:
         """What followed the longest n-gram at the end that was there before.
 
         Where what followed reaches the end, it goes on with itself: a text that repeats.
         """
-        for length in reversed(self._lengths):
-            end = self._ends.get(tuple(self.tokens[-length:]))
+        for ngram in self._at_end:
+            end = self._ends.get(ngram)
             if end is not None:
                 following = self.tokens[end : end + most]
                 while len(following) < most:
                     following += following[: most - len(following)]
-                return Draft(following, length)
+                return Draft(following, len(ngram))
         return NO_DRAFT

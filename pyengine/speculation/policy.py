@@ -1,8 +1,9 @@
 """How many drafts are computed: those that bring more tokens than the time they take could.
 
-A step of n tokens takes T(n), measured when the engine starts. Drafts are taken in the order of
-their chances to stand, as long as tokens per second rise. How often drafts are right is counted for
-each request, and also where none were computed: what a draft said is compared with what came.
+What a step takes follows from its tokens and from the rows that are drawn: both were measured when
+the engine started. Drafts are taken in the order of what they bring, as long as tokens per second
+rise. How often drafts are right is counted for each request, and also where none were computed:
+what a draft said is compared with what came.
 
 What a request may lose is bounded, whatever these rates say: the time of its drafts is charged to
 it, in tokens that could have been generated meanwhile. A draft that comes true pays one back, and a
@@ -12,21 +13,26 @@ which it ran into debt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.speculation.drafter import Context, Draft
+from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+_Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """A step without drafts: tokens that it computes, and decodes, each of which gives a token."""
+    """A step without drafts: tokens that it computes, decodes, each of which gives a token, and
+    how many of these are drawn."""
 
     num_tokens: int
     num_decodes: int
+    num_drawn: int = 0
 
 
 class Policy(Protocol):
@@ -56,26 +62,41 @@ class EveryDraft:
         """See `Policy.forget`."""
 
 
-class StepCosts:
-    """Seconds that a step of n tokens takes: measured for some n, straight lines between them.
+class Curve:
+    """Seconds over a number: measured for some, straight lines between them.
 
-    Beyond the last one it goes on as steeply as from the first to the last. A step never takes more
-    than a longer one: what else the machine did meanwhile only ever adds to what is measured.
+    Beyond the last one it goes on as steeply as from the first to the last. It never falls: what
+    else the machine did meanwhile only ever adds to what is measured.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
         """`sizes` rise; there are two of them at least."""
         self._sizes = np.array(sizes, dtype=np.float64)
         self._seconds = np.minimum.accumulate(np.array(seconds[::-1], dtype=np.float64))[::-1]
-        rise = self._seconds[-1] - self._seconds[0]
-        self._slope = rise / (self._sizes[-1] - self._sizes[0])
+        self._table = np.empty(0)
 
-    def of(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Seconds, of the same shape as `sizes`."""
-        beyond = np.maximum(sizes - self._sizes[-1], 0.0)
-        seconds: npt.NDArray[np.float64] = np.interp(sizes, self._sizes, self._seconds)
-        seconds += beyond * self._slope
-        return seconds
+    def between(self, first: int, last: int) -> _Floats:
+        """Seconds for each number from `first` to `last`: float64, not to be written to."""
+        if last >= len(self._table):
+            self._table = self._at(np.arange(2 * last + 2))
+        return self._table[first : last + 1]
+
+    def _at(self, numbers: npt.NDArray[np.int64]) -> _Floats:
+        sizes, seconds = self._sizes, self._seconds
+        slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+        beyond = np.maximum(numbers - sizes[-1], 0.0)
+        table: _Floats = np.interp(numbers, sizes, seconds)
+        table += beyond * slope
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a step takes: `tokens` if all of its rows are greedy, and `drawn` more for those that
+    are not."""
+
+    tokens: Curve
+    drawn: Curve = field(default_factory=lambda: Curve([0, 1], [0.0, 0.0]))
 
 
 _PRIOR = 0.6
@@ -114,7 +135,7 @@ class _Followed:
     def __init__(self, length: int) -> None:
         self.rate = _Rate(_DECAY)
         self.debt = 0.0
-        self.draft = Draft()
+        self.draft = NO_DRAFT
         self.length = length
 
 
@@ -131,46 +152,67 @@ class PayingDrafts:
         self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
         """See `Policy.keep`."""
-        chances = [
-            self._chance(context, draft) ** np.arange(1, 1 + len(draft.tokens))
-            for context, draft in zip(contexts, drafts, strict=True)
-        ]
-        flat = np.concatenate([np.empty(0), *chances])
-        if not len(flat):
-            return [0] * len(drafts)
-        order = np.argsort(-flat, kind="stable")  # those of one draft stay in their order
-        kept = np.zeros(len(flat), dtype=bool)
-        count, price = self._most_gained(flat[order], step)
-        kept[order[:count]] = True
-        ends = np.cumsum([len(draft.tokens) for draft in drafts])
-        counts = [int(part.sum()) for part in np.split(kept, ends[:-1])]
-        for context, count in zip(contexts, counts, strict=True):
-            self._followed[context].debt += count * price
-        return counts
+        kept = [0] * len(drafts)
+        hopeful: list[int] = []
+        firsts: list[float] = []
+        for at, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
+            chance = self._chance(context, draft)
+            if chance:
+                hopeful.append(at)
+                firsts.append(chance)
+        if not hopeful:
+            return kept
+        lengths = np.array([len(drafts[at].tokens) for at in hopeful])
+        ends = lengths.cumsum()
+        nth = np.arange(1, 1 + ends[-1]) - (ends - lengths).repeat(lengths)
+        chances = np.array(firsts).repeat(lengths) ** nth
+        drawn = np.array([contexts[at].is_drawn for at in hopeful]).repeat(lengths)
+        chosen, prices = self._most_gained(chances, drawn, step)
+        counts = np.add.reduceat(chosen, ends - lengths, dtype=np.int64)
+        for at, count in zip(hopeful, counts.tolist(), strict=True):
+            kept[at] = count
+            self._followed[contexts[at]].debt += count * prices[contexts[at].is_drawn]
+        return kept
 
-    def _most_gained(self, chances: npt.NDArray[np.float64], step: StepSize) -> tuple[int, float]:
-        """How many drafts to compute, of `chances` that fall, and what one costs, in tokens.
+    def _most_gained(
+        self, chances: _Floats, drawn: _Bools, step: StepSize
+    ) -> tuple[_Bools, tuple[float, float]]:
+        """Which drafts to compute, and what a greedy and a drawn one of them cost, in tokens.
 
-        A step that only decodes sets what time is worth, in tokens per second; in the actual
-        step, which may compute prompts too, drafts have to bring that for the time they add.
+        `chances` fall within a draft. A step that only decodes sets what time is worth, in tokens
+        per second; in the actual step, which may compute prompts too, drafts have to bring that
+        for the time they add.
         """
-        gains = np.concatenate([[0.0], np.cumsum(chances)])
-        counts = np.arange(len(gains))
-        alone = max(1, step.num_decodes)
-        rate = ((alone + gains) / self._costs.of(alone + counts)).max()
-        seconds = self._costs.of(step.num_tokens + counts)
-        costs = rate * (seconds - seconds[0])
-        count = int((gains - costs).argmax())
-        return count, float(costs[count]) / max(1, count)
+        alone, most, before = max(1, step.num_decodes), len(chances), step.num_drawn
+        decoding = self._costs.tokens.between(alone, alone + most)
+        drawing = self._costs.drawn.between(before, before + most)
+        # The drafts in the order of what they bring, all in all, once drawing them is paid.
+        dearer = alone * (drawing[1] - drawing[0]) / (decoding[0] + drawing[0])
+        order = np.argsort(drawn * dearer - chances, kind="stable")  # a draft stays in its order
+        gains, draws = np.zeros(1 + most), np.zeros(1 + most, dtype=np.int64)
+        chances[order].cumsum(out=gains[1:])
+        drawn[order].cumsum(out=draws[1:])
+        drawing = drawing[draws]
+        rate = ((alone + gains) / (decoding + drawing)).max()
+        computing = self._costs.tokens.between(step.num_tokens, step.num_tokens + most)
+        count = int((gains - rate * (computing + drawing)).argmax())
+        chosen = np.zeros(most, dtype=np.bool_)
+        chosen[order[:count]] = True
+        price = rate * (computing[count] - computing[0]) / max(1, count)
+        more = rate * (drawing[count] - drawing[0]) / max(1, draws[count])
+        return chosen, (price, price + more)
 
     def _chance(self, context: Context, draft: Draft) -> float:
-        """How likely each token of a draft is, if those before it are right; 0 where it is too much
-        in debt."""
-        length = len(context.token_ids)
-        followed = self._followed.setdefault(context, _Followed(length))
-        self._compare(followed, context.token_ids)
-        followed.draft, followed.length = draft, length
-        if followed.debt >= _CREDIT:
+        """How likely each token of a draft is, if those before it are right; 0 where there is none,
+        and where it is too much in debt."""
+        tokens = context.token_ids
+        followed = self._followed.get(context)
+        if followed is None:
+            followed = self._followed[context] = _Followed(len(tokens))
+        elif followed.debt or len(followed.draft.tokens):
+            self._compare(followed, tokens)
+        followed.draft, followed.length = draft, len(tokens)
+        if followed.debt >= _CREDIT or not len(draft.tokens):
             return 0.0
         known, own = self._rate(draft.support), followed.rate
         common = known.hits / known.tries
@@ -178,19 +220,18 @@ class PayingDrafts:
 
     def _compare(self, followed: _Followed, tokens: Sequence[int]) -> None:
         """Count how far the last draft was right, as far as what came since tells."""
-        drafted = followed.draft.tokens
         let_off = _LET_OFF * (len(tokens) - followed.length)
         followed.debt = max(0.0, followed.debt - let_off)
-        came = tokens[followed.length : followed.length + len(drafted)]
-        if not came:
-            return
-        hits = 0
-        while hits < len(came) and came[hits] == drafted[hits]:
+        hits = tries = 0
+        for drafted, came in zip(followed.draft.tokens, tokens[followed.length :], strict=False):
+            tries += 1
+            if drafted != came:
+                break
             hits += 1
-        tries = hits + (hits < len(came))
-        followed.debt = max(0.0, followed.debt - hits)
-        followed.rate.add(hits, tries)
-        self._rate(followed.draft.support).add(hits, tries)
+        if tries:
+            followed.debt = max(0.0, followed.debt - hits)
+            followed.rate.add(hits, tries)
+            self._rate(followed.draft.support).add(hits, tries)
 
     def _rate(self, support: int) -> _Rate:
         rate = self._rates.get(support)

@@ -84,7 +84,8 @@ class Speculator:
         """What is wrong with a draft; empty if nothing is."""
         if len(draft.tokens) > most:
             return f"{len(draft.tokens)} tokens were drafted, at most {most} were asked for"
-        for token in draft.tokens:
-            if not 0 <= token < self._vocab_size:
-                return f"token id {token} was drafted, the vocabulary has {self._vocab_size}"
+        if len(draft.tokens):
+            for token in (min(draft.tokens), max(draft.tokens)):
+                if not 0 <= token < self._vocab_size:
+                    return f"token id {token} was drafted, the vocabulary has {self._vocab_size}"
         return ""

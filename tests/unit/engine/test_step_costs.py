@@ -1,6 +1,13 @@
 """Steps of several sizes are run over a pool of their own, and leave nothing behind."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
 from pyengine.cache import BlockManager
+from pyengine.engine import step_costs
 from pyengine.engine.step_costs import measured_costs
 from pyengine.runner import RunnerLimits
 from tests.support.fake_runner import FakeRunner
@@ -33,3 +40,30 @@ def test_the_tokens_are_of_every_vocabulary() -> None:
     measured_costs(runner, manager, limits)
     assert max(runner.computed) == 256
     assert not any(one["input_ids"].any() for one in runner._sets)
+
+
+def test_what_drawing_takes_is_told_from_what_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock stands still but for 10 s a step, 1 s a row, and 3 s for a row that is drawn."""
+    clock = SimpleNamespace(now=0.0)
+
+    class SlowRunner(FakeRunner):
+        def run(self, *args: Any) -> Any:
+            clock.now += 10 + args[0][0]
+            return super().run(*args)
+
+    class SlowSampler:
+        def launch(self, logits: torch.Tensor, batch: Any) -> Any:
+            clock.now += 0 if batch.draws is None else 3 * len(logits)
+            return SimpleNamespace(token_ids=torch.zeros(len(logits), dtype=torch.int64))
+
+    monkeypatch.setattr(step_costs, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(step_costs, "_SECONDS", 1e9)
+    monkeypatch.setattr(step_costs, "Sampler", SlowSampler)
+    limits = RunnerLimits(
+        max_num_batched_tokens=32, max_num_seqs=32, max_blocks_per_seq=9, rows_per_seq=8
+    )
+    costs = measured_costs(SlowRunner(64, 4), BlockManager(64, 4), limits)
+    assert costs.tokens.between(1, 40).tolist() == [10 + size for size in range(1, 41)]
+    assert costs.drawn.between(0, 40).tolist() == [3 * size for size in range(41)]

@@ -9,6 +9,8 @@ from pyengine.speculation import NgramDrafter
 
 
 class Text:
+    is_drawn = False
+
     def __init__(self, prompt: list[int], output: list[int] | None = None) -> None:
         self.request = Request(request_id="a", prompt_token_ids=prompt)
         self.token_ids = output or []

@@ -3,19 +3,20 @@
 from collections.abc import Sequence
 from random import Random
 
-import numpy as np
 import pytest
 
-from pyengine.speculation import Draft, PayingDrafts, StepCosts, StepSize
+from pyengine.speculation import Curve, Draft, PayingDrafts, StepCosts, StepSize
 from tests.unit.speculation.test_ngram import Text
 
-LINEAR = StepCosts([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018])
+LINEAR = StepCosts(Curve([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018]))
 """45 ms for a row and 1.8 ms for each more."""
 
 
 def test_costs_are_straight_lines_that_never_fall() -> None:
-    costs = StepCosts([1, 4, 8, 16], [2.0, 1.0, 4.0, 8.0])
-    assert costs.of(np.array([1, 3, 4, 6, 16, 31])).tolist() == [1, 1, 1, 2.5, 8, 15]
+    costs = Curve([1, 4, 8, 16], [2.0, 1.0, 4.0, 8.0])
+    found = [costs.between(size, size).item() for size in (31, 1, 3, 4, 6, 16)]
+    assert found == [15, 1, 1, 1, 2.5, 8]
+    assert costs.between(6, 9).tolist() == [2.5, 3.25, 4, 4.5]
 
 
 def trained(right: float, *, steps: int, costs: StepCosts = LINEAR, batch: int = 1) -> list[int]:
@@ -53,7 +54,7 @@ def test_as_many_are_kept_as_pay(right: float, batch: int, least: float, most: f
 
 
 def test_where_rows_cost_as_much_as_steps_nothing_is_kept_for_long() -> None:
-    costs = StepCosts([1, 2], [1.0, 2.0])
+    costs = StepCosts(Curve([1, 2], [1.0, 2.0]))
     assert sum(trained(0.9, steps=100, costs=costs)) == 0
 
 
@@ -92,33 +93,62 @@ def test_what_a_request_loses_whose_drafts_are_never_right_is_bounded(seed: int)
     random, length = Random(seed), 400
     sizes = [1, *sorted(random.sample(range(2, 300), 6))]
     seconds = sorted(random.uniform(0.02, 0.2) for _ in sizes)
-    costs = StepCosts(sizes, seconds)
+    costs = StepCosts(Curve(sizes, seconds), Curve([0, 9], [0.0, random.uniform(0, 0.01)]))
     policy = PayingDrafts(costs)
     bad = [Text([1]) for _ in range(random.choice([1, 2, 8, 32]))]
     good = [Text([2]) for _ in range(random.choice([0, 1, 8]))]
     everybody = [*bad, *good]
+    for text in everybody:
+        text.is_drawn = random.random() < 0.5
+    num_drawn = sum(text.is_drawn for text in everybody)
     random.shuffle(everybody)
     alone = len(everybody)
     lost, largest = dict.fromkeys(bad, 0.0), dict.fromkeys(bad, 0.0)
     for _ in range(length):
-        size = StepSize(alone, alone)
+        size = StepSize(alone, alone, num_drawn)
         counts = policy.keep(everybody, [Draft([7] * 7, 3)] * alone, size)
-        without, with_drafts = costs.of(np.array([alone, alone + sum(counts)]))
-        each = (with_drafts - without) / max(1, sum(counts))
+        draws = sum(count for text, count in zip(everybody, counts, strict=True) if text.is_drawn)
+        computing = costs.tokens.between(alone, alone + sum(counts))
+        drawing = costs.drawn.between(num_drawn, num_drawn + draws)
         for text, count in zip(everybody, counts, strict=True):
+            each = (computing[-1] - computing[0]) / max(1, sum(counts))
+            each += text.is_drawn * (drawing[-1] - drawing[0]) / max(1, draws)
             text.token_ids += [7] * (1 + count) if text in good else [8]
             if text in lost:
                 lost[text] += each * count
                 largest[text] = max(largest[text], each * count)
-    token = costs.of(np.array([alone]))[0] / alone
+    token = (computing[0] + drawing[0]) / alone
     for text in bad:
         assert lost[text] <= token * (1 + 0.01 * length) + largest[text] + 1e-9
     assert sum(lost.values()) > 0
 
 
+def test_a_draft_that_is_drawn_is_charged_for_it() -> None:
+    """Where drawing a row takes as long as computing two, fewer of the same drafts pay."""
+    costs = StepCosts(LINEAR.tokens, Curve([0, 8], [0.0, 8 * 0.0036]))
+    policy, draft = PayingDrafts(costs), Draft([7] * 7, 3)
+    greedy, drawn = Text([1]), Text([2])
+    drawn.is_drawn = True
+    few, many = policy.keep([drawn, greedy], [draft] * 2, StepSize(2, 2, 1))
+    assert 0 < few < many
+    ratio = policy._followed[drawn].debt / few / (policy._followed[greedy].debt / many)
+    assert ratio == pytest.approx(3, rel=0.01)
+    alone = PayingDrafts(costs)
+    assert alone.keep([drawn], [draft], StepSize(1, 1, 1))[0] < 7
+    assert alone.keep([drawn], [Draft()], StepSize(1, 1, 1)) == [0]
+
+
+def test_drawn_rows_make_time_cheaper_for_all() -> None:
+    """A step that takes longer anyway may be made longer by a greedy draft."""
+    costs = StepCosts(Curve([1, 2], [1.0, 1.5]), Curve([0, 1], [0.0, 4.0]))
+    draft = [Draft([7], 3)]
+    assert PayingDrafts(costs).keep([Text([1])], draft, StepSize(2, 2, 0)) == [0]
+    assert PayingDrafts(costs).keep([Text([1])], draft, StepSize(2, 2, 1)) == [1]
+
+
 def test_a_prompt_beside_it_does_not_make_time_cheap() -> None:
     """Rows that are free in a small step are not in one that computes a prompt."""
-    costs = StepCosts([1, 16, 64, 128], [1.0, 1.0, 4.0, 8.0])
+    costs = StepCosts(Curve([1, 16, 64, 128], [1.0, 1.0, 4.0, 8.0]))
     policy = PayingDrafts(costs)
     text, draft = Text([1]), Draft([7] * 7, 3)
     assert policy.keep([text], [draft], StepSize(1, 1)) == [7]
