@@ -21,12 +21,21 @@ import torch.fx.experimental._config
 import torch.nn.functional as F
 
 from pyengine.attention.backend import AttentionOptions, Int32Array, StepInputs
-from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, cuda_obstacle
+from pyengine.attention.needs import (
+    AttentionNeeds,
+    cache_dtype_obstacle,
+    cuda_obstacle,
+    torch_version,
+)
 from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
 from pyengine.cache.kv_pool import KVPool
 from pyengine.cache.memory import upload
+from pyengine.core.errors import ConfigurationError
 
-_LEAST_TORCH = (2, 9)
+_WIDE_OFFSETS = (2, 15)
+"""torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""
+_REACH = 1 << 31
+"""Numbers of a tensor that kernels before can tell apart."""
 _DECODE_TILE = 16
 """The fewest rows of a tile."""
 _PREFILL_TILE = 64
@@ -41,9 +50,6 @@ limit is 8, and past it a step fails."""
 
 def flex_obstacle(needs: AttentionNeeds) -> str | None:
     """Why FlexAttention cannot serve; None: it can."""
-    if needs.torch_version < _LEAST_TORCH:
-        version = ".".join(map(str, needs.torch_version))
-        return f"it needs torch 2.9, this is {version}"
     if needs.device.type == "cuda":
         obstacle = cuda_obstacle(needs, (8, 0))
         size = needs.block_size
@@ -60,7 +66,10 @@ def flex_obstacle(needs: AttentionNeeds) -> str | None:
 
 
 class FlexBackend:
-    """Attention over a `KVPool` by FlexAttention: compiled on CUDA, for tests on the CPU."""
+    """Attention over a `KVPool` by FlexAttention: compiled on CUDA, for tests on the CPU.
+
+    Raises `ConfigurationError` for a pool whose slots the compiled kernels cannot reach.
+    """
 
     name = "flex"
     supports_graphs = True
@@ -68,6 +77,8 @@ class FlexBackend:
     shared_group = None
 
     def __init__(self, pool: KVPool) -> None:
+        if pool.device.type != "cpu":
+            _check_reach(pool)
         self.pool = pool
         self.writer = KVWriter(pool)
         self.library: Any = importlib.import_module("torch.nn.attention.flex_attention")
@@ -90,6 +101,19 @@ class FlexBackend:
         """Prepare a step whose tiles have room for all that its tables can hold."""
         pages = min(self.pool.num_blocks + 1, inputs.block_tables.shape[2])
         return FlexPlan(self, inputs, pages)
+
+
+def _check_reach(pool: KVPool) -> None:
+    if torch_version(torch.__version__) >= _WIDE_OFFSETS:
+        return
+    block = max(tensor[0].numel() for tensor in (*pool.keys, *pool.values))
+    most = _REACH // block - 1  # the trash block is one more
+    if pool.num_blocks > most:
+        raise ConfigurationError(
+            f"num_blocks={pool.num_blocks}: FlexAttention of torch {torch.__version__} reckons in "
+            f"32 bits where a slot lies; give at most num_blocks={most}, another "
+            f"attention_backend, or torch {_WIDE_OFFSETS[0]}.{_WIDE_OFFSETS[1]}"
+        )
 
 
 class FlexPlan:

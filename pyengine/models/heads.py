@@ -49,7 +49,7 @@ def _load(model: Any, first: int, count: int) -> Any:
     if not hasattr(MtpModel, "forward_layer"):
         raise ConfigurationError(
             f"speculation='mtp': transformers {transformers.__version__} cannot run a single head "
-            "(MtpModel.forward_layer): install a newer one"
+            "(MtpModel.forward_layer): install transformers 5.20 or later"
         )
     ours = [rf"model\.layers\.{layer}\." for layer in range(first, first + count)]
     known = model._keys_to_ignore_on_load_unexpected or []

@@ -17,7 +17,9 @@ WINDOW = 48
 VOCABULARY = 1024
 LONGEST = 1024
 _POOL = {True: 256 << 20, False: 24 << 20}
-"""Bytes, on CUDA and on the CPU, where FlexAttention looks at every slot of the pool."""
+"""Bytes, on CUDA and on the CPU."""
+_FLEX_BLOCKS = 36
+"""Of a pool for FlexAttention on the CPU, of 64 tokens: every step looks at every slot there."""
 
 # Heads of 128, which every kernel knows, unless the family has its own.
 _BASE: dict[str, Any] = {
@@ -117,8 +119,11 @@ class Place(Spot):
         Raises `Refused` if the backend says that it cannot serve. One that is installed and does
         not import, compile or run is a failure.
         """
+        pool: dict[str, Any] = {"kv_cache_memory": _POOL[self.on_cuda]}
+        if backend == "flex" and not self.on_cuda:
+            pool = {"num_blocks": _FLEX_BLOCKS}
         settings = {
-            "kv_cache_memory": None if "num_blocks" in settings else _POOL[self.on_cuda],
+            **({} if "num_blocks" in settings else pool),
             "max_model_len": LONGEST,
             "max_num_seqs": 8,
             "enforce_eager": True,

@@ -26,8 +26,16 @@ MODELS = [("deepseek_v3", 1), ("deepseek_v3", 2), ("glm4_moe", 1), ("glm4_moe", 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
 
 
+@pytest.fixture(scope="module")
+def can_run() -> None:
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("needs a transformers that runs a single head")
+
+
 @pytest.fixture(scope="module", params=MODELS, ids=lambda one: f"{one[0]}-{one[1]}")
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def made(
+    can_run: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """A folder, and the number of heads."""
     family, heads = request.param
     path = tmp_path_factory.mktemp(family)
@@ -205,11 +213,12 @@ def test_a_transformers_that_is_too_old_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_with_heads("glm4_moe", tmp_path, 1)
-    monkeypatch.delattr(MtpModel, "forward_layer")
+    monkeypatch.delattr(MtpModel, "forward_layer", raising=False)
     with pytest.raises(ConfigurationError, match=r"transformers [\d.]+ cannot run a single head"):
         served(tmp_path, **ROOMY, speculation="mtp")
 
 
+@pytest.mark.usefixtures("can_run")
 def test_heads_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     save_with_heads("glm4_moe", tmp_path, 1)
     path = tmp_path / "model.safetensors"
@@ -298,6 +307,7 @@ def waited(llm: LLM) -> list[int]:
     return [steps[f"new {at}"] for at in range(ARRIVALS)]
 
 
+@pytest.mark.usefixtures("can_run")
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_nobody_starves_beside_heads(tmp_path: Path, is_ahead: bool) -> None:
     """256 sequences with seven drafts each are the whole budget of 2,048 tokens."""

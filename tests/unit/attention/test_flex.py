@@ -6,7 +6,10 @@ import torch
 from hypothesis import given, settings
 from torch._dynamo.utils import counters
 
+from pyengine.attention import flex
 from pyengine.attention.flex import RECOMPILE_LIMIT, FlexBackend, compiled, tile_pages
+from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.core.errors import ConfigurationError
 from tests.unit.attention.steps import (
     CASES,
     Shape,
@@ -77,6 +80,32 @@ def test_a_kind_of_layer_is_compiled_once_and_once_more_for_a_single_row():
     torch._dynamo.reset()
     assert seen == [2, 4]
     assert torch._dynamo.config.recompile_limit >= RECOMPILE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("version", "dims", "most"),
+    [
+        ("2.11.0+cu130", (128, 128), 32_767),
+        ("2.14.1", (64, 128), 32_767),
+        ("2.15.0", (128, 128), None),
+    ],
+)
+def test_a_pool_is_refused_whose_slots_the_kernels_of_this_torch_cannot_reach(
+    monkeypatch, version, dims, most
+):
+    """Their offsets are of 32 bits before 2.15: past that they read elsewhere, and say nothing."""
+    monkeypatch.setattr(flex.torch, "__version__", version)
+
+    def build(num_blocks):
+        spec = KVCacheSpec(8, *dims, torch.bfloat16)
+        return FlexBackend(KVPool([spec], num_blocks, 64, torch.device("meta")))
+
+    build(most or 1 << 20)
+    if most is not None:
+        with pytest.raises(
+            ConfigurationError, match=f"num_blocks={most + 1}: .* num_blocks={most},"
+        ):
+            build(most + 1)
 
 
 def test_keys_and_values_may_differ_in_size():

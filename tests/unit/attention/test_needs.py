@@ -31,7 +31,7 @@ def test_the_machine_is_described(layers):
     needs = needs_of(on_meta("llama"), CPU, torch.bfloat16, block_size=32)
     assert (needs.device, needs.block_size, needs.capability) == (CPU, 32, None)
     assert needs.torch_version == torch_version(torch.__version__)
-    assert needs.torch_version >= (2, 8)
+    assert needs.torch_version >= (2, 9)
     assert needs.cache_dtype == torch.bfloat16
 
 

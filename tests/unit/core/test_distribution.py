@@ -17,6 +17,20 @@ def test_the_name_is_the_one_of_pyproject() -> None:
     assert settings["project"]["name"] == distribution.DISTRIBUTION
 
 
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_the_oldest_version_is_told_once(name: str) -> None:
+    """What pyproject.toml asks for is what the page on dependencies gives the reason of."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (asked,) = [
+        one.removeprefix(f"{name}>=")
+        for one in settings["project"]["optional-dependencies"]["engine"]
+        if one.startswith(f"{name}>")
+    ]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+    assert re.findall(r"from ([\d.]+),", row) == [asked]
+
+
 def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distribution, "version", lambda name: f"{name} 7")
     assert distribution.package_version() == "pyengine-kv 7"
