@@ -39,7 +39,8 @@ class Child:
         """
         if self._process is None:
             self._start()
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         self._pipe.send((call, args))
         answered = False
         try:
@@ -48,8 +49,8 @@ class Child:
             try:
                 error, value, is_usable = self._pipe.recv()
             except EOFError:
-                self._process.join()
-                raise ChildError(f"the process {_words(self._process.exitcode)}") from None
+                process.join()
+                raise ChildError(f"the process {_words(process.exitcode)}") from None
             answered = is_usable
         finally:  # also if this process is interrupted meanwhile
             if not answered:
@@ -59,14 +60,17 @@ class Child:
         raise error from ChildError(f"in its own process:\n{value}")
 
     def end(self) -> None:
-        """End the process and all that it started; the next call starts a new one."""
-        if self._process is not None:
-            assert self._process.pid is not None
+        """End the process and all that it started; the next call starts a new one.
+
+        From any thread: a call that is under way in another one raises.
+        """
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.pid is not None
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.join()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
             self._pipe.close()
-            self._process = None
 
     def _start(self) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()

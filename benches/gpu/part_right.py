@@ -1,9 +1,7 @@
 """Is it right? The checks of three families, random requests with overlap and without, and a run
 under compute-sanitizer."""
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,33 +16,36 @@ from tests.gpu.models import Place
 
 SANITISED = "benches.gpu.part_right"
 ROOT = Path(__file__).parents[2]
+_RESERVE = 5.0
+"""Seconds of a step that are kept for telling what was found."""
 
 
-def checks(spot: Spot, name: str, wanted: str, seconds: float) -> Found:
-    """Some of tests/gpu; the lines of their report."""
+def checks(spot: Spot, name: str, wanted: str) -> Found:
+    """Some of tests/gpu, as many as there is time for; the lines of their report."""
     report = Path(spot.folder) / f"checks-{name}.md"
     command = [sys.executable, "-m", "pytest", "tests/gpu", "--device", spot.device]
     command += ["--report", str(report), "-k", wanted, "--maxfail", "6"]
-    status, said = _ended(command, seconds - 10)
-    ended = (said.strip().splitlines() or ["no word"])[-1] if status is not None else "out of time"
+    status, said = ended(command, spot.seconds - _RESERVE)
+    last = (said.strip().splitlines() or ["no word"])[-1] if status is not None else "out of time"
     lines = report.read_text().splitlines() if report.exists() else []
     failed = [one for one in lines if one.startswith("- failed")]
     if failed or status not in {0, 5, None}:  # 5: nothing to run here
-        raise AssertionError("\n".join([ended, *(failed or lines[-20:])]))
-    return {"passed": sum(one.startswith("- passed") for one in lines), "ended": ended}
+        raise AssertionError("\n".join([last, *(failed or lines[-20:])]))
+    return {"passed": sum(one.startswith("- passed") for one in lines), "ended": last}
 
 
-def _ended(command: list[str], seconds: float) -> tuple[int | None, str]:
-    """A command's status, None if it had to be ended, with all that it started; what it said."""
+def ended(command: list[str], seconds: float) -> tuple[int | None, str]:
+    """A command's status, None if it had to be ended, and what it said.
+
+    It is in the group of its step's process: whatever ends that, ends the command.
+    """
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
         status = None
         with suppress(subprocess.TimeoutExpired):
             status = process.wait(seconds)
         if status is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
         said.seek(0)
         return status, said.read()
@@ -95,7 +96,7 @@ def sanitised(spot: Spot, tool: str) -> Found:
         raise NotHere("compute-sanitizer is for CUDA, and has to be installed")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     command += ["--print-limit", "5", sys.executable, "-m", SANITISED, spot.device, spot.folder]
-    status, said = _ended(command, 110)
+    status, said = ended(command, spot.seconds - _RESERVE)
     lines = said.strip().splitlines()[-25:]
     if status is None:
         return {"ended": "out of time", "said": lines[-1] if lines else ""}
@@ -118,7 +119,7 @@ def _families(backend: str) -> str:
 
 
 def _check(name: str, wanted: str, seconds: float) -> Step:
-    return Step(f"checks: {name}", checks, (name, wanted, seconds), seconds)
+    return Step(f"checks: {name}", checks, (name, wanted), seconds)
 
 
 STEPS = [

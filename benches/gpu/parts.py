@@ -75,7 +75,8 @@ def take(step: Step, spot: Spot, child: Child) -> tuple[str, Found]:
     """A step's outcome, and what is to be written down of it."""
     begun = monotonic()
     try:
-        found = child.run(step.call, spot, *step.arguments, seconds=step.seconds)
+        here = replace(spot, seconds=step.seconds)
+        found = child.run(step.call, here, *step.arguments, seconds=step.seconds)
     except NotHere as why:
         return "not here", {"because": str(why)}
     except Exception as error:  # whatever it is, the next step is tried
@@ -102,18 +103,16 @@ def run(steps: Sequence[Step], spot: Spot, report: Report, minutes: float) -> No
 
 def _taken(steps: Sequence[Step], spot: Spot, remaining: float) -> list[tuple[str, Found]]:
     children = [Child() for _ in steps]
-    try:
-        with ThreadPoolExecutor(len(steps)) as threads:
-            works = [
-                threads.submit(
-                    take, replace(step, seconds=min(step.seconds, remaining)), spot, child
-                )
-                for step, child in zip(steps, children, strict=True)
-            ]
+    with ThreadPoolExecutor(len(steps)) as threads:
+        works = [
+            threads.submit(take, replace(step, seconds=min(step.seconds, remaining)), spot, child)
+            for step, child in zip(steps, children, strict=True)
+        ]
+        try:
             return [work.result() for work in works]
-    finally:
-        for child in children:
-            child.end()
+        finally:  # before the threads are waited for: who is cut off waits for no step
+            for child in children:
+                child.end()
 
 
 class CutOff(BaseException):

@@ -9,10 +9,11 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a part runs, and the folder that it may leave files in."""
+    """Where a part runs, the folder that it may leave files in, and how long a step may take."""
 
     device: str
     folder: str
+    seconds: float = 120.0
 
     @property
     def on_cuda(self) -> bool:

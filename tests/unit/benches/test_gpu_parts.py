@@ -2,11 +2,15 @@
 
 import importlib
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from benches.gpu.part_right import ended
 from benches.gpu.parts import PARTS, Report, run
 from benches.gpu.steps import Found, NotHere, Spot, Step
 
@@ -58,6 +62,53 @@ def test_every_step_has_its_line(tmp_path: Path) -> None:
         "; 3 failed.",
     ):
         assert words in page
+
+
+def commands(spot: Spot, seconds: float) -> Found:
+    """A command without end, which is given so many seconds; its number is in a file."""
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    status, _ = ended([sys.executable, "-c", code, f"{spot.folder}/pid"], seconds)
+    return {"status": status}
+
+
+def lives(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(2, "done  commands: status None"), (60, "ended by force")]
+)
+def test_a_command_ends_with_its_step(tmp_path: Path, seconds: float, words: str) -> None:
+    """By itself where there was time to say what it has found, and else with its process."""
+    report = Report(tmp_path / "page.md", "A part")
+    step = Step("commands", commands, (seconds,), 4)
+    run([step], Spot("cpu", str(tmp_path)), report, minutes=5)
+    report.end("Through")
+    assert words in (tmp_path / "page.md").read_text()
+    assert not lives(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.slow
+def test_who_is_cut_off_has_a_report(tmp_path: Path) -> None:
+    """A part as it is called, ended from outside in the middle of a step."""
+    command = [sys.executable, "-m", "benches.gpu.parts", "right", "--device", "cpu"]
+    command += ["--out", str(tmp_path), "--only", "checks: gather"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    checks = tmp_path / "checks-gather.md"
+    while not checks.exists():  # its checks run
+        time.sleep(0.1)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 1
+    page = (tmp_path / "right.md").read_text()
+    assert "failed  checks: gather: because cut off" in page
+    assert "Cut off after" in page
+    before = checks.read_text()
+    time.sleep(1)
+    assert checks.read_text() == before  # nobody goes on
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
