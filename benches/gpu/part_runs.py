@@ -170,7 +170,7 @@ def long_prompt(spot: Spot) -> Found:
     place = Place(spot.device, spot.folder)
     folder = place.model("llama", "llama-long", max_position_embeddings=8192)
     random = Random(1)
-    length = spot.either(5_000, 700)
+    length, longest = spot.either((5_000, 8_192), (700, 1_024))
     prompts = [tokens(length, random), tokens(20, random), tokens(33, random)]
     answers = []
     for ahead in (False, True):
@@ -178,7 +178,7 @@ def long_prompt(spot: Spot) -> Found:
             folder,
             "float32",
             "gather" if not spot.on_cuda else "auto",
-            max_model_len=8192,
+            max_model_len=longest,
             max_num_batched_tokens=512,
             async_scheduling=ahead,
             enforce_eager=False,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benches.gpu.part_right import ended
+from benches.gpu.part_runs import long_prompt
 from benches.gpu.parts import PARTS, Report, run
 from benches.gpu.steps import Found, NotHere, Spot, Step
 
@@ -109,6 +110,11 @@ def test_who_is_cut_off_has_a_report(tmp_path: Path) -> None:
     before = checks.read_text()
     time.sleep(1)
     assert checks.read_text() == before  # nobody goes on
+
+
+@pytest.mark.slow
+def test_the_long_prompt_fits_into_the_pool_of_a_dry_run(tmp_path: Path) -> None:
+    assert long_prompt(Spot("cpu", str(tmp_path))) == {"prompt": 700, "equal": 3}
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
