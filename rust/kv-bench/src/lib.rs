@@ -34,7 +34,7 @@ pub fn world() -> Result<World, Error> {
 }
 
 /// All of them. A prompt's way is `sequence`, `begin_step`, `prefill`, `commit`, and its handle dropped.
-pub const OPERATIONS: [Operation; 13] = [
+pub const OPERATIONS: [Operation; 14] = [
     Operation {
         name: "cold-prefill-512",
         prepare: |world| world.receive_new(SHORT, 1),
@@ -45,14 +45,26 @@ pub const OPERATIONS: [Operation; 13] = [
         prepare: |world| world.receive_new(LONG, 1),
         run: World::serve,
     },
-    // Every block goes and comes, and each is named.
+    // Of every block it is told that it goes and comes ...
     Operation {
         name: "told-prefill-8192",
         prepare: |world| {
             world.keep_events()?;
+            world.take_events()?;
             world.receive_new(LONG, 1)
         },
-        run: World::serve_and_tell,
+        run: World::serve,
+    },
+    // ... and each is named when that is read.
+    Operation {
+        name: "take-events-8192",
+        prepare: |world| {
+            world.keep_events()?;
+            world.take_events()?;
+            world.receive_new(LONG, 1)?;
+            world.serve()
+        },
+        run: World::take_events,
     },
     Operation {
         name: "hot-prefill-512",

@@ -43,13 +43,12 @@ impl World {
         Self::full_of(known, config)
     }
 
-    /// The same, of a manager that keeps events, which are taken from here on.
+    /// The same, of a manager that keeps events.
     pub(crate) fn keep_events(&mut self) -> Outcome {
         let mut config = self.manager.config().clone();
         if !config.events {
             config.events = true;
             *self = Self::full_of(self.known.len(), config)?;
-            self.manager.take_events();
         }
         Ok(())
     }
@@ -104,9 +103,8 @@ impl World {
         self.stop_all()
     }
 
-    /// The same, and what is told of it.
-    pub(crate) fn serve_and_tell(&mut self) -> Outcome {
-        self.serve()?;
+    /// What became of contents since the last time.
+    pub(crate) fn take_events(&mut self) -> Outcome {
         drop(self.manager.take_events());
         Ok(())
     }

@@ -27,8 +27,9 @@ use hashbrown::HashTable;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::events::Event;
-use crate::hash::{ContentHasher, Names};
+use crate::hash::ContentHasher;
 use crate::ids::{BlockId, RunId};
+use crate::names::Names;
 use crate::survey::Branch;
 
 /// A place among the contents: behind so many rows of a run. It stands for the content of the last of
@@ -141,7 +142,13 @@ pub(crate) struct Contents {
 }
 
 impl Contents {
-    pub(crate) fn new(block_size: usize, groups: usize, hasher: ContentHasher) -> Self {
+    /// For about so many of them.
+    pub(crate) fn new(
+        usual_len: usize,
+        block_size: usize,
+        groups: usize,
+        hasher: ContentHasher,
+    ) -> Self {
         Self {
             block_size,
             groups,
@@ -150,7 +157,7 @@ impl Contents {
             vacant: Vec::new(),
             index: HashTable::new(),
             namespaces: HashMap::new(),
-            named: Names::default(),
+            named: Names::new(usual_len),
             gone: Vec::new(),
             rows: 0,
             hashed: 0,
@@ -478,6 +485,12 @@ impl Contents {
         blocks.iter().filter_map(|block| block.some())
     }
 
+    /// Whether another block holds a content that has just lost one.
+    #[inline]
+    pub(crate) fn is_held(&self, spot: Spot) -> bool {
+        self.groups > 1 && self.blocks(spot).next().is_some()
+    }
+
     /// Moves the content of a group to another block, or gives it one again.
     #[inline]
     pub(crate) fn set_block(&mut self, spot: Spot, group: usize, block: BlockId) {
@@ -570,30 +583,40 @@ impl Contents {
         name
     }
 
+    /// The names that the rows `first` to `last` of a run have, from 1, which were asked for before.
+    pub(crate) fn names(&self, run: RunId, first: u32, last: u32) -> &[u128] {
+        let Run { names, asked, .. } = self.run(run);
+        debug_assert!(last <= *asked);
+        let end = names.len().min(last as usize);
+        names.get(first as usize - 1..end).unwrap_or_default()
+    }
+
     /// Names a run's leading rows up to `spot`, given the name of what it hangs behind.
     fn name_in(&mut self, spot: Spot, parent: Option<u128>) -> Option<u128> {
-        for name in self.gone.drain(..) {
-            self.named.remove(&name);
-        }
+        self.named.remove_all(&self.gone);
+        self.gone.clear();
         let run = &mut self.runs[spot.run.at()];
         if let Some(namespace) = &run.namespace {
             return Some(self.hasher.root(namespace));
         }
         let known = run.asked as usize;
-        let mut before = match known {
+        let before = match known {
             0 => parent,
             _ => run.names.get(known - 1).copied(),
         };
-        let tokens = run.tokens.chunks_exact(self.block_size);
-        for tokens in tokens.take(spot.rows as usize).skip(known) {
-            let Some(parent) = before else { break };
-            let name = self.hasher.child(parent, tokens);
-            self.hashed += 1;
-            before = self.named.insert(name).then_some(name);
-            self.collisions += u64::from(before.is_none());
-            run.names.extend(before);
-        }
         run.asked = run.asked.max(spot.rows);
+        let mut before = before?;
+        let new = &run.tokens[known * self.block_size..run.asked as usize * self.block_size];
+        let hashes = new.chunks_exact(self.block_size).map(|tokens| {
+            before = self.hasher.child(before, tokens);
+            before
+        });
+        run.names.extend(hashes);
+        let new = &run.names[known..];
+        self.hashed += new.len() as u64;
+        let distinct = self.named.add_leading(new);
+        self.collisions += u64::from(distinct < new.len());
+        run.names.truncate(known + distinct);
         run.names.get(spot.row()).copied()
     }
 

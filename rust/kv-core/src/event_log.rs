@@ -20,13 +20,19 @@ impl EventLog {
         self.stored.push((end, rows));
     }
 
-    /// A content is there no more; all that is stored was settled before.
-    #[inline]
-    pub(crate) fn remove(&mut self, hash: u128) {
+    /// Contents that follow each other are there no more, the last one went first; all that is stored was
+    /// settled before.
+    pub(crate) fn remove(&mut self, names: &[u128]) {
         debug_assert!(self.stored.is_empty());
+        if names.is_empty() {
+            return;
+        }
+        let names = names.iter().rev();
         match self.events[self.told..].last_mut() {
-            Some(Event::Removed { hashes }) => hashes.push(hash),
-            _ => self.events.push(Event::Removed { hashes: vec![hash] }),
+            Some(Event::Removed { hashes }) => hashes.extend(names),
+            _ => self.events.push(Event::Removed {
+                hashes: names.copied().collect(),
+            }),
         }
     }
 

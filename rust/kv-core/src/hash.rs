@@ -8,34 +8,12 @@
 //! XXH3 is Yann Collet's (xxHash 0.8). The seed enters once, at the root, and reaches every
 //! descendant through the chain. Given a seed, hashes are equal in every process on every machine.
 
-use std::collections::HashSet;
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
+use std::hash::{BuildHasher, Hasher, RandomState};
 
 use xxhash_rust::xxh3::{xxh3_128, xxh3_128_with_seed};
 
 /// Tokens that a block may have for its bytes to be hashed from the stack.
 const STACK_TOKENS: usize = 64;
-
-/// Content hashes, looked up by themselves: they are not hashed once more.
-pub(crate) type Names = HashSet<u128, BuildHasherDefault<OfName>>;
-
-/// Half of the one number that it sees.
-#[derive(Default)]
-pub(crate) struct OfName(u64);
-
-impl Hasher for OfName {
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("a name is one number");
-    }
-
-    fn write_u128(&mut self, name: u128) {
-        self.0 = name as u64;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
 
 /// Chained 128-bit content hashes under one seed.
 #[derive(Clone, Debug)]

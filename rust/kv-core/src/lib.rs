@@ -48,6 +48,7 @@ mod ids;
 mod lease;
 mod manager;
 mod matching;
+mod names;
 mod pool;
 mod queue;
 mod sequence;

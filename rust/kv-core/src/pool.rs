@@ -46,6 +46,22 @@ const NEW: Block = Block {
     list: List::Free,
 };
 
+/// Rows of a run that go one after the other, the last first.
+#[derive(Clone, Copy)]
+struct Gone {
+    run: RunId,
+    first: u32,
+    last: u32,
+}
+
+impl Gone {
+    const NOTHING: Self = Self {
+        run: RunId::NONE,
+        first: 0,
+        last: 0,
+    };
+}
+
 /// The steps that are open: the older and the newer one, which may be the same.
 pub(crate) type OpenSteps = Option<[u32; 2]>;
 
@@ -87,7 +103,7 @@ impl Pool {
             blocks,
             queue,
             policy: Policy::new(config.eviction, num_blocks),
-            contents: Contents::new(block_size, config.groups.len(), hasher),
+            contents: Contents::new(num_blocks, block_size, config.groups.len(), hasher),
             shared,
             active: 0,
             open: None,
@@ -360,41 +376,56 @@ impl Pool {
         for &block in &taken[start..idle] {
             self.blocks[block.at()] = held;
         }
-        let mut last = RunId::NONE;
+        let mut gone = Gone::NOTHING;
         for &block in &taken[idle..] {
-            let run = self.evict(block, held);
-            // As a rule the end of a run goes first: it is shortened once.
-            if run != last && last != RunId::NONE {
-                self.contents.shorten(last);
-            }
-            last = run;
+            self.evict(block, held, &mut gone);
         }
-        if last != RunId::NONE {
-            self.contents.shorten(last);
-        }
+        self.end_run(gone);
         self.active += count;
         self.stats.allocated_blocks += count as u64;
     }
 
-    /// An idle block loses its content, and becomes what `then` says. The run in which that is, which may
-    /// have to be shortened.
+    /// An idle block loses its content, and becomes what `then` says. What goes with it of the run before,
+    /// or of its own, is in `gone`.
     #[inline(always)] // every block of a cold prompt comes here
-    fn evict(&mut self, block: BlockId, then: Block) -> RunId {
+    fn evict(&mut self, block: BlockId, then: Block, gone: &mut Gone) {
         let Block { content, group, .. } = std::mem::replace(&mut self.blocks[block.at()], then);
         if self.policy.remembers()
             && let Some(hash) = self.contents.name(content)
         {
             self.policy.evicted(Ghost { hash, group });
         }
-        if let Some(events) = &mut self.events
-            && self.contents.blocks(content).nth(1).is_none()
-            && let Some(hash) = self.contents.name(content)
-        {
-            events.remove(hash);
+        // As a rule the end of a run goes first, row by row: it is told and shortened once.
+        if content.run != gone.run {
+            self.end_run(*gone);
+            *gone = Gone {
+                run: content.run,
+                ..Gone::NOTHING
+            };
         }
         self.contents.empty_block(content, usize::from(group));
+        if self.events.is_some() && !self.contents.is_held(content) {
+            if content.rows + 1 != gone.first {
+                self.tell_gone(*gone);
+                gone.last = content.rows;
+            }
+            gone.first = content.rows;
+        }
         self.stats.evicted_blocks += 1;
-        content.run
+    }
+
+    /// Tells what is gone of a run, and shortens it.
+    fn end_run(&mut self, gone: Gone) {
+        if gone.run != RunId::NONE {
+            self.tell_gone(gone);
+            self.contents.shorten(gone.run);
+        }
+    }
+
+    fn tell_gone(&mut self, Gone { run, first, last }: Gone) {
+        if let Some(events) = self.events.as_mut().filter(|_| last > 0) {
+            events.remove(self.contents.names(run, first, last));
+        }
     }
 
     /// Forgets every content that nobody holds. How many blocks that are.
@@ -407,8 +438,9 @@ impl Pool {
         }
         for &block in &idle {
             self.queue.unlink(self.blocks[block.at()].list, block);
-            let run = self.evict(block, NEW);
-            self.contents.shorten(run);
+            let mut gone = Gone::NOTHING;
+            self.evict(block, NEW, &mut gone);
+            self.end_run(gone);
             self.settle(&[block]);
         }
         let nothing_held = self.contents.held().next().is_none();

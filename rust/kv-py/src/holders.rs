@@ -25,9 +25,9 @@ pub(crate) fn packed(events: &[Event]) -> (Vec<u8>, Vec<u8>) {
             Event::Cleared => (CLEARED, &[0][..]),
         };
         kinds.resize(kinds.len() + hashes.len(), kind);
-        names.extend(hashes.iter().flat_map(|hash| hash.to_le_bytes()));
+        names.extend(hashes.iter().map(|hash| hash.to_le_bytes()));
     }
-    (kinds, names)
+    (kinds, names.into_flattened())
 }
 
 /// Which of at most 128 holders, numbers from 0, hold which contents of `block_size` tokens each.

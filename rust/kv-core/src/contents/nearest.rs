@@ -92,7 +92,7 @@ mod tests {
     use crate::ids::BlockId;
 
     fn contents() -> (Contents, Spot) {
-        let mut contents = Contents::new(4, 1, ContentHasher::new(1, 128));
+        let mut contents = Contents::new(64, 4, 1, ContentHasher::new(1, 128));
         let root = contents.hold_root(b"");
         (contents, root)
     }

@@ -1,0 +1,151 @@
+//! The names that contents have, so that no two have the same.
+//!
+//! Names are hashes already: the low bits say in which line of the cache a name stands, and 32 bits mixed
+//! of all of its low half stand for it there, anywhere in the line. So what comes and what goes is one
+//! comparison of a line, whatever stands in it: in a list of slots, one after the other, the ends of
+//! searches cannot be foreseen, and each costs more than the search. Two names that look alike count as
+//! equal, once in 2^32 comparisons: that costs a name, no more.
+
+use std::collections::HashSet;
+
+/// Marks of names, 0 where there is none.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line([u32; 16]);
+
+/// A line is for so many names, on average and at most.
+const USUAL: usize = 4;
+
+/// A set of names.
+pub(crate) struct Names {
+    /// A power of two of them, or none before the first name.
+    lines: Vec<Line>,
+    /// Lines and marks of names for which there was no room.
+    others: HashSet<(usize, u32)>,
+    len: usize,
+    usual_len: usize,
+}
+
+#[inline]
+fn mark(name: u128) -> u32 {
+    // The golden ratio: names of few bits, as tests ask for, have marks of their own.
+    let mixed = (name as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((mixed >> 32) as u32).max(1)
+}
+
+impl Line {
+    /// Where this mark stands.
+    #[inline]
+    fn place(&self, mark: u32) -> Option<usize> {
+        let places = self.0.iter().enumerate();
+        let found = places.fold(0_u32, |found, (at, &there)| {
+            found | u32::from(there == mark) << at
+        });
+        (found != 0).then(|| found.trailing_zeros() as usize)
+    }
+}
+
+impl Names {
+    /// For about so many names.
+    pub(crate) fn new(usual_len: usize) -> Self {
+        Self {
+            lines: Vec::new(),
+            others: HashSet::new(),
+            len: 0,
+            usual_len,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    fn line(&self, name: u128) -> usize {
+        name as usize & (self.lines.len() - 1)
+    }
+
+    /// Adds the leading names that are not there; how many these are.
+    pub(crate) fn add_leading(&mut self, names: &[u128]) -> usize {
+        if self.lines.is_empty() {
+            let count = (self.usual_len / USUAL).next_power_of_two();
+            self.lines = vec![Line([0; 16]); count];
+        }
+        self.touch(names);
+        let added = names.iter().take_while(|&&name| self.add(name)).count();
+        self.len += added;
+        added
+    }
+
+    #[inline]
+    fn add(&mut self, name: u128) -> bool {
+        if self.contains(name) {
+            return false;
+        }
+        let at = self.line(name);
+        let line = &mut self.lines[at];
+        match line.place(0) {
+            Some(place) => line.0[place] = mark(name),
+            None => _ = self.others.insert((at, mark(name))),
+        }
+        true
+    }
+
+    #[inline]
+    pub(crate) fn contains(&self, name: u128) -> bool {
+        let (at, mark) = (self.line(name), mark(name));
+        self.lines[at].place(mark).is_some()
+            || !self.others.is_empty() && self.others.contains(&(at, mark))
+    }
+
+    /// Takes out names that are there.
+    pub(crate) fn remove_all(&mut self, names: &[u128]) {
+        self.touch(names);
+        for &name in names {
+            let at = self.line(name);
+            let line = &mut self.lines[at];
+            match line.place(mark(name)) {
+                Some(place) => line.0[place] = 0,
+                None => _ = self.others.remove(&(at, mark(name))),
+            }
+            self.len -= 1;
+        }
+    }
+
+    /// Reads where these names are looked for, so that the cache misses of what comes next overlap.
+    fn touch(&self, names: &[u128]) {
+        let marks = names.iter().map(|&name| self.lines[self.line(name)].0[0]);
+        std::hint::black_box(marks.fold(0, |seen, mark| seen ^ mark));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// In one line, in which not all have a place, and in some.
+        #[test]
+        fn they_are_a_set(
+            usual_len in prop::sample::select(vec![0_usize, 9, 100]),
+            steps in prop::collection::vec((any::<bool>(), prop::collection::vec(0..40_u128, 1..12)), 1..200),
+        ) {
+            let (mut names, mut set) = (Names::new(usual_len), BTreeSet::new());
+            names.add_leading(&[]);
+            for (adds, some) in steps {
+                if adds {
+                    let added = some.iter().take_while(|&&name| set.insert(name)).count();
+                    prop_assert_eq!(names.add_leading(&some), added);
+                } else if set.remove(&some[0]) {
+                    names.remove_all(&some[..1]);
+                }
+                prop_assert_eq!(names.len(), set.len());
+                prop_assert!((0..40).all(|name| names.contains(name) == set.contains(&name)));
+            }
+        }
+    }
+}
