@@ -1,9 +1,10 @@
 """How long steps of some sizes take: what drafts may cost follows from it."""
 
-from collections.abc import Callable
-from functools import partial
 from time import perf_counter
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.cache import BlockManager, NoBudget, NoRoom, StepPlan
@@ -12,39 +13,42 @@ from pyengine.runner import Runner, RunnerLimits
 from pyengine.sampling import Sampler, SamplingBatch, SamplingState
 from pyengine.speculation import Curve, StepCosts
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_RUNS = 3
+_Times: TypeAlias = npt.NDArray[np.float64]
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TURNS = 4
 _SECONDS = 1.5
-"""Sizes are measured in their order until so much time has gone."""
+"""Sizes are measured in their order, and all of them again, until so much time has gone."""
 
 
 def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) -> StepCosts:
     """Run steps whose tokens all give logits, decodes and drafts, and take the time.
 
-    Rows are drawn without filters, which takes longest as a rule. `manager` is one of its own over
-    the runner's pool, which holds nothing yet.
+    The least of several turns counts, two at least: the first makes what is made at first use, and
+    what else the machine does at times lasts longer than a few steps of one size. Rows are drawn
+    without filters, which takes longest as a rule. `manager` is one of its own over the runner's
+    pool, which holds nothing yet.
     """
-    sizes: list[int] = []
-    seconds: list[float] = []
-    drawing: list[float] = []
+    least: dict[int, _Times] = {}
     start = perf_counter()
-    for size in _SIZES:
-        is_late = len(sizes) > 1 and perf_counter() - start > _SECONDS
-        if size > limits.max_num_samples or is_late:
+    sizes = [size for size in _SIZES if size <= limits.max_num_samples]
+    for turn in range(_TURNS):
+        for size in sizes:
+            is_late = len(least) > 1 and perf_counter() - start > _SECONDS
+            is_new = size not in least
+            plan = None if is_late and is_new else _plan(manager, size, limits.rows_per_seq)
+            if plan is None:
+                sizes = sizes[: sizes.index(size)]
+                break
+            times = _times(runner, plan)
+            plan.rollback()
+            least[size] = np.minimum(times, least.get(size, times))
+        if turn and perf_counter() - start > _SECONDS:
             break
-        plan = _plan(manager, size, limits.rows_per_seq)
-        if plan is None:
-            break
-        logits = _computed(runner, plan)
-        greedy, drawn = [_batch(size, logits.shape[1], temperature) for temperature in (0, 1)]
-        sizes.append(size)
-        seconds.append(_least(partial(_step, runner, plan, greedy)))
-        more = _least(partial(_sample, logits, drawn)) - _least(partial(_sample, logits, greedy))
-        drawing.append(max(0.0, more))
-        plan.rollback()
     if len(sizes) < 2:  # no step has room for a draft
         return StepCosts(Curve([1, 2], [1.0, 2.0]))
-    return StepCosts(Curve(sizes, seconds), Curve([0, *sizes], [0.0, *drawing]))
+    steps, drawing = np.array([least[size] for size in sizes]).T.tolist()
+    return StepCosts(Curve(sizes, steps), Curve([0, *sizes], [0.0, *drawing]))
 
 
 def _plan(manager: BlockManager, size: int, rows: int) -> StepPlan | None:
@@ -59,30 +63,18 @@ def _plan(manager: BlockManager, size: int, rows: int) -> StepPlan | None:
     return plan
 
 
-def _batch(size: int, vocab_size: int, temperature: float) -> SamplingBatch:
-    params = SamplingParams(temperature=temperature)
-    return SamplingBatch([SamplingState(params, (), seed=0, vocab_size=vocab_size)] * size)
-
-
-def _computed(runner: Runner, plan: StepPlan) -> torch.Tensor:
-    return runner.prepare(plan)(None).sampling
-
-
-def _step(runner: Runner, plan: StepPlan, rows: SamplingBatch) -> None:
-    _sample(_computed(runner, plan), rows)
-
-
-def _sample(logits: torch.Tensor, rows: SamplingBatch) -> None:
-    Sampler().launch(logits, rows).token_ids.tolist()  # the device is through with it
-
-
-def _least(work: Callable[[], None]) -> float:
-    """Seconds that it takes, where the machine does little else."""
-    work()  # what is made at first use is made now
-    return min(_seconds(work) for _ in range(_RUNS))
-
-
-def _seconds(work: Callable[[], None]) -> float:
+def _times(runner: Runner, plan: StepPlan) -> _Times:
+    """Seconds of a greedy step, and of drawing all of its tokens besides: the little that it takes
+    to find the largest is in both."""
     start = perf_counter()
-    work()
-    return perf_counter() - start
+    logits = runner.prepare(plan)(None).sampling
+    return np.diff([start, _sample(logits, 0), _sample(logits, 1)])
+
+
+def _sample(logits: torch.Tensor, temperature: float) -> float:
+    """Choose a token for each row; the time when that is done."""
+    params, (size, vocab_size) = SamplingParams(temperature=temperature), logits.shape
+    state = SamplingState(params, (), seed=0, vocab_size=vocab_size)
+    sampled = Sampler().launch(logits, SamplingBatch([state] * size))
+    sampled.token_ids.tolist()  # the device is through with it
+    return perf_counter()

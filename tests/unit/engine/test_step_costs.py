@@ -42,10 +42,14 @@ def test_the_tokens_are_of_every_vocabulary() -> None:
     assert not any(one["input_ids"].any() for one in runner._sets)
 
 
+@pytest.mark.parametrize(("seconds", "last", "steps"), [(1e9, 32, 24), (50, 4, 6), (1, 2, 4)])
 def test_what_drawing_takes_is_told_from_what_the_rest_takes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, seconds: float, last: int, steps: int
 ) -> None:
-    """The clock stands still but for 10 s a step, 1 s a row, and 3 s for a row that is drawn."""
+    """The clock stands still but for 10 s a step, 1 s a row, and 3 s for a row that is drawn.
+
+    However slow that is, two sizes are measured, each of them twice.
+    """
     clock = SimpleNamespace(now=0.0)
 
     class SlowRunner(FakeRunner):
@@ -59,11 +63,13 @@ def test_what_drawing_takes_is_told_from_what_the_rest_takes(
             return SimpleNamespace(token_ids=torch.zeros(len(logits), dtype=torch.int64))
 
     monkeypatch.setattr(step_costs, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(step_costs, "_SECONDS", 1e9)
+    monkeypatch.setattr(step_costs, "_SECONDS", seconds)
     monkeypatch.setattr(step_costs, "Sampler", SlowSampler)
     limits = RunnerLimits(
         max_num_batched_tokens=32, max_num_seqs=32, max_blocks_per_seq=9, rows_per_seq=8
     )
-    costs = measured_costs(SlowRunner(64, 4), BlockManager(64, 4), limits)
+    runner = SlowRunner(64, 4)
+    costs = measured_costs(runner, BlockManager(64, 4), limits)
+    assert max(runner.computed) == last and len(runner.computed) == steps
     assert costs.tokens.between(1, 40).tolist() == [10 + size for size in range(1, 41)]
     assert costs.drawn.between(0, 40).tolist() == [3 * size for size in range(41)]
