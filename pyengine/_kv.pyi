@@ -53,6 +53,8 @@ __version__: str
 
 _Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer
 _Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
+_Norm: TypeAlias = tuple[_Floats, _Floats, float, float]
+_Rotation: TypeAlias = tuple[_Floats, _Floats, int, bool, int, _Norm | None]
 _TokenIds: TypeAlias = ListLike[int] | _Array
 _BlockState: TypeAlias = Literal["free", "idle", "active", "leased"]
 
@@ -102,6 +104,7 @@ class CpuAttention:
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: _Floats | None = None,
+        rotation: _Rotation | None = None,
     ) -> None: ...
     def rms_norm(self, rows: _Floats, weight: _Floats, out: _Floats, epsilon: float) -> None: ...
 

@@ -16,7 +16,13 @@ What is compiled is compiled anew: the start is a first
 start. `pyengine` and `compiled` are this engine without and with `compile=True`; `vllm` is vLLM
 with the blocks that it chooses, `vllm32` with `block_size=32`, both bound to all cores
 (`VLLM_CPU_OMP_THREADS_BIND`: left to itself it keeps one of two cores free). vLLM is looked for in
-`.venv-peers` (`benches/peers/env.py` makes it); where it is not there, a line says so.
+`.venv-peers` (`benches/peers/env.py` makes it). `llama.cpp` answers the one request alone, from the
+embedded model's own file (Q4_1); it is looked for in `.venv-llama`:
+
+    python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
+
+(where that crashes, with `CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON"`). What is not there, a
+line says.
 
 Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
 `--docs` puts them into docs/performance.md and the README too, between their marks. The seconds are
@@ -44,11 +50,12 @@ from benches.engine.page import publish
 from benches.engine.serve import ENGINES, Asked
 from benches.engine.works import WORKS, Work
 from benches.peers.report import libraries, machine
-from pyengine.models.source import embedded_model
+from pyengine.models.source import embedded_gguf, embedded_model
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers/bin/python"
-NAMES = OURS, COMPILED, INT8, INT8_COMPILED, TRANSFORMERS, VLLM, VLLM32 = tuple(ENGINES)
+LLAMA_PYTHON = ROOT / ".venv-llama/bin/python"
+NAMES = OURS, COMPILED, INT8, INT8_COMPILED, TRANSFORMERS, VLLM, VLLM32, LLAMA = tuple(ENGINES)
 TITLES = {
     OURS: "pyengine",
     COMPILED: "`compile=True`",
@@ -57,9 +64,15 @@ TITLES = {
     TRANSFORMERS: "transformers `generate`",
     VLLM: "vLLM 0.32, blocks of 128",
     VLLM32: "vLLM 0.32, `block_size=32`",
+    LLAMA: "llama.cpp, Q4_1",
 }
 DTYPES = ("float32", "bfloat16")
-NOT_MEASURED = {(TRANSFORMERS, "bfloat16"), (INT8, "float32"), (INT8_COMPILED, "float32")}
+NOT_MEASURED = {
+    (TRANSFORMERS, "bfloat16"),
+    *((name, "float32") for name in (INT8, INT8_COMPILED, LLAMA)),
+}
+PYTHONS = {VLLM: PEERS, VLLM32: PEERS, LLAMA: LLAMA_PYTHON}
+"""Where this environment does not have the engine."""
 START = "start to first token"
 VLLM_SPINS_SECONDS = 1.2
 """vLLM's workers look out for work so long on a core of their own; the next one waits for that."""
@@ -76,6 +89,13 @@ GOALS: dict[str, tuple[float, float]] = {  # ours, the better of two, against vL
 """Least ratio in float32 and in bfloat16."""
 INT8_GOAL = 1.8
 """Of 32 rows in 8-bit integers against float32, the better of ours in both."""
+LLAMA_GOAL = 1.0
+"""Of one row in 8-bit integers, the better of ours, against llama.cpp."""
+
+
+def model_of(name: str) -> Path:
+    """What the engine loads of the embedded model."""
+    return embedded_gguf() if name == LLAMA else embedded_model()
 
 
 class Engine:
@@ -86,9 +106,9 @@ class Engine:
     ) -> None:
         """`options` are further ones of the engine."""
         self.name = name
-        python = PEERS if name in (VLLM, VLLM32) else Path(sys.executable)
+        python = PYTHONS.get(name, Path(sys.executable))
         if not python.exists():
-            raise RuntimeError(f"no {python.relative_to(ROOT)}; benches/peers/env.py makes it")
+            raise RuntimeError(f"no {python.relative_to(ROOT)}; see the head of this file")
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": cores}
         own = {
@@ -101,7 +121,7 @@ class Engine:
         start = perf_counter()
         self._process = subprocess.Popen(
             [
-                *(str(python), "-m", "benches.engine.serve", name, str(embedded_model()), dtype),
+                *(str(python), "-m", "benches.engine.serve", name, str(model_of(name)), dtype),
                 json.dumps(options or {}),
             ],
             cwd=ROOT,
@@ -257,6 +277,8 @@ def measure(engines: list[Engine], work: Work, rounds: int, dtype: str, record: 
         for engine in list(order):
             if work.is_slow and engine.name == TRANSFORMERS and turn != 0:
                 continue
+            if engine.name == LLAMA and work is not WORKS[0]:
+                continue
             try:
                 found = engine.generate(asked)
             except RuntimeError as error:
@@ -333,6 +355,13 @@ def int8_goals(record: Record) -> Iterator[str]:
         yield "\n| 8-bit weights, times as fast as ours in float32 | | goal |"
         yield "|---|---:|---:|"
         yield from rows
+    one = WORKS[0].name
+    ratios = [record.ratio("bfloat16", one, name, LLAMA) for name in (INT8, INT8_COMPILED)]
+    if best := max(filter(None, ratios), default=None):
+        yield "\n| 8-bit weights, times as fast as llama.cpp with its 4-bit file | | goal |"
+        yield "|---|---:|---:|"
+        met = "met" if best >= LLAMA_GOAL else "not met"
+        yield f"| {one} | {best:.2f} | {LLAMA_GOAL:.2f}, {met} |"
 
 
 def summary(record: Record) -> Iterator[str]:

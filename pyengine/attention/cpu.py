@@ -1,8 +1,9 @@
 """Attention on the CPU in float32 or bfloat16: the Rust kernel.
 
-The kernel (`rust/cpu-attention`) writes the new keys and values into their slots and attends with
-all rows of the step, reading the blocks where they lie. Blocks that several sequences share are
-read once for all of them. What a row gives has the same bits in every batch.
+The kernel (`rust/cpu-attention`) turns queries and keys where a layer leaves it to it, writes the
+new keys and values into their slots and attends with all rows of the step, reading the blocks where
+they lie. Blocks that several sequences share are read once for all of them. What a row gives has
+the same bits in every batch.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
-from pyengine.attention.rotation import rotated
+from pyengine.attention.rotation import Rotation
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
@@ -64,6 +65,23 @@ def cpu_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return bits.numpy()
 
 
+def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """`[T, heads, d]` for the kernel, which takes rows that are parts of longer ones."""
+    dense = tensor.stride()[1:] == (tensor.shape[2], 1) and tensor.stride(0) > 0
+    return cpu_array(tensor if dense else tensor.contiguous())
+
+
+def _rotation(rotation: Rotation) -> tuple[Any, ...]:
+    """As the kernel takes it."""
+    layout, norm = rotation.layout, rotation.norm
+    weights = None
+    if norm is not None:
+        query, key = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
+        weights = (query, key, norm.eps, norm.offset)
+    cos, sin = (cpu_array(angles.contiguous()) for angles in (rotation.cos, rotation.sin))
+    return cos, sin, layout.size, layout.order == "pairs", layout.step, weights
+
+
 def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
     """What the sequences share in this group, for the kernel to read it once."""
     shared = inputs.shared
@@ -112,19 +130,18 @@ class CpuPlan:
         memory = self._memory
         group = memory.pool.groups.places[layer].group
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        if options.rotation is not None:
-            query, key = rotated(query, key, options.rotation)
-        query, sinks = query.contiguous(), options.sinks
+        sinks = options.sinks
         memory.threads.forward(
             self._steps[group],
             memory.caches[layer],
-            cpu_array(query),
-            cpu_array(key.contiguous()),
-            cpu_array(value.contiguous()),
+            _rows(query),
+            _rows(key),
+            _rows(value),
             cpu_array(out),
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,
             sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
+            rotation=None if options.rotation is None else _rotation(options.rotation),
         )
         return out

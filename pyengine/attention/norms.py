@@ -27,6 +27,16 @@ class FusedRMSNorm(nn.Module):
         self._epsilon = float(norm.variance_epsilon)
         self._threads = threads
 
+    @property
+    def weight(self) -> Any:
+        """That of the norm it replaces, for those who compute it otherwise."""
+        return self.plain.weight
+
+    @property
+    def variance_epsilon(self) -> float:
+        """Likewise."""
+        return self._epsilon
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[..., size]` to the same."""
         if torch.compiler.is_compiling() or hidden_states.dtype != self.plain.weight.dtype:

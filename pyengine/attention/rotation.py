@@ -1,8 +1,8 @@
 """Queries and keys as attention wants them: normalised, and turned by their positions.
 
 Models do so before they attend. Where a layer leaves it to us (`own_rotation`), it is done with
-the KV write: on CUDA by one kernel (`rotation_kernel`), elsewhere by what is here, which is the
-kernel's oracle. Both compute in float32 and round once.
+the KV write: on CUDA by one kernel (`rotation_kernel`), on CPUs by that which attends, elsewhere by
+what is here, which is their oracle. All compute in float32 and round once.
 """
 
 from dataclasses import dataclass

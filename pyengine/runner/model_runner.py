@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.own_rotation import take_over_rotations
 from pyengine.attention.paged import has_kernels, on_device
@@ -70,7 +71,7 @@ class ModelRunner:
 
         Before `compile` and `capture`, and not for a model that is divided over processes.
         """
-        if has_kernels(self._pool.device):  # elsewhere the model's own operations are as good
+        if isinstance(self._backend, CpuBackend) or has_kernels(self._pool.device):
             with on_device(self._pool.device):
                 take_over_rotations(self._model)
 

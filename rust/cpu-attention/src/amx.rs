@@ -210,10 +210,10 @@ impl Arithmetic<u16, ROWS> for Amx {
     }
 
     #[inline(always)]
-    fn take_queries(&mut self, number: usize, places: impl Iterator<Item = usize>, query: &[u16]) {
+    fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [u16]>) {
         let mut rows: [&[u16]; ROWS] = [&[]; ROWS];
-        for (row, place) in rows.iter_mut().zip(places) {
-            *row = &query[place..][..self.dim_k];
+        for (row, query) in rows.iter_mut().zip(queries) {
+            *row = query;
         }
         let pairs = &mut self.queries[number * self.dim_k / 2..][..self.dim_k / 2];
         for (at, pairs) in pairs.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::f32::consts::LOG2_E;
-use std::ops::Range;
+use std::ops::{DerefMut, Range};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
@@ -14,7 +14,7 @@ use crate::isa::Isa;
 use crate::kernel::state_len;
 use crate::openmp::OpenMp;
 use crate::step::{CacheShape, PART, Run, Step, above_zero, same_length};
-use crate::write::{check_write, copy};
+use crate::write::{Rows, check_write, copy};
 
 /// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
 const MOST_ROWS: usize = 64;
@@ -35,8 +35,8 @@ const MANY: usize = 50_000;
 /// The queries of a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Query<'a, E> {
-    /// `[rows, heads, dim_k]`.
-    pub rows: &'a [E],
+    /// Of `heads * dim_k` elements each.
+    pub rows: Rows<'a, E>,
     /// Query heads, a multiple of the KV heads: consecutive ones share a KV head.
     pub heads: usize,
 }
@@ -60,7 +60,7 @@ pub(crate) struct Job<'a, E> {
     pub(crate) shape: CacheShape,
     pub(crate) keys: &'a [E],
     pub(crate) values: &'a [E],
-    pub(crate) query: &'a [E],
+    pub(crate) query: Rows<'a, E>,
     pub(crate) heads: usize,
     pub(crate) group: usize,
     pub(crate) scaling: f32,
@@ -174,6 +174,13 @@ enum Others {
     OpenMp(OpenMp),
 }
 
+/// Memory by what it holds.
+#[derive(Debug, Default)]
+pub(crate) struct Turned {
+    pub(crate) floats: Mutex<Vec<f32>>,
+    pub(crate) halves: Mutex<Vec<u16>>,
+}
+
 /// Threads that attend. The caller's own is one of them.
 #[derive(Debug)]
 pub struct Attention {
@@ -182,6 +189,8 @@ pub struct Attention {
     isa: Isa,
     /// What runs found in their parts, kept from layer to layer: fresh pages would cost as much as the work.
     states: Mutex<Vec<f32>>,
+    /// Likewise, queries that were turned.
+    turned: Turned,
 }
 
 impl Attention {
@@ -216,6 +225,7 @@ impl Attention {
             num_threads,
             isa,
             states: Mutex::default(),
+            turned: Turned::default(),
         })
     }
 
@@ -233,6 +243,7 @@ impl Attention {
             num_threads,
             isa: Isa::detect(),
             states: Mutex::default(),
+            turned: Turned::default(),
         })
     }
 
@@ -248,20 +259,17 @@ impl Attention {
         &self,
         shape: &CacheShape,
         slots: &[i64],
-        rows: (&[E], &[E]),
+        rows: (Rows<'_, E>, Rows<'_, E>),
         cache: (&mut [E], &mut [E]),
     ) -> Result<(), Error> {
         check_write(shape, slots, rows, (cache.0.len(), cache.1.len()))?;
-        let copies = vec![
-            (rows.0, cache.0, shape.kv_heads * shape.dim_k),
-            (rows.1, cache.1, shape.kv_heads * shape.dim_v),
-        ];
-        let num_threads = match rows.0.len() > MANY {
+        let copies = vec![(rows.0, cache.0), (rows.1, cache.1)];
+        let num_threads = match rows.0.len() * rows.0.width() > MANY {
             true => self.num_threads.min(2),
             false => 1,
         };
-        self.each(num_threads, copies, |(rows, cache, size)| {
-            copy(slots, rows, cache, size);
+        self.each(num_threads, copies, |(rows, cache)| {
+            copy(slots, rows, cache)
         });
         Ok(())
     }
@@ -340,6 +348,15 @@ impl Attention {
         self.each(num_threads, tasks, |(_, task)| E::work(self.isa, job, task));
     }
 
+    /// Memory for `count` elements, kept from call to call; what it holds is left over.
+    pub fn scratch<E: Element>(&self, count: usize) -> impl DerefMut<Target = Vec<E>> {
+        let mut memory = E::kept(&self.turned)
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        memory.resize(count, E::narrow(0.0));
+        memory
+    }
+
     pub(crate) fn num_threads(&self) -> usize {
         self.num_threads
     }
@@ -396,7 +413,8 @@ fn check_query<E>(
         });
     }
     let expected = CacheShape::elements(step.num_rows, query.heads, shape.dim_k)?;
-    same_length("query", expected, query.rows.len())?;
+    same_length("query", expected, query.rows.len() * query.rows.width())?;
+    same_length("the rows of query", step.num_rows, query.rows.len())?;
     let expected = CacheShape::elements(step.num_rows, query.heads, shape.dim_v)?;
     same_length("out", expected, out)?;
     if let Some(window) = options.window {

@@ -1,13 +1,14 @@
 //! What the cache holds: float32, or bfloat16 as its 16 bits. Sums are float32 in either case.
 
 use std::ops::Range;
+use std::sync::Mutex;
 
-use crate::attention::{Job, Task};
+use crate::attention::{Job, Task, Turned};
 use crate::isa::{Isa, in_floats, in_halves};
 use crate::kernel::TILE;
 
 /// A number as queries, keys, values and results have it in memory.
-pub trait Element: Copy + Send + Sync + private::Sealed {
+pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
     /// Its value.
     fn widen(self) -> f32;
 
@@ -36,17 +37,27 @@ mod private {
     /// generic function again, may be optimised otherwise.
     pub trait Sealed: Sized {
         fn work(isa: Isa, job: &Job<'_, Self>, task: Task<'_, '_, Self>);
+
+        fn kept(memory: &Turned) -> &Mutex<Vec<Self>>;
     }
 
     impl Sealed for f32 {
         fn work(isa: Isa, job: &Job<'_, f32>, task: Task<'_, '_, f32>) {
             in_floats(isa, job, task);
         }
+
+        fn kept(memory: &Turned) -> &Mutex<Vec<f32>> {
+            &memory.floats
+        }
     }
 
     impl Sealed for u16 {
         fn work(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             in_halves(isa, job, task);
+        }
+
+        fn kept(memory: &Turned) -> &Mutex<Vec<u16>> {
+            &memory.halves
         }
     }
 }

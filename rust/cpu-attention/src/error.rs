@@ -82,6 +82,15 @@ pub enum Error {
     },
     /// A soft cap that is not above 0.
     Softcap(f32),
+    /// Numbers of a head to be turned that are odd, none, or more than the head has; or a step of 0.
+    Layout {
+        /// Numbers to be turned.
+        size: usize,
+        /// Columns from one angle to the next.
+        step: usize,
+        /// Numbers of a head.
+        dim: usize,
+    },
     /// Threads that the system does not give.
     Threads(String),
 }
@@ -147,6 +156,11 @@ impl fmt::Display for Error {
                 found.0, found.1, expected.0, expected.1
             ),
             Self::Softcap(value) => write!(f, "softcap={value}: it must be above 0"),
+            Self::Layout { size, step, dim } => write!(
+                f,
+                "rotation of {size} of {dim} numbers by every {step}th angle: they must be even, 2 to {dim}, and \
+                 the step at least 1"
+            ),
             Self::Threads(why) => write!(f, "threads could not be started: {why}"),
         }
     }

@@ -52,12 +52,15 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     }
 
     #[inline(always)]
-    fn take_queries(&mut self, number: usize, places: impl Iterator<Item = usize>, query: &[E]) {
+    fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [E]>)
+    where
+        E: 'q,
+    {
         let (lanes, _) = self.queries.floats_mut().as_chunks_mut::<L>();
         let lanes = &mut lanes[number * self.dim_k..][..self.dim_k];
         let mut rows: [&[E]; L] = [&[]; L];
-        for (row, place) in rows.iter_mut().zip(places) {
-            *row = &query[place..][..self.dim_k];
+        for (row, query) in rows.iter_mut().zip(queries) {
+            *row = query;
         }
         let (wide, rest) = lanes.as_chunks_mut::<L>();
         let first = wide.len() * L;

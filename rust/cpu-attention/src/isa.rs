@@ -9,7 +9,6 @@ use crate::attention::{Job, Task};
 use crate::element::Element;
 use crate::floats::Floats;
 use crate::kernel::work;
-use crate::norm::normalise_rows;
 
 /// Which build of the arithmetic runs. All but the last give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -93,27 +92,33 @@ pub(crate) fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
     in_floats(isa, job, task);
 }
 
-/// [`normalise_rows`] with these instructions, or with the best that the machine has.
-pub(crate) fn normalise<E: Element>(isa: Isa, rows: (&[E], &[E], f32), out: &mut [E]) {
+/// What is compiled for each set of instructions.
+pub(crate) trait InEachBuild {
+    /// Inlined, so that it takes the instructions of its caller.
+    fn run(self);
+}
+
+/// Runs it with these instructions, or with the best that the machine has.
+pub(crate) fn best_build(isa: Isa, work: impl InEachBuild) {
     #[cfg(target_arch = "x86_64")]
     {
         #[target_feature(enable = "avx2,fma")]
-        fn avx2<E: Element>(rows: (&[E], &[E], f32), out: &mut [E]) {
-            normalise_rows(rows, out);
+        fn avx2(work: impl InEachBuild) {
+            work.run();
         }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn avx512<E: Element>(rows: (&[E], &[E], f32), out: &mut [E]) {
-            normalise_rows(rows, out);
+        fn avx512(work: impl InEachBuild) {
+            work.run();
         }
         #[allow(unsafe_code)]
         match isa.min(Isa::detect()) {
             // SAFETY: the machine has these instructions, as was looked up.
-            Isa::Amx | Isa::Avx512 => return unsafe { avx512(rows, out) },
+            Isa::Amx | Isa::Avx512 => return unsafe { avx512(work) },
             // SAFETY: as above.
-            Isa::Avx2 => return unsafe { avx2(rows, out) },
+            Isa::Avx2 => return unsafe { avx2(work) },
             Isa::Portable => {}
         }
     }
     let _ = isa;
-    normalise_rows(rows, out);
+    work.run();
 }

@@ -39,8 +39,10 @@ pub(crate) trait Arithmetic<E, const L: usize> {
     /// For so many vectors.
     fn new(shape: &CacheShape, num_vectors: usize) -> Self;
 
-    /// Takes the queries of a KV head: those of vector `number` are at `places` of the step's.
-    fn take_queries(&mut self, number: usize, places: impl Iterator<Item = usize>, query: &[E]);
+    /// Takes the queries of a KV head: those of vector `number`.
+    fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [E]>)
+    where
+        E: 'q;
 
     /// Keys and values beside those in `near` repeat others.
     fn tile<'t>(
@@ -139,8 +141,8 @@ fn complete<E: Element, A: Arithmetic<E, L>, const L: usize>(
 /// One query head of one row, by its place in its run.
 struct Row {
     member: usize,
-    /// Where the query of the first KV head's first head lies in the step.
-    first_query: usize,
+    /// Its row in the step.
+    query: usize,
     row: usize,
     /// Among the heads that share a KV head.
     head: usize,
@@ -178,7 +180,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
             for row in 0..run.count {
                 rows.extend((0..job.group).map(|head| Row {
                     member,
-                    first_query: (run.first_row + row) * job.heads,
+                    query: run.first_row + row,
                     row,
                     head,
                     position: run.position + row,
@@ -215,9 +217,12 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         A: Arithmetic<E, L>,
     {
         for (number, rows) in self.rows.chunks(L).enumerate() {
-            let head = |row: &Row| row.first_query + kv_head * job.group + row.head;
-            let places = rows.iter().map(|row| head(row) * job.shape.dim_k);
-            self.arithmetic.take_queries(number, places, job.query);
+            let dim = job.shape.dim_k;
+            let queries = rows.iter().map(|row| {
+                let head = kv_head * job.group + row.head;
+                &job.query.row(row.query)[head * dim..][..dim]
+            });
+            self.arithmetic.take_queries(number, queries);
         }
     }
 

@@ -23,7 +23,7 @@
 //!   [`Error`] that names the value, and nothing has been written then.
 //!
 //! ```
-//! use cpu_attention::{Attention, CacheShape, Options, Query, Sequences, Step};
+//! use cpu_attention::{Attention, CacheShape, Options, Query, Rows, Sequences, Step};
 //!
 //! // A cache of two blocks of two positions, one KV head of dimension 1.
 //! let shape = CacheShape { num_blocks: 2, block_size: 2, kv_heads: 1, dim_k: 1, dim_v: 1 };
@@ -32,7 +32,7 @@
 //! let sequences = Sequences { starts: &[0, 1], lens: &[3], tables: &[0, 1], width: 2 };
 //! let step = Step::new(&sequences, 2, 2)?;
 //! let (query, mut out) = ([5.0, 5.0], [0.0; 2]);
-//! let query = Query { rows: &query, heads: 2 };
+//! let query = Query { rows: Rows::new(&query, 1, 2, 2)?, heads: 2 };
 //! let options = Options { scaling: 1.0, window: None, softcap: None, sinks: None };
 //! Attention::new(1)?.attend(&step, &shape, &keys, &values, query, &options, &mut out)?;
 //! assert_eq!(out, [2.0, 2.0]); // equal scores: the mean of 1, 2 and 3
@@ -55,6 +55,7 @@ mod norm;
 #[allow(unsafe_code)] // a function of C is called
 mod openmp;
 mod parts;
+mod rotation;
 mod softmax;
 mod step;
 mod write;
@@ -63,4 +64,6 @@ pub use attention::{Attention, Options, Query};
 pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;
+pub use rotation::{HeadNorm, Layout, Order, Rotation};
 pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
+pub use write::Rows;

@@ -3,7 +3,7 @@
 use crate::attention::Attention;
 use crate::element::Element;
 use crate::error::Error;
-use crate::isa::normalise;
+use crate::isa::{InEachBuild, best_build};
 use crate::step::{above_zero, same_length};
 
 /// Squares that are added up side by side: the same for all builds.
@@ -33,35 +33,53 @@ impl Attention {
         let size = (MANY / weight.len()).max(1) * weight.len();
         let tasks: Vec<_> = rows.chunks(size).zip(out.chunks_mut(size)).collect();
         self.each(self.num_threads().min(tasks.len()), tasks, |(rows, out)| {
-            normalise(self.isa(), (rows, weight, epsilon), out);
+            let work = Normalise {
+                rows,
+                weight,
+                epsilon,
+                out,
+            };
+            best_build(self.isa(), work);
         });
         Ok(())
     }
 }
 
-#[inline(always)]
-pub(crate) fn normalise_rows<E: Element>(
-    (rows, weight, epsilon): (&[E], &[E], f32),
-    out: &mut [E],
-) {
-    let size = weight.len();
-    for (row, out) in rows.chunks_exact(size).zip(out.chunks_exact_mut(size)) {
-        let mut squares = [0.0f32; LANES];
-        let (wide, rest) = row.as_chunks::<LANES>();
-        for elements in wide {
-            for lane in 0..LANES {
-                let float = elements[lane].widen();
-                squares[lane] = float.mul_add(float, squares[lane]);
+struct Normalise<'a, E> {
+    rows: &'a [E],
+    weight: &'a [E],
+    epsilon: f32,
+    out: &'a mut [E],
+}
+
+impl<E: Element> InEachBuild for Normalise<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        let size = self.weight.len();
+        let rows = self.rows.chunks_exact(size);
+        for (row, out) in rows.zip(self.out.chunks_exact_mut(size)) {
+            let mean = sum_of_squares(row) / size as f32;
+            let scale = 1.0 / (mean + self.epsilon).sqrt();
+            for ((out, element), weight) in out.iter_mut().zip(row).zip(self.weight) {
+                let normal = E::narrow(element.widen() * scale).widen();
+                *out = E::narrow(normal * weight.widen());
             }
         }
-        for (square, element) in squares.iter_mut().zip(rest) {
-            *square = element.widen().mul_add(element.widen(), *square);
-        }
-        let mean = squares.iter().sum::<f32>() / size as f32;
-        let scale = 1.0 / (mean + epsilon).sqrt();
-        for ((out, element), weight) in out.iter_mut().zip(row).zip(weight) {
-            let normal = E::narrow(element.widen() * scale).widen();
-            *out = E::narrow(normal * weight.widen());
+    }
+}
+
+#[inline(always)]
+pub(crate) fn sum_of_squares<E: Element>(row: &[E]) -> f32 {
+    let mut squares = [0.0f32; LANES];
+    let (wide, rest) = row.as_chunks::<LANES>();
+    for elements in wide {
+        for lane in 0..LANES {
+            let float = elements[lane].widen();
+            squares[lane] = float.mul_add(float, squares[lane]);
         }
     }
+    for (square, element) in squares.iter_mut().zip(rest) {
+        *square = element.widen().mul_add(element.widen(), *square);
+    }
+    squares.iter().sum()
 }

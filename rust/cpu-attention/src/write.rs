@@ -4,19 +4,69 @@ use crate::element::Element;
 use crate::error::Error;
 use crate::step::{CacheShape, same_length};
 
+/// Rows in memory, each some elements after the last: they may be parts of longer ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a, E> {
+    memory: &'a [E],
+    count: usize,
+    width: usize,
+    stride: usize,
+}
+
+impl<'a, E> Rows<'a, E> {
+    /// `count` rows of `width` elements, each beginning `stride` after the last; `memory` ends with the last one.
+    ///
+    /// # Errors
+    ///
+    /// Memory that is shorter or longer.
+    pub fn new(memory: &'a [E], count: usize, width: usize, stride: usize) -> Result<Self, Error> {
+        let before = count.saturating_sub(1).checked_mul(stride);
+        let expected = match count {
+            0 => Some(0),
+            _ => before.and_then(|before| before.checked_add(width)),
+        };
+        same_length("rows", expected.ok_or(Error::TooLarge)?, memory.len())?;
+        Ok(Self {
+            memory,
+            count,
+            width,
+            stride,
+        })
+    }
+
+    /// How many there are.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Elements of each.
+    #[must_use]
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    #[inline(always)]
+    pub(crate) fn row(&self, at: usize) -> &'a [E] {
+        &self.memory[at * self.stride..][..self.width]
+    }
+}
+
 /// Checks the arrays of [`Attention::write`](crate::Attention::write); `cache` are lengths.
 pub(crate) fn check_write<E>(
     shape: &CacheShape,
     slots: &[i64],
-    rows: (&[E], &[E]),
+    rows: (Rows<'_, E>, Rows<'_, E>),
     cache: (usize, usize),
 ) -> Result<(), Error> {
     shape.check(cache.0, cache.1)?;
     let num_slots = shape.num_slots()?;
-    let expected = CacheShape::elements(slots.len(), shape.kv_heads, shape.dim_k)?;
-    same_length("key", expected, rows.0.len())?;
-    let expected = CacheShape::elements(slots.len(), shape.kv_heads, shape.dim_v)?;
-    same_length("value", expected, rows.1.len())?;
+    for (name, rows, dim) in [("key", rows.0, shape.dim_k), ("value", rows.1, shape.dim_v)] {
+        let expected = CacheShape::elements(slots.len(), shape.kv_heads, dim)?;
+        same_length(name, expected, rows.count * rows.width)?;
+        same_length(name, slots.len(), rows.count)?;
+    }
     let beyond = |slot: &i64| *slot < -1 || *slot >= num_slots as i64;
     if let Some(row) = slots.iter().position(beyond) {
         return Err(Error::Slot {
@@ -28,11 +78,11 @@ pub(crate) fn check_write<E>(
     Ok(())
 }
 
-/// Rows of `size` into their slots; -1: nowhere.
-pub(crate) fn copy<E: Element>(slots: &[i64], rows: &[E], cache: &mut [E], size: usize) {
-    for (&slot, row) in slots.iter().zip(rows.chunks_exact(size)) {
+/// Rows into their slots; -1: nowhere.
+pub(crate) fn copy<E: Element>(slots: &[i64], rows: Rows<'_, E>, cache: &mut [E]) {
+    for (at, &slot) in slots.iter().enumerate() {
         if let Ok(slot) = usize::try_from(slot) {
-            cache[slot * size..][..size].copy_from_slice(row);
+            cache[slot * rows.width..][..rows.width].copy_from_slice(rows.row(at));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The kernel against attention written out in f64, on random steps.
 
 use cpu_attention::{
-    Attention, CacheShape, Element, Isa, Options, Query, Sequences, SharedPrefixes, Step,
+    Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes, Step,
 };
 use proptest::prelude::*;
 
@@ -87,8 +87,9 @@ impl World {
             false => step.share(&shared).expect("it fits"),
         };
         let mut out = vec![nothing; step.num_rows() * self.heads * shape.dim_v];
+        let (query, width) = (narrow(&self.query), self.heads * shape.dim_k);
         let query = Query {
-            rows: &narrow(&self.query),
+            rows: Rows::new(&query, step.num_rows(), width, width).expect("it fits"),
             heads: self.heads,
         };
         attention
@@ -246,7 +247,12 @@ fn world(
         let values = numbers.floats(len * shape.kv_heads * shape.dim_v);
         let cache = (&mut world.keys[..], &mut world.values[..]);
         attention
-            .write(&shape, &slots, (&keys, &values), cache)
+            .write(
+                &shape,
+                &slots,
+                (dense(&keys, len), dense(&values, len)),
+                cache,
+            )
             .expect("it fits");
     }
     world
@@ -281,6 +287,12 @@ impl World {
         }
         (order.iter().map(|&one| one as i32).collect(), prefixes)
     }
+}
+
+/// Rows side by side.
+fn dense(memory: &[f32], count: usize) -> Rows<'_, f32> {
+    let width = memory.len() / count;
+    Rows::new(memory, count, width, width).expect("it fits")
 }
 
 fn bits(row: &[f32]) -> Vec<u32> {

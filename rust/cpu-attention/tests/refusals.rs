@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use cpu_attention::{
-    Attention, CacheShape, Error, Options, Query, Sequences, SharedPrefixes, Step,
+    Attention, CacheShape, Error, Options, Query, Rows, Sequences, SharedPrefixes, Step,
 };
 
 const SHAPE: CacheShape = CacheShape {
@@ -163,7 +163,7 @@ fn attend(
     let [keys, values, query, out] = lengths.map(|length| vec![1.0; length]);
     let (query, mut out) = (
         Query {
-            rows: &query,
+            rows: Rows::new(&query, 1, query.len(), query.len())?,
             heads,
         },
         out,
@@ -251,6 +251,12 @@ fn attending() {
     );
 }
 
+/// Rows side by side, as many as `memory` has.
+fn dense(memory: &[f32], count: usize) -> Rows<'_, f32> {
+    let width = memory.len() / count;
+    Rows::new(memory, count, width, width).expect("it fits")
+}
+
 #[test]
 fn writing() {
     let written = |slots: &[i64], keys: usize, values: usize| {
@@ -259,7 +265,7 @@ fn writing() {
         let found = Attention::new(2).expect("there are threads").write(
             &SHAPE,
             slots,
-            (&keys, &values),
+            (dense(&keys, slots.len()), dense(&values, slots.len())),
             (&mut cache_k, &mut cache_v),
         );
         (found, cache_k, cache_v)

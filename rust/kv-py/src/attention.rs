@@ -5,16 +5,41 @@
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use cpu_attention::{Attention, CacheShape, Options, Query, Sequences, SharedPrefixes, Step};
+use cpu_attention::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
-use crate::cells::{is_swapped, shared_slice, unique_slice};
+use crate::cells::{is_swapped, shared_rows, shared_slice, unique_slice};
 use crate::errors::{BufferError, no_buffer, raise_attention};
 use crate::numbers::number;
+use crate::rotation::{RotationArguments, Turning};
 
 /// A C-contiguous array of `T` with so many dimensions.
-fn array<T: Element>(
+pub(crate) fn array<T: Element>(
+    name: &str,
+    object: &Bound<'_, PyAny>,
+    dimensions: usize,
+) -> PyResult<PyBuffer<T>> {
+    let buffer = any_array(name, object, dimensions)?;
+    match buffer.is_c_contiguous() {
+        true => Ok(buffer),
+        false => Err(BufferError::new_err(format!(
+            "array {name} is not contiguous in C order"
+        ))),
+    }
+}
+
+/// The rows of an array `[T, heads, dim]`, each of which is contiguous; they may be parts of longer ones.
+fn rows<'a, T: Element>(name: &str, buffer: &'a PyBuffer<T>) -> PyResult<Rows<'a, T>> {
+    shared_rows(buffer).ok_or_else(|| {
+        BufferError::new_err(format!(
+            "array {name} has rows that are not contiguous, or not one after another"
+        ))
+    })
+}
+
+/// An array of `T` with so many dimensions, however it lies.
+fn any_array<T: Element>(
     name: &str,
     object: &Bound<'_, PyAny>,
     dimensions: usize,
@@ -22,9 +47,6 @@ fn array<T: Element>(
     let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
     let buffer =
         PyUntypedBuffer::get(object).map_err(|error| no_buffer(object.py(), name, error))?;
-    if !buffer.is_c_contiguous() {
-        return Err(refuse("is not contiguous in C order".into()));
-    }
     if buffer.dimensions() != dimensions {
         let found = buffer.dimensions();
         return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
@@ -53,7 +75,10 @@ fn writable<T: Element>(
 }
 
 /// Refuses arrays that share memory with `target`, which is written while they are read.
-fn apart<T, U>(target: (&str, &PyBuffer<T>), others: &[(&str, &PyBuffer<U>)]) -> PyResult<()> {
+pub(crate) fn apart<T, U>(
+    target: (&str, &PyBuffer<T>),
+    others: &[(&str, &PyBuffer<U>)],
+) -> PyResult<()> {
     let own = bytes(target.1);
     for (name, other) in others {
         let other = bytes(other);
@@ -67,10 +92,15 @@ fn apart<T, U>(target: (&str, &PyBuffer<T>), others: &[(&str, &PyBuffer<U>)]) ->
     Ok(())
 }
 
-/// Where a buffer lies.
+/// Where a buffer lies, from its first element to the last; strides are not negative.
 fn bytes<T>(buffer: &PyBuffer<T>) -> std::ops::Range<usize> {
     let start = buffer.buf_ptr() as usize;
-    start..start + buffer.len_bytes()
+    let last = buffer.shape().iter().zip(buffer.strides());
+    let last = last.map(|(&count, &stride)| count.saturating_sub(1) * stride.unsigned_abs());
+    match buffer.item_count() {
+        0 => start..start,
+        _ => start..start + last.sum::<usize>() + buffer.item_size(),
+    }
 }
 
 type Pair<T> = Mutex<(PyBuffer<T>, PyBuffer<T>)>;
@@ -259,14 +289,16 @@ impl CpuAttention {
     /// Writes keys and values of all tokens into their slots, then attends with the rows of the step.
     ///
     /// `query` is `[T, query_heads, head_dim_k]`, `key` `[T, kv_heads, head_dim_k]`, `value`
-    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, all C-contiguous and of the
-    /// cache's type. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
+    /// `[T, kv_heads, head_dim_v]`, `out` `[T, query_heads, head_dim_v]`, of the cache's type; `out` C-contiguous, of
+    /// the others each row. `rotation`: queries and keys are turned first, by cosines and sines `[T, columns]`, both float32
+    /// or both as uint16; so many numbers of each head, two neighbours together or those of two halves, by every so many
+    /// columns; and before normalised by weights `[head_dim_k]`, what is added under the root, and to the weights. `softcap`: scores become `softcap * tanh(score / softcap)`. `sinks` float32 `[query_heads]`: one more
     /// score per head, without a value. No other thread may write to the arrays meanwhile; the GIL is
     /// released.
     ///
     /// Raises `BufferError` for arrays that do not fit and `ConfigError` for settings that cannot be; then
     /// `out` is as it was.
-    #[pyo3(signature = (step, cache, query, key, value, out, *, scaling, sliding_window = None, softcap = None, sinks = None))]
+    #[pyo3(signature = (step, cache, query, key, value, out, *, scaling, sliding_window = None, softcap = None, sinks = None, rotation = None))]
     #[allow(clippy::too_many_arguments)]
     fn forward(
         &self,
@@ -281,6 +313,7 @@ impl CpuAttention {
         sliding_window: Option<&Bound<'_, PyAny>>,
         softcap: Option<f32>,
         sinks: Option<&Bound<'_, PyAny>>,
+        rotation: Option<RotationArguments<'_>>,
     ) -> PyResult<()> {
         let window = sliding_window.map(|window| number("sliding_window", window));
         let sinks = sinks.map(|sinks| array("sinks", sinks, 1)).transpose()?;
@@ -291,6 +324,7 @@ impl CpuAttention {
             rows: [query, key, value],
             out,
             sinks: sinks.as_ref(),
+            rotation,
             options: Options {
                 scaling,
                 window: window.transpose()?,
@@ -344,6 +378,7 @@ struct Call<'a, 'py> {
     rows: [&'a Bound<'py, PyAny>; 3],
     out: &'a Bound<'py, PyAny>,
     sinks: Option<&'a PyBuffer<f32>>,
+    rotation: Option<RotationArguments<'py>>,
     options: Options<'a>,
 }
 
@@ -353,9 +388,15 @@ impl Call<'_, '_> {
         T: Element + cpu_attention::Element,
     {
         let [query, key, value] = self.rows;
-        let query = array::<T>("query", query, 3)?;
+        let query = any_array::<T>("query", query, 3)?;
         let heads = query.shape()[1];
-        let (key, value) = (array("key", key, 3)?, array("value", value, 3)?);
+        let (key, value) = (any_array("key", key, 3)?, any_array("value", value, 3)?);
+        let new = (
+            rows("query", &query)?,
+            rows("key", &key)?,
+            rows("value", &value)?,
+        );
+        let rotation = self.rotation.map(Turning::<T>::new).transpose()?;
         let mut out = writable("out", self.out, 3)?;
         let Ok(mut tensors) = tensors.try_lock() else {
             return Err(BufferError::new_err(
@@ -369,21 +410,62 @@ impl Call<'_, '_> {
             if let Some(sinks) = self.sinks {
                 apart(target, &[("sinks", sinks)])?;
             }
+            if let Some(rotation) = &rotation {
+                rotation.apart(target)?;
+            }
         }
         apart(("out", &out), &[("keys", keys), ("values", values)])?;
-        let (keys, values) = (unique_slice(keys), unique_slice(values));
-        let query = Query {
-            rows: shared_slice(&query),
+        let cache = (unique_slice(keys), unique_slice(values));
+        let work = Work {
+            attention: self.attention,
+            step: self.step,
+            shape: self.shape,
             heads,
+            options: self.options,
         };
-        let rows = (shared_slice(&key), shared_slice(&value));
         let out = unique_slice(&mut out);
-        let (step, shape) = (self.step, self.shape);
-        let (attention, options) = (self.attention, &self.options);
-        py.detach(|| {
-            attention.write(shape, &step.slots, rows, (&mut *keys, &mut *values))?;
-            attention.attend(&step.step, shape, keys, values, query, options, out)
-        })
-        .map_err(raise_attention)
+        py.detach(|| work.run(new, rotation.as_ref(), cache, out))
+            .map_err(raise_attention)
+    }
+}
+
+/// A call whose arrays are there.
+struct Work<'a> {
+    attention: &'a Attention,
+    step: &'a CpuStep,
+    shape: &'a CacheShape,
+    heads: usize,
+    options: Options<'a>,
+}
+
+impl Work<'_> {
+    fn run<T: Element + cpu_attention::Element>(
+        &self,
+        (query, key, value): (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
+        rotation: Option<&Turning<T>>,
+        (keys, values): (&mut [T], &mut [T]),
+        out: &mut [T],
+    ) -> Result<(), cpu_attention::Error> {
+        let (attention, step, shape) = (self.attention, self.step, self.shape);
+        let cache = (&mut *keys, &mut *values);
+        let scratch;
+        let rows = match rotation {
+            None => {
+                attention.write(shape, &step.slots, (key, value), cache)?;
+                query
+            }
+            Some(rotation) => {
+                let mut turned = attention.scratch(query.len() * query.width());
+                let new = (query, key, value);
+                rotation.write(attention, (shape, &step.slots), new, cache, &mut turned)?;
+                scratch = turned;
+                Rows::new(&scratch, query.len(), query.width(), query.width())?
+            }
+        };
+        let query = Query {
+            rows,
+            heads: self.heads,
+        };
+        attention.attend(&step.step, shape, keys, values, query, &self.options, out)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 
+use cpu_attention::Rows;
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -33,6 +34,36 @@ pub(crate) fn shared_slice<T: Element>(buffer: &PyBuffer<T>) -> &[T] {
         // while the buffer is held; all bits are a `T`; nobody writes (see above).
         count => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) },
     }
+}
+
+/// The rows of a buffer `[T, heads, dim]`, to be read likewise: elements of a row lie side by side, rows anywhere
+/// after one another. `None`: they do not.
+#[allow(unsafe_code)]
+pub(crate) fn shared_rows<T: Element>(buffer: &PyBuffer<T>) -> Option<Rows<'_, T>> {
+    let &[count, heads, dim] = buffer.shape() else {
+        return None;
+    };
+    let (width, size) = (heads.checked_mul(dim)?, size_of::<T>());
+    if count == 0 || width == 0 {
+        return Rows::new(&[], count, width, width).ok();
+    }
+    let strides = buffer.strides();
+    let is_dense = |at: usize, stride: usize| {
+        buffer.shape()[at] == 1 || usize::try_from(strides[at]) == Ok(stride * size)
+    };
+    let stride = match count {
+        1 => width,
+        _ => usize::try_from(strides[0]).ok()? / size,
+    };
+    let is_apart = stride >= width && (count == 1 || is_dense(0, stride));
+    if !is_apart || !is_dense(1, dim) || !is_dense(2, 1) {
+        return None;
+    }
+    let length = stride.checked_mul(count - 1)?.checked_add(width)?;
+    // SAFETY: as in `shared_slice`; the strides say that what is from the first element to the last belongs to the
+    // exporter's memory.
+    let memory = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), length) };
+    Rows::new(memory, count, width, stride).ok()
 }
 
 /// The elements of a writable C-contiguous buffer, to be written while the GIL is released.

@@ -115,9 +115,12 @@ pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
     use cpu_attention::Error as E;
     let text = error.to_string();
     match error {
-        E::Zero(_) | E::TooLarge | E::Heads { .. } | E::Softcap(_) | E::Threads(_) => {
-            ConfigError::new_err(text)
-        }
+        E::Zero(_)
+        | E::TooLarge
+        | E::Heads { .. }
+        | E::Layout { .. }
+        | E::Softcap(_)
+        | E::Threads(_) => ConfigError::new_err(text),
         E::Length { .. }
         | E::Starts { .. }
         | E::SeqLen { .. }

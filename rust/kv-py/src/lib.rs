@@ -17,6 +17,7 @@ mod manager;
 mod numbers;
 mod plan;
 mod prefixes;
+mod rotation;
 mod sequence;
 mod suffixes;
 mod survey;

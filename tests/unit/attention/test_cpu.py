@@ -1,17 +1,18 @@
 """The cpu backend against the gather backend, on random steps."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyengine.attention import AttentionOptions, cpu
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
+from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.core.openmp import openmp_runtime
 from tests.support.attention import inputs_of
@@ -96,6 +97,56 @@ def test_it_gives_what_gather_gives(shape, lengths, window, softcap, sinks):
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     for written, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
         assert torch.equal(written[0][:-1], other[0][:-1])
+
+
+layouts = st.builds(
+    RotaryLayout,
+    size=st.integers(1, 32).map(lambda half: 2 * half),
+    order=st.sampled_from(["halves", "pairs"]),
+    step=st.integers(1, 2),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=shapes,
+    lengths=steps,
+    layout=layouts,
+    offset=st.none() | st.sampled_from([0.0, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    of_angles=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_it_turns_what_a_layer_leaves_to_it(shape, lengths, layout, offset, dtype, of_angles):
+    torch.manual_seed(0)
+    tables, num_blocks = tables_of(lengths, shape.block)
+    inputs, count = inputs_of(lengths, tables, block=shape.block), sum(new for new, _ in lengths)
+    assume(shape.dim_k > 1)
+    layout = replace(layout, size=min(layout.size, shape.dim_k // 2 * 2))
+    cos, sin = torch.randn(2, count, layout.size // 2 * layout.step + 1).to(of_angles)
+    norm = None
+    if offset is not None:
+        norm = HeadNorm(*torch.randn(2, shape.dim_k).to(dtype), eps=1e-3, offset=offset)
+    rotation = Rotation(cos, sin, layout, norm)
+    sizes = (
+        (shape.heads, shape.dim_k),
+        (shape.kv_heads, shape.dim_k),
+        (shape.kv_heads, shape.dim_v),
+    )
+    product = torch.randn(count, sum(heads * dim for heads, dim in sizes)).to(dtype)
+    parts = product.split([heads * dim for heads, dim in sizes], -1)
+    rows = [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
+    ours, theirs = shape.pools(num_blocks, dtype, dtype)
+    options = AttentionOptions(0.3, None, None, None, rotation)
+    found = CpuBackend(ours).plan(inputs).forward(0, *rows, options)
+    turned = rotated(*rows[:2], rotation)
+    plain = AttentionOptions(0.3, None, None, None)
+    expected = CpuBackend(theirs).plan(inputs).forward(0, *turned, rows[2], plain)
+    limit = 2e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(found, expected, atol=limit, rtol=limit)
+    torch.testing.assert_close(
+        ours.keys[0][:-1], theirs.keys[0][:-1], atol=limit / 2, rtol=limit / 2
+    )
+    assert torch.equal(ours.values[0][:-1], theirs.values[0][:-1])
 
 
 @settings(max_examples=60, deadline=None)

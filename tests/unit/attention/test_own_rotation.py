@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pyengine.attention.norms import fuse_norms
 from pyengine.attention.own_rotation import OwnRotation, take_over_rotations
 from pyengine.runner.graphs import EagerRecorder
 from tests.support.static_attention import StaticBackend
@@ -157,9 +158,20 @@ def test_a_layer_with_a_difference_that_no_name_tells_is_found_out(what, monkeyp
     assert take_over_rotations(model) == 0
 
 
+@pytest.mark.parametrize("backend", [None, StaticBackend])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_runner_takes_over_where_there_is_a_kernel(there, monkeypatch):
-    run = PagedRun(random_model("llama", head_dim=6))
+def test_a_runner_takes_over_where_there_is_a_kernel(there, backend, monkeypatch):
+    run = PagedRun(random_model("llama", head_dim=6), backend=backend)  # None: the cpu backend
     monkeypatch.setattr("pyengine.runner.model_runner.has_kernels", lambda _: there)
     run.runner.take_over_rotations()
-    assert len(layers_of(run.runner._model)) == (3 if there else 0)
+    assert len(layers_of(run.runner._model)) == (3 if there or backend is None else 0)
+
+
+def test_norms_of_heads_that_are_one_pass_already_are_taken_over():
+    model = random_model("qwen3", head_dim=6)
+    random_norms(model)
+    expected = logits(PagedRun(model))
+    assert fuse_norms(model)
+    assert take_over_rotations(model) == 3
+    assert all(layer._offset == 0.0 for layer in layers_of(model))
+    torch.testing.assert_close(logits(PagedRun(model)), expected, atol=2e-4, rtol=2e-4)

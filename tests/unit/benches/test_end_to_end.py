@@ -11,6 +11,8 @@ from benches.engine import end_to_end
 from benches.engine.end_to_end import (
     COMPILED,
     INT8,
+    INT8_COMPILED,
+    LLAMA,
     OURS,
     ROOT,
     VLLM32,
@@ -81,6 +83,24 @@ def test_8_bit_weights_are_held_against_float32(tmp_path: Path) -> None:
     page = "\n".join(tables(record))
     assert title in page
     assert f"| {WORKS[1].name} | 2.00 | 1.80, met |" in page
+    assert "llama.cpp" not in page
+
+
+def test_8_bit_weights_are_held_against_llama_cpp(tmp_path: Path) -> None:
+    record, one = filled(tmp_path / "found.json"), WORKS[0].name
+    for engine, seconds in ((LLAMA, 1.0), (INT8, 4.0), (INT8_COMPILED, 2.0)):
+        record.begin("bfloat16", one, engine)
+        record.add("bfloat16", one, engine, seconds)
+    assert f"| {one} | 0.50 | 1.00, not met |" in "\n".join(tables(record))
+
+
+def test_llama_cpp_answers_the_one_request_alone(tmp_path: Path) -> None:
+    record, engines = Record(tmp_path / "found.json", keep=False), [Fake(OURS), Fake(LLAMA)]
+    for work in WORKS[:2]:
+        measure(engines, work, 2, "bfloat16", record)  # type: ignore[arg-type]
+    found = record.found["bfloat16"]
+    assert [found[work.name][LLAMA] for work in WORKS[:2]] == [[2.0, 2.0], []]
+    assert end_to_end.model_of(LLAMA).suffix == ".gguf"
 
 
 class Fake:

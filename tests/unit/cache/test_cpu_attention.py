@@ -72,6 +72,36 @@ def test_bfloat16_comes_as_its_bits():
         CpuCache(keys, values.astype(np.float32))
 
 
+def turning(cos=None, sin=None, size=2, step=1, norm=None):
+    """Two of a head's three numbers, for one row."""
+    cos, sin = (floats(1, 1) if one is None else one for one in (cos, sin))
+    return cos, sin, size, False, step, norm
+
+
+def test_rows_may_be_parts_of_longer_ones_and_are_turned():
+    keys, values = (np.zeros((BLOCKS, BLOCK, KV_HEADS, dim), np.float32) for dim in (DIM_K, DIM_V))
+    product = np.arange(2 * 22, dtype=np.float32).reshape(2, 22)
+    query, key, value = np.split(product[:, :20], [12, 18], axis=1)
+    two = {
+        "query_start_loc": np.array([0, 2], np.int32),
+        "seq_lens": np.array([3], np.int32),
+        "slots": np.array([5, 0]),
+    }
+    where, out = CpuCache(keys, values), np.zeros((2, HEADS, DIM_V), np.float32)
+    quarter = np.zeros((2, 1), np.float32), np.ones((2, 1), np.float32)
+    forward(
+        where,
+        step(where, **two),
+        query=query.reshape(2, 4, 3),
+        key=key.reshape(2, 2, 3),
+        value=value.reshape(2, 2, 1),
+        out=out,
+        rotation=turning(*quarter),
+    )
+    assert keys[2, 1].tolist() == [[-13, 12, 14], [-16, 15, 17]]  # (x, y, z) to (-y, x, z)
+    assert values[0, 0].ravel().tolist() == [40, 41]
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -101,6 +131,13 @@ def test_steps_that_do_not_fit(changed, words):
         ({"query": floats(1, HEADS, DIM_K).astype(">f4")}, "query has format"),
         ({"key": floats(2, KV_HEADS, DIM_K)}, "key has 12 elements"),
         ({"value": floats(1, KV_HEADS)}, "value has 2 dimensions, not 3"),
+        ({"query": floats(1, DIM_K, HEADS).transpose(0, 2, 1)}, "query has rows that are not cont"),
+        ({"key": floats(1, KV_HEADS, 2 * DIM_K)[..., ::2]}, "key has rows that are not contiguous"),
+        ({"rotation": turning(cos=floats(2, 1))}, "the sines has 1 elements"),
+        ({"rotation": turning(cos=floats(1, 0), sin=floats(1, 0))}, "the cosines has 0 elements"),
+        ({"rotation": turning(sin=halves(1, 1))}, "sin has format"),
+        ({"rotation": turning(norm=(floats(2), floats(3), 0.1, 0.0))}, "queries' norm has 2"),
+        ({"rotation": turning(norm=(floats(3), halves(3), 0.1, 0.0))}, "keys' norm has format"),
         ({"out": floats(1, HEADS, 2)}, "out has 8 elements"),
         ({"sinks": floats(3)}, "sinks has 3 elements"),
         ({"out": np.frombuffer(bytes(16), np.float32).reshape(1, 4, 1)}, "out is read-only"),
@@ -118,6 +155,8 @@ def test_arrays_that_do_not_fit(changed, words):
         ({"sliding_window": 0}, "the sliding window is 0"),
         ({"sliding_window": -1}, "sliding_window=-1"),
         ({"softcap": 0.0}, "softcap=0"),
+        ({"rotation": turning(size=4)}, "rotation of 4 of 3 numbers by every 1th angle"),
+        ({"rotation": turning(step=0)}, "the step at least 1"),
     ],
 )
 def test_settings_that_cannot_be(changed, words):
