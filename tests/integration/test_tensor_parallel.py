@@ -64,7 +64,8 @@ def test_the_workers_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     )
     assert driver.stdout is not None
     try:
-        assert driver.stdout.readline() == b"1\n"
+        lines = iter(driver.stdout.readline, b"")  # Gloo of torch 2.9 says there whom it met
+        assert next(one for one in lines if not one.startswith(b"[Gloo]")) == b"1\n"
         workers = workers_of(driver.pid)
         assert len(workers) == 1
         assert list(folder.glob("pyengine-*"))
