@@ -21,8 +21,7 @@ embedded model's own file (Q4_1); it is looked for in `.venv-llama`:
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
 
-(where that crashes, with `CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON"`). What is not there, a
-line says.
+What is not there, a line says.
 
 Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
 `--docs` puts them into docs/performance.md and the README too, between their marks. The seconds are

@@ -141,9 +141,21 @@ def vllm(folder: str, dtype: str, **options: Any) -> Made:
 
 
 def llama_cpp(file: str, _dtype: str) -> Made:
-    """llama.cpp on a GGUF file, by all cores: prompts of token ids, one after the other."""
-    from llama_cpp import Llama
+    """llama.cpp on a GGUF file, by all cores: prompts of token ids, one after the other.
 
+    Weights stay as they lie in the file. Laid out for AMX, its first product ended with a
+    segmentation fault (Xeon, built with native flags); AVX-512 multiplies them either way.
+    """
+    from llama_cpp import Llama, llama_cpp
+
+    usual = llama_cpp.llama_model_default_params
+
+    def plain() -> Any:
+        settings = usual()
+        settings.use_extra_bufts = False
+        return settings
+
+    llama_cpp.llama_model_default_params = plain
     cores = len(os.sched_getaffinity(0))
     llama = Llama(file, n_ctx=4096, n_threads=cores, n_threads_batch=cores, verbose=False)
 
