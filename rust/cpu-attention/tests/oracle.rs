@@ -243,14 +243,15 @@ fn world(
     let attention = Attention::new(2).expect("there are threads");
     for (sequence, (_, len)) in world.sequences.clone().into_iter().enumerate() {
         let slots: Vec<i64> = (0..len).map(|at| world.slot(sequence, at) as i64).collect();
-        let keys = numbers.floats(len * shape.kv_heads * shape.dim_k);
-        let values = numbers.floats(len * shape.kv_heads * shape.dim_v);
+        let widths = (shape.kv_heads * shape.dim_k, shape.kv_heads * shape.dim_v);
+        let keys = numbers.floats(len * widths.0);
+        let values = numbers.floats(len * widths.1);
         let cache = (&mut world.keys[..], &mut world.values[..]);
         attention
             .write(
                 &shape,
                 &slots,
-                (dense(&keys, len), dense(&values, len)),
+                (dense(&keys, len, widths.0), dense(&values, len, widths.1)),
                 cache,
             )
             .expect("it fits");
@@ -290,8 +291,7 @@ impl World {
 }
 
 /// Rows side by side.
-fn dense(memory: &[f32], count: usize) -> Rows<'_, f32> {
-    let width = memory.len() / count;
+fn dense(memory: &[f32], count: usize, width: usize) -> Rows<'_, f32> {
     Rows::new(memory, count, width, width).expect("it fits")
 }
 
