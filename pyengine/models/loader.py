@@ -246,13 +246,20 @@ def refuse_not_finite(model: Any, folder: Path) -> None:
     them come here, and all of them raise.
     """
     weights = [(name, one) for name, one in model.named_parameters() if one.dtype in _DTYPES]
-    sums = [one.sum(dtype=torch.float32) for _, one in weights]
+    sums = [_of_all(one.sum(dtype=torch.float32)) for _, one in weights]
     for (name, one), total in zip(weights, sums, strict=True):
-        if not total.isfinite() and not one.isfinite().all():
+        if not total.isfinite() and _of_all(one.isfinite().logical_not().sum()):
             raise ModelLoadError(
                 f"the weights {name} in {folder} hold NaN or infinity, in {one.dtype}: the file is "
                 "damaged, or dtype='bfloat16' or 'float32' is what the model needs"
             )
+
+
+def _of_all(number: Any) -> torch.Tensor:
+    """What all processes of a divided model have added up, in each of them."""
+    # torch 2.9 shows each process its own part of a DTensor where that is looked at.
+    whole: torch.Tensor = number.full_tensor() if hasattr(number, "full_tensor") else number
+    return whole
 
 
 def _refuse_unpageable(model: Any, folder: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_workers_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
     assert driver.stdout is not None
     try:
         lines = iter(driver.stdout.readline, b"")  # Gloo of torch 2.9 says there whom it met
-        assert next(one for one in lines if not one.startswith(b"[Gloo]")) == b"1\n"
+        assert b"1\n" in lines
         workers = workers_of(driver.pid)
         assert len(workers) == 1
         assert list(folder.glob("pyengine-*"))

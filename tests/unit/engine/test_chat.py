@@ -50,7 +50,9 @@ def test_plain_messages_are_rendered_as_transformers_renders_them(template: str)
 def test_calls_without_content(template: str, content: dict[str, Any]) -> None:
     tokenizer = chat_tokenizer(template)
     conversation = [USER, {**ASKS[1], **content}, ANSWERED[2]]
-    assert render_chat(conversation, tokenizer) == as_transformers(tokenizer, conversation)
+    expected = [{name: one[name] for name in one if one[name] is not None} for one in conversation]
+    # (transformers 5.17 writes None itself where there is no content.)
+    assert render_chat(conversation, tokenizer) == as_transformers(tokenizer, expected)
 
 
 def test_a_template_that_needs_content_gets_an_empty_one() -> None:
