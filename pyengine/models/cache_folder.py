@@ -73,10 +73,13 @@ def _workshop(target: Path) -> Iterator[Path]:
     """A folder beside `target` to build in, locked as long as this process lives."""
     while True:
         workshop = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        handle = os.open(workshop, os.O_RDONLY)
+        try:
+            handle = os.open(workshop, os.O_RDONLY)
+        except FileNotFoundError:  # somebody took it for abandoned
+            continue
         with suppress(OSError):  # a file system without locks: then nobody removes it either
             fcntl.flock(handle, fcntl.LOCK_EX)
-        if workshop.is_dir():  # nobody took it for abandoned before it was locked
+        if workshop.is_dir():  # and nobody did so before it was locked
             break
         os.close(handle)
     try:

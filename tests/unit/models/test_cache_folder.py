@@ -1,6 +1,8 @@
 """Folders appear complete or not at all."""
 
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +64,22 @@ def test_the_first_of_two_builders_wins(tmp_path):
     assert results == [target, target]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
     assert len((target / "who").read_text()) > 0
+
+
+def test_a_folder_that_another_builder_takes_for_abandoned_is_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def mkdtemp(**place):
+        made.append(Path(real(**place)))
+        if len(made) == 1:
+            made[0].rmdir()  # before it is locked
+        return str(made[-1])
+
+    real = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    target = build_once(tmp_path / "model", lambda folder: (folder / "file").touch())
+    assert [one.name for one in target.iterdir()] == ["file"]
+    assert len(made) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
