@@ -224,6 +224,15 @@ impl Contents {
         self.shorten(root.run);
     }
 
+    /// Rows that have so many blocks. Nothing is divided by the one group that most pools have.
+    #[inline]
+    fn rows_of(&self, blocks: usize) -> usize {
+        match self.groups {
+            1 => blocks,
+            groups => blocks / groups,
+        }
+    }
+
     fn new_run(&mut self, run: Run) -> RunId {
         let run = Run { lives: true, ..run };
         match self.vacant.pop() {
@@ -331,8 +340,8 @@ impl Contents {
     /// New contents that follow `spot`, of which nothing has the first row yet, in these blocks,
     /// row-major. The last of them.
     pub(crate) fn append(&mut self, spot: Spot, tokens: &[u32], blocks: &[BlockId]) -> Spot {
-        let rows = (tokens.len() / self.block_size) as u32;
-        debug_assert_eq!(blocks.len(), rows as usize * self.groups);
+        let rows = self.rows_of(blocks.len()) as u32;
+        debug_assert_eq!(tokens.len(), rows as usize * self.block_size);
         self.rows += rows as usize;
         let run = self.run_mut(spot.run);
         let is_end = run.namespace.is_none()
@@ -409,6 +418,7 @@ impl Contents {
         let mut at = run;
         loop {
             let (size, groups) = (self.block_size, self.groups);
+            let rows = self.rows_of(self.run(at).blocks.len());
             let run = &mut self.runs[at.at()];
             if !run.lives {
                 return;
@@ -419,7 +429,6 @@ impl Contents {
                 }
                 return;
             }
-            let rows = run.blocks.len() / groups;
             let held = run.blocks.iter().rposition(|&block| block != BlockId::NONE);
             let keep = held.map_or(0, |at| at / groups + 1);
             let keep = keep.max(run.last_child() as usize);

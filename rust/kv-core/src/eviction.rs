@@ -155,7 +155,9 @@ mod tests {
         let lists = lists.flat_map(|(list, count)| std::iter::repeat_n(list, count));
         let mut joining = queue.joining();
         for (block, list) in lists.enumerate() {
-            joining.push(list, crate::ids::BlockId::new(block));
+            let block = crate::ids::BlockId::new(block);
+            joining.place_mut(block).list = list;
+            joining.push(block);
         }
         joining.end();
         queue

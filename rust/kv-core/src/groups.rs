@@ -22,12 +22,21 @@ pub(crate) struct BlockSize {
     tokens: usize,
     /// log2 of a power of two: a shift is cheaper than a division.
     shift: Option<u32>,
+    /// Bits that no multiple of it has.
+    low: usize,
 }
 
 impl BlockSize {
     fn new(tokens: usize) -> Self {
         let shift = tokens.is_power_of_two().then(|| tokens.trailing_zeros());
-        Self { tokens, shift }
+        let low = (1 << tokens.trailing_zeros()) - 1;
+        Self { tokens, shift, low }
+    }
+
+    /// Whether a row begins at a position.
+    #[inline]
+    pub(crate) fn begins_row(self, position: usize) -> bool {
+        position & self.low == 0 && self.start_of(self.row_of(position)) == position
     }
 
     /// The row of a position: the full rows before it.
@@ -42,10 +51,7 @@ impl BlockSize {
     /// The position at which a row begins.
     #[inline]
     pub(crate) fn start_of(self, row: usize) -> usize {
-        match self.shift {
-            Some(shift) => row << shift,
-            None => row * self.tokens,
-        }
+        row * self.tokens
     }
 }
 

@@ -13,38 +13,11 @@ use crate::events::Event;
 use crate::eviction::{Ghost, Policy};
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, RunId};
-use crate::queue::{FreeQueue, List};
+use crate::queue::{FreeQueue, List, Place};
 use crate::shared::Shared;
 use crate::stats::{BlockState, Ledger, Stats};
 use crate::survey::Survey;
 use crate::sync::Arc;
-
-/// What is known of a block. Its references are these two counts and those of leases, which alone are
-/// atomic (in [`Shared`]): nobody else lets go without the manager.
-#[derive(Clone, Copy)]
-struct Block {
-    /// Live sequences whose table holds the block.
-    seq_refs: u32,
-    /// Open plans that read it beside their sequences' own, once for each time.
-    fences: u32,
-    /// The content it holds, if that is registered.
-    content: Spot,
-    /// The step that computes the content, or has computed it.
-    step: u32,
-    /// The layer group of which it holds the content.
-    group: u8,
-    /// The list of the queue in which the block waits, or will wait when nobody holds it.
-    list: List,
-}
-
-const NEW: Block = Block {
-    seq_refs: 0,
-    fences: 0,
-    content: Spot::NONE,
-    step: 0,
-    group: 0,
-    list: List::Free,
-};
 
 /// Rows of a run that go one after the other, the last first.
 #[derive(Clone, Copy)]
@@ -62,18 +35,33 @@ impl Gone {
     };
 }
 
-/// The steps that are open: the older and the newer one, which may be the same.
-pub(crate) type OpenSteps = Option<[u32; 2]>;
+/// The steps that are open: the oldest and so many from it on. There is no content of a step between them: it
+/// would have been rolled back.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct OpenSteps {
+    pub(crate) oldest: u32,
+    pub(crate) count: u32,
+}
 
-/// All blocks, and what they hold.
+impl OpenSteps {
+    /// Whether what a step computes is yet to be there.
+    #[inline]
+    fn compute(self, step: u32) -> bool {
+        step.wrapping_sub(self.oldest) < self.count
+    }
+}
+
+/// All blocks, and what they hold. The references of a block are the two counts of its place and those of
+/// leases, which alone are atomic (in [`Shared`]): nobody else lets go without the manager.
 pub(crate) struct Pool {
-    blocks: Vec<Block>,
     queue: FreeQueue,
+    /// The content that each block holds, if that is registered.
+    held: Vec<Spot>,
     policy: Policy,
     /// What is known. Blocks are put to contents and taken from them by the pool alone.
     pub(crate) contents: Contents,
     shared: Arc<Shared>,
-    /// Blocks with `seq_refs > 0`.
+    /// Blocks in tables of live sequences.
     active: usize,
     open: OpenSteps,
     /// If somebody wants them.
@@ -92,21 +80,21 @@ impl Pool {
         } = config;
         let seed = config.hash_seed.unwrap_or_else(ContentHasher::random_seed);
         let hasher = ContentHasher::new(seed, hash_bits);
-        let mut blocks = Vec::new();
-        blocks.try_reserve_exact(num_blocks)?;
-        blocks.resize(num_blocks, NEW);
+        let mut held = Vec::new();
+        held.try_reserve_exact(num_blocks)?;
+        held.resize(num_blocks, Spot::NONE);
         let mut queue = FreeQueue::over(num_blocks)?;
         let (mut joining, ids) = (queue.joining(), (0..num_blocks).map(BlockId::new));
-        ids.rev().for_each(|block| joining.push(List::Free, block));
+        ids.rev().for_each(|block| joining.push(block));
         joining.end();
         Ok(Self {
-            blocks,
             queue,
+            held,
             policy: Policy::new(config.eviction, num_blocks),
             contents: Contents::new(num_blocks, block_size, config.groups.len(), hasher),
             shared,
             active: 0,
-            open: None,
+            open: OpenSteps::default(),
             events: config.events.then(EventLog::default),
             stats: Stats::default(),
         })
@@ -114,10 +102,10 @@ impl Pool {
 
     /// Bytes per block, without contents.
     pub(crate) const BYTES_PER_BLOCK: usize =
-        size_of::<Block>() + size_of::<u32>() + FreeQueue::BYTES_PER_BLOCK;
+        FreeQueue::BYTES_PER_BLOCK + size_of::<Spot>() + size_of::<u32>();
 
     pub(crate) fn num_blocks(&self) -> usize {
-        self.blocks.len()
+        self.held.len()
     }
 
     /// Blocks that an allocation can take.
@@ -132,7 +120,7 @@ impl Pool {
             free,
             idle: self.queue.len() - free,
             active: self.active,
-            leased: self.blocks.len() - self.queue.len() - self.active,
+            leased: self.num_blocks() - self.queue.len() - self.active,
         }
     }
 
@@ -146,10 +134,11 @@ impl Pool {
     }
 
     pub(crate) fn state(&self, block: BlockId) -> BlockState {
-        let Block {
-            seq_refs, content, ..
-        } = self.blocks[block.at()];
-        match (self.queue.contains(block), content.some(), seq_refs) {
+        match (
+            self.is_queued(block),
+            self.content(block),
+            self.seq_refs(block),
+        ) {
             (true, None, _) => BlockState::Free,
             (true, Some(_), _) => BlockState::Idle,
             (false, _, 1..) => BlockState::Active,
@@ -159,20 +148,23 @@ impl Pool {
 
     /// Everything that is known of the blocks, after so many steps.
     pub(crate) fn survey(&self, steps: u64) -> Survey {
-        let ids = || (0..self.blocks.len()).map(BlockId::new);
+        let ids = || (0..self.num_blocks()).map(BlockId::new);
         let (tree, numbers) = self.contents.survey();
-        let of_content = |each: fn(&Block, u64, &[u32]) -> u32| {
-            let known = |block: &Block| block.content.some().map(|_| each(block, steps, &numbers));
-            let blocks = self.blocks.iter();
-            blocks.map(|block| known(block).unwrap_or(0)).collect()
+        let of_content = |each: &dyn Fn(Spot, &Place) -> u32| {
+            let each = |(&content, place): (&Spot, &Place)| match content {
+                Spot::NONE => 0,
+                content => each(content, place),
+            };
+            let held = self.held.iter();
+            held.zip(self.queue.places()).map(each).collect()
         };
         Survey {
             states: ids().map(|block| self.state(block) as u8).collect(),
             refs: ids().map(|block| self.refs(block)).collect(),
-            seq_refs: self.blocks.iter().map(|block| block.seq_refs).collect(),
-            ages: of_content(|block, steps, _| (steps as u32).wrapping_sub(block.step)),
-            branches: of_content(|block, _, numbers| numbers[block.content.run.at()]),
-            rows: of_content(|block, _, _| block.content.rows),
+            seq_refs: ids().map(|block| self.seq_refs(block)).collect(),
+            ages: of_content(&|_, place| (steps as u32).wrapping_sub(place.step)),
+            branches: of_content(&|content, _| numbers[content.run.at()]),
+            rows: of_content(&|content, _| content.rows),
             tree,
         }
     }
@@ -180,27 +172,25 @@ impl Pool {
     /// All holders.
     #[inline]
     pub(crate) fn refs(&self, block: BlockId) -> u32 {
-        let Block {
-            seq_refs, fences, ..
-        } = self.blocks[block.at()];
+        let [seq_refs, fences] = self.queue.place(block).counts();
         seq_refs + fences + self.shared.lease_refs_of(block)
     }
 
     /// Live sequences whose table holds the block.
     #[inline]
     pub(crate) fn seq_refs(&self, block: BlockId) -> u32 {
-        self.blocks[block.at()].seq_refs
+        self.queue.place(block).counts()[0]
     }
 
     /// The content that a block holds, if that is registered.
     #[inline]
     pub(crate) fn content(&self, block: BlockId) -> Option<Spot> {
-        self.blocks[block.at()].content.some()
+        self.held[block.at()].some()
     }
 
     #[inline]
     pub(crate) fn is_queued(&self, block: BlockId) -> bool {
-        self.queue.contains(block)
+        self.queue.place(block).waits()
     }
 
     /// The blocks that nobody holds: the free ones, then the idle ones of each list.
@@ -217,7 +207,7 @@ impl Pool {
     /// Whether the content of a block is there: no open step is to compute it.
     #[inline]
     pub(crate) fn is_ready(&self, block: BlockId) -> bool {
-        is_ready(&self.blocks[block.at()], self.open)
+        !self.open.compute(self.queue.place(block).step)
     }
 
     /// Whether no open step is to compute any block of a content.
@@ -233,49 +223,38 @@ impl Pool {
         tokens: &[u32],
         found: &mut Vec<BlockId>,
     ) -> Spot {
-        let (blocks, open) = (&self.blocks, self.open);
-        let usable = |block: BlockId| is_ready(&blocks[block.at()], open);
+        let (queue, open) = (&self.queue, self.open);
+        let usable = |block: BlockId| !open.compute(queue.place(block).step);
         self.contents.follow(spot, tokens, found, usable)
     }
 
     /// A table entry more, of a block that may wait in the queue.
     #[inline]
     pub(crate) fn hold(&mut self, block: BlockId) {
-        self.queue.unlink(self.blocks[block.at()].list, block);
+        self.queue.unlink(block);
         self.hold_all(&[block]);
     }
 
     /// A table entry more of each of these, which others hold already.
     #[inline]
     pub(crate) fn hold_all(&mut self, blocks: &[BlockId]) {
-        self.hold_each(blocks, |_| {});
+        let first = |&block: &BlockId| hold(self.queue.place_mut(block));
+        self.active += blocks.iter().map(first).sum::<usize>();
     }
 
     /// A table entry more of each of these, whose contents are adopted. How many an open step is to
     /// compute.
-    #[inline(never)] // among the code of a prefill its loops would not be in registers
+    #[inline(never)] // among the code of a prefill its loop would not be in registers
     pub(crate) fn adopt_all(&mut self, blocks: &[BlockId]) -> usize {
-        let places = &self.blocks;
-        self.queue
-            .unlink_all(blocks, |block| places[block.at()].list);
-        let (open, list, mut in_flight) = (self.open, self.policy.used_again(), 0);
-        self.hold_each(blocks, |place| {
+        let (open, list) = (self.open, self.policy.used_again());
+        let (mut begin, mut in_flight) = (0, 0);
+        self.queue.unlink_all(blocks, |place| {
+            begin += hold(place);
             place.list = list;
-            in_flight += usize::from(!is_ready(place, open));
+            in_flight += usize::from(open.compute(place.step));
         });
-        in_flight
-    }
-
-    #[inline(always)]
-    fn hold_each(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut Block)) {
-        let (places, mut begin) = (&mut self.blocks[..], 0);
-        for &block in blocks {
-            let place = &mut places[block.at()];
-            begin += usize::from(place.seq_refs == 0);
-            place.seq_refs += 1;
-            each(place);
-        }
         self.active += begin;
+        in_flight
     }
 
     /// A table entry less.
@@ -287,15 +266,15 @@ impl Pool {
     /// A table entry less of each of these, the last one first: one after the other into the queue.
     #[inline(never)] // as `adopt_all`
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
-        let (places, shared) = (&mut self.blocks[..], &self.shared);
-        let (mut queue, mut ended, leased) = (self.queue.joining(), 0, shared.has_leases());
+        let (mut queue, shared) = (self.queue.joining(), &self.shared);
+        let (mut ended, leased) = (0, shared.has_leases());
         for &block in blocks.iter().rev() {
-            let place = &mut places[block.at()];
-            place.seq_refs -= 1;
-            if place.seq_refs == 0 {
+            let [seq_refs, fences] = queue.place_mut(block).counts_mut();
+            *seq_refs -= 1;
+            if *seq_refs == 0 {
                 ended += 1;
-                if place.fences == 0 && !(leased && shared.lease_refs_of(block) > 0) {
-                    queue.push(place.list, block);
+                if *fences == 0 && !(leased && shared.lease_refs_of(block) > 0) {
+                    queue.push(block);
                 }
             }
         }
@@ -305,9 +284,8 @@ impl Pool {
 
     /// Before a lease or a plan holds a block: it waits no more.
     pub(crate) fn take_out(&mut self, block: BlockId) {
-        let place = &mut self.blocks[block.at()];
-        self.queue.unlink(place.list, block);
-        place.list = self.policy.used_again();
+        self.queue.unlink(block);
+        self.queue.place_mut(block).list = self.policy.used_again();
     }
 
     /// A lease or a plan let go of these blocks, one after the other: they wait, if that was their last
@@ -315,10 +293,10 @@ impl Pool {
     pub(crate) fn settle(&mut self, blocks: &[BlockId]) {
         let mut queue = self.queue.joining();
         for &block in blocks {
-            let place = &self.blocks[block.at()];
-            let held = place.seq_refs + place.fences > 0 || self.shared.lease_refs_of(block) > 0;
-            if !held && !queue.contains(block) {
-                queue.push(place.list, block);
+            let place = queue.place_mut(block);
+            let held = place.counts() != [0; 2] || self.shared.lease_refs_of(block) > 0;
+            if !held && !place.waits() {
+                queue.push(block);
             }
         }
         queue.end();
@@ -349,47 +327,43 @@ impl Pool {
 
     /// A plan reads a block, whatever becomes of its holders.
     pub(crate) fn fence(&mut self, block: BlockId) {
-        self.blocks[block.at()].fences += 1;
+        self.queue.place_mut(block).counts_mut()[1] += 1;
     }
 
     /// The plan is closed.
     pub(crate) fn lift_fence(&mut self, block: BlockId) {
-        self.blocks[block.at()].fences -= 1;
+        self.queue.place_mut(block).counts_mut()[1] -= 1;
         self.settle(&[block]);
     }
 
     /// Adds the next `count` blocks of the queue to `taken`, without their old contents, each with one
     /// table entry. The caller has counted that there are as many.
     pub(crate) fn take(&mut self, count: usize, taken: &mut Vec<BlockId>) {
-        let start = taken.len();
+        let end = taken.len() + count;
         self.queue.pop_heads(List::Free, count, taken);
         let idle = taken.len();
-        while taken.len() < start + count {
+        while taken.len() < end {
             let (list, most) = self.policy.victims(&self.queue);
-            let missing = start + count - taken.len();
-            self.queue.pop_heads(list, most.min(missing), taken);
+            self.queue
+                .pop_heads(list, most.min(end - taken.len()), taken);
         }
         if idle < taken.len() {
             self.settle_events();
         }
-        let held = Block { seq_refs: 1, ..NEW };
-        for &block in &taken[start..idle] {
-            self.blocks[block.at()] = held;
-        }
         let mut gone = Gone::NOTHING;
         for &block in &taken[idle..] {
-            self.evict(block, held, &mut gone);
+            self.evict(block, &mut gone);
         }
         self.end_run(gone);
         self.active += count;
         self.stats.allocated_blocks += count as u64;
     }
 
-    /// An idle block loses its content, and becomes what `then` says. What goes with it of the run before,
-    /// or of its own, is in `gone`.
+    /// A block that was idle loses its content. What goes with it of the run before, or of its own, is in
+    /// `gone`.
     #[inline(always)] // every block of a cold prompt comes here
-    fn evict(&mut self, block: BlockId, then: Block, gone: &mut Gone) {
-        let Block { content, group, .. } = std::mem::replace(&mut self.blocks[block.at()], then);
+    fn evict(&mut self, block: BlockId, gone: &mut Gone) {
+        let (content, group) = self.clear(block);
         if self.policy.remembers()
             && let Some(hash) = self.contents.name(content)
         {
@@ -437,9 +411,9 @@ impl Pool {
             events.mark();
         }
         for &block in &idle {
-            self.queue.unlink(self.blocks[block.at()].list, block);
+            self.queue.unlink(block);
             let mut gone = Gone::NOTHING;
-            self.evict(block, NEW, &mut gone);
+            self.evict(block, &mut gone);
             self.end_run(gone);
             self.settle(&[block]);
         }
@@ -455,12 +429,19 @@ impl Pool {
 
     /// The block's content, if it has one, loses this block.
     pub(crate) fn forget(&mut self, block: BlockId) {
-        let Block { content, group, .. } = self.blocks[block.at()];
-        if content != Spot::NONE {
-            let place = &mut self.blocks[block.at()];
-            (place.content, place.list) = (Spot::NONE, List::Free);
+        if self.content(block).is_some() {
+            let (content, group) = self.clear(block);
             self.contents.clear_block(content, usize::from(group));
         }
+    }
+
+    /// A block knows no content any more; which it was, of which layer group.
+    #[inline(always)] // as `evict`
+    fn clear(&mut self, block: BlockId) -> (Spot, u8) {
+        let content = std::mem::replace(&mut self.held[block.at()], Spot::NONE);
+        let place = self.queue.place_mut(block);
+        place.list = List::Free;
+        (content, place.group)
     }
 
     /// A content is in this block now, computed in `step`; no other one held it for this group.
@@ -480,12 +461,19 @@ impl Pool {
         step: u32,
     ) -> Spot {
         let end = self.contents.append(spot, tokens, blocks);
-        let groups = self.contents.groups();
-        let first = end.rows - (blocks.len() / groups) as u32;
-        for (rows, blocks) in (first + 1..).zip(blocks.chunks_exact(groups)) {
-            for (group, &block) in blocks.iter().enumerate() {
-                self.mark(Spot { rows, ..end }, group, block, step);
-            }
+        let mut at = if end.run == spot.run {
+            spot
+        } else {
+            Spot { rows: 0, ..end }
+        };
+        let mut groups = 0..0;
+        for &block in blocks {
+            let group = groups.next().unwrap_or_else(|| {
+                at.rows += 1;
+                groups = 1..self.contents.groups();
+                0
+            });
+            self.mark(at, group, block, step);
         }
         end
     }
@@ -493,9 +481,9 @@ impl Pool {
     /// The part of `store` that is the block's.
     #[inline(always)] // every new content comes here
     fn mark(&mut self, content: Spot, group: usize, block: BlockId, step: u32) {
-        let (place, group) = (&mut self.blocks[block.at()], group as u8);
-        (place.content, place.step, place.group) = (content, step, group);
-        place.list = List::Probation;
+        self.held[block.at()] = content;
+        let (place, group) = (self.queue.place_mut(block), group as u8);
+        (place.step, place.group, place.list) = (step, group, List::Probation);
         if self.policy.remembers()
             && let Some(hash) = self.contents.name(content)
             && self.policy.comes_back(Ghost { hash, group })
@@ -506,14 +494,13 @@ impl Pool {
 
     /// An idle block gives its content to the block that computed it again.
     pub(crate) fn take_over(&mut self, idle: BlockId, group: usize, block: BlockId, step: u32) {
-        let Block { content, list, .. } = self.blocks[idle.at()];
-        self.queue.unlink(list, idle);
-        let place = &mut self.blocks[idle.at()];
-        (place.content, place.list) = (Spot::NONE, List::Free);
+        let list = self.queue.place(idle).list;
+        self.queue.unlink(idle);
+        let (content, _) = self.clear(idle);
         self.settle(&[idle]);
         self.store(content, group, block, step);
         if list == List::Protected {
-            self.blocks[block.at()].list = list;
+            self.queue.place_mut(block).list = list;
         }
         self.stats.taken_over_blocks += 1;
     }
@@ -556,10 +543,10 @@ impl Pool {
     }
 }
 
+/// A table entry more; whether it is the block's first one.
 #[inline]
-fn is_ready(block: &Block, open: OpenSteps) -> bool {
-    // There is no content of a step between them: it would have been rolled back.
-    open.is_none_or(|[oldest, newest]| {
-        block.step.wrapping_sub(oldest) > newest.wrapping_sub(oldest)
-    })
+fn hold(place: &mut Place) -> usize {
+    let [seq_refs, _] = place.counts_mut();
+    *seq_refs += 1;
+    usize::from(*seq_refs == 1)
 }

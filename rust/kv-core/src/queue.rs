@@ -1,4 +1,4 @@
-//! The free queue: doubly linked lists by index in flat arrays.
+//! Where each block is: in the free queue, or held. The queue is doubly linked lists by index in a flat array:
 //!
 //! ```text
 //!   free                probation, protected
@@ -13,6 +13,7 @@ use crate::ids::BlockId;
 
 /// The lists of the queue. A policy that knows one kind of idle blocks uses `Probation` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub(crate) enum List {
     Free,
     Probation,
@@ -26,51 +27,129 @@ impl List {
     pub(crate) const IDLE: [Self; 2] = [Self::Probation, Self::Protected];
 }
 
+/// What of a block is read and written whenever it is adopted or released: four of them are a cache line.
+#[derive(Clone, Copy)]
+#[repr(align(16))]
+pub(crate) struct Place {
+    /// While it waits, the blocks before and behind it. Else two of its counts: live sequences whose table
+    /// holds it, and open plans that read it beside their sequences' own, once for each time.
+    pair: [u32; 2],
+    /// The step that computes the content, or has computed it.
+    pub(crate) step: u32,
+    /// The layer group of which it holds the content.
+    pub(crate) group: u8,
+    /// The list in which it waits, or will wait when nobody holds it.
+    pub(crate) list: List,
+    /// Whether it is in the queue.
+    waits: bool,
+}
+
+const _: () = assert!(size_of::<Place>() == 16);
+
+const NEW: Place = Place {
+    pair: [0; 2],
+    step: 0,
+    group: 0,
+    list: List::Free,
+    waits: false,
+};
+
 #[derive(Clone, Copy)]
 struct Link {
     prev: BlockId,
     next: BlockId,
 }
 
-const UNQUEUED: Link = Link {
+const NO_LINK: Link = Link {
     prev: BlockId::NONE,
     next: BlockId::NONE,
 };
 
-/// Blocks that nobody holds, in the order in which they are handed out.
+impl Place {
+    #[inline]
+    pub(crate) fn waits(&self) -> bool {
+        self.waits
+    }
+
+    /// Live sequences whose table holds the block, and fences.
+    #[inline]
+    pub(crate) fn counts(&self) -> [u32; 2] {
+        if self.waits { [0; 2] } else { self.pair }
+    }
+
+    /// The same, to be changed, of a block that does not wait.
+    #[inline]
+    pub(crate) fn counts_mut(&mut self) -> &mut [u32; 2] {
+        debug_assert!(!self.waits);
+        &mut self.pair
+    }
+
+    /// Its neighbours, if it waits.
+    #[inline]
+    fn link(&self) -> Link {
+        if !self.waits {
+            return NO_LINK;
+        }
+        let [prev, next] = self.pair.map(BlockId::from);
+        Link { prev, next }
+    }
+
+    #[inline]
+    fn leave(&mut self, seq_refs: u32) {
+        (self.pair, self.waits) = ([seq_refs, 0], false);
+    }
+}
+
+/// All blocks; those that nobody holds in the order in which they are handed out.
 pub(crate) struct FreeQueue {
-    /// One link per block, and at the end a sentinel per list that closes its ring.
-    links: Vec<Link>,
+    /// One per block, and at the end a sentinel per list that closes its ring.
+    places: Vec<Place>,
     lens: [usize; LISTS.len()],
 }
 
 impl FreeQueue {
-    pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Link>();
+    pub(crate) const BYTES_PER_BLOCK: usize = size_of::<Place>();
 
     /// Empty lists over `num_blocks` blocks.
     pub(crate) fn over(num_blocks: usize) -> Result<Self, std::collections::TryReserveError> {
-        let mut links = Vec::new();
-        links.try_reserve_exact(num_blocks + LISTS.len())?;
-        links.resize(num_blocks, UNQUEUED);
+        let mut places = Vec::new();
+        places.try_reserve_exact(num_blocks + LISTS.len())?;
+        places.resize(num_blocks, NEW);
         for list in LISTS {
-            let sentinel = BlockId::new(num_blocks + list as usize);
-            links.push(Link {
-                prev: sentinel,
-                next: sentinel,
+            places.push(Place {
+                pair: [(num_blocks + list as usize) as u32; 2],
+                list,
+                waits: true,
+                ..NEW
             });
         }
         let lens = [0; LISTS.len()];
-        Ok(Self { links, lens })
+        Ok(Self { places, lens })
     }
 
     #[inline]
-    fn num_blocks(&self) -> usize {
-        self.links.len() - LISTS.len()
+    pub(crate) fn num_blocks(&self) -> usize {
+        self.places.len() - LISTS.len()
     }
 
     #[inline]
     fn sentinel(&self, list: List) -> BlockId {
         BlockId::new(self.num_blocks() + list as usize)
+    }
+
+    /// The blocks, in the order of their ids.
+    pub(crate) fn places(&self) -> &[Place] {
+        &self.places[..self.num_blocks()]
+    }
+
+    #[inline]
+    pub(crate) fn place(&self, block: BlockId) -> &Place {
+        &self.places[block.at()]
+    }
+
+    #[inline]
+    pub(crate) fn place_mut(&mut self, block: BlockId) -> &mut Place {
+        &mut self.places[block.at()]
     }
 
     /// Blocks in all lists.
@@ -84,18 +163,13 @@ impl FreeQueue {
         self.lens[list as usize]
     }
 
-    #[inline]
-    pub(crate) fn contains(&self, block: BlockId) -> bool {
-        is_queued(self.links[block.at()])
-    }
-
     /// Begins to put blocks into the queue.
     #[inline]
     pub(crate) fn joining(&mut self) -> Joining<'_> {
         let list = List::Probation;
-        let last = self.links[self.sentinel(list).at()].prev;
+        let last = self.place(self.sentinel(list)).link().prev;
         Joining {
-            links: &mut self.links,
+            places: &mut self.places,
             lens: &mut self.lens,
             list,
             last,
@@ -103,65 +177,76 @@ impl FreeQueue {
         }
     }
 
-    /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`.
+    /// Takes blocks off the head of a list, up to `most` as far as there are any, and adds them to `taken`:
+    /// each has one table entry then.
     #[inline]
     pub(crate) fn pop_heads(&mut self, list: List, most: usize, taken: &mut Vec<BlockId>) {
         let (sentinel, count) = (self.sentinel(list), most.min(self.len_of(list)));
-        let mut first = self.links[sentinel.at()].next;
+        let mut first = self.place(sentinel).link().next;
         for _ in 0..count {
             taken.push(first);
-            first = std::mem::replace(&mut self.links[first.at()], UNQUEUED).next;
+            let place = self.place_mut(first);
+            first = BlockId::from(place.pair[1]);
+            place.leave(1);
         }
-        self.links[sentinel.at()].next = first;
-        self.links[first.at()].prev = sentinel;
+        self.join(sentinel, first);
         self.lens[list as usize] -= count;
     }
 
     /// Takes a block out of its list, if it is in one.
     #[inline]
-    pub(crate) fn unlink(&mut self, list: List, block: BlockId) {
-        self.unlink_all(&[block], |_| list);
+    pub(crate) fn unlink(&mut self, block: BlockId) {
+        self.unlink_all(&[block], |_| {});
     }
 
-    /// Takes out those of these blocks that are in a list. Neighbours that come last first, as the blocks of
-    /// a sequence went in, leave together: what is around them is linked once.
-    #[inline]
-    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], list_of: impl Fn(BlockId) -> List) {
-        let (mut gap, mut first, mut count) = (UNQUEUED, BlockId::NONE, 0);
+    /// Takes out those of these blocks that are in a list, and does `each` to every one. Neighbours that come
+    /// last first, as the blocks of a sequence went in, leave together: what is around them is linked once.
+    #[inline(always)]
+    pub(crate) fn unlink_all(&mut self, blocks: &[BlockId], mut each: impl FnMut(&mut Place)) {
+        let (mut gap, mut list, mut count) = (NO_LINK, List::Free, 0);
         for &block in blocks {
-            // By its own number, not by what its neighbour says: links lie anywhere in memory, and so no
-            // one waits for the one before.
-            let link = self.links[block.at()];
-            if block == gap.prev {
-                gap.prev = link.prev;
-                count += 1;
-            } else {
-                self.close(gap, count, || list_of(first));
-                (gap, first, count) = (self.links[block.at()], block, 1);
+            // Looked at before it is compared, by its own number and not by what its neighbour says: places
+            // lie anywhere in memory, and so no one waits for the one before.
+            let mut prev = self.place(block).link().prev;
+            if block != gap.prev {
+                self.close(gap, list, count);
+                let place = self.place(block);
+                (gap, list, count) = (place.link(), place.list, 0);
+                prev = gap.prev; // the gap before may have ended beside it
             }
-            self.links[block.at()] = UNQUEUED;
+            let place = self.place_mut(block);
+            if place.waits {
+                place.leave(0);
+            }
+            (gap.prev, count) = (prev, count + 1);
+            each(place);
         }
-        self.close(gap, count, || list_of(first));
+        self.close(gap, list, count);
     }
 
     /// Links what is on both sides of a gap, if there is one, that `count` blocks of a list leave.
     #[inline]
-    fn close(&mut self, gap: Link, count: usize, list: impl FnOnce() -> List) {
-        if is_queued(gap) {
-            self.links[gap.prev.at()].next = gap.next;
-            self.links[gap.next.at()].prev = gap.prev;
-            self.lens[list() as usize] -= count;
+    fn close(&mut self, gap: Link, list: List, count: usize) {
+        if gap.prev != BlockId::NONE {
+            self.join(gap.prev, gap.next);
+            self.lens[list as usize] -= count;
         }
+    }
+
+    #[inline]
+    fn join(&mut self, prev: BlockId, next: BlockId) {
+        self.place_mut(prev).pair[1] = next.get();
+        self.place_mut(next).pair[0] = prev.get();
     }
 
     /// A list from head to tail, for the validator and for clearing the cache.
     pub(crate) fn iter(&self, list: List) -> impl Iterator<Item = BlockId> + '_ {
         let sentinel = self.sentinel(list);
-        let mut at = self.links[sentinel.at()].next;
+        let mut at = self.place(sentinel).link().next;
         std::iter::from_fn(move || {
             (at != sentinel).then(|| {
                 let block = at;
-                at = self.links[block.at()].next;
+                at = self.place(block).link().next;
                 block
             })
         })
@@ -170,17 +255,10 @@ impl FreeQueue {
     /// Walks the rings both ways and counts.
     pub(crate) fn check(&self) -> Result<(), String> {
         LISTS.iter().try_for_each(|&list| self.check_ring(list))?;
-        let mut queued = 0;
-        for (block, link) in self.links[..self.num_blocks()].iter().enumerate() {
-            let (ahead, behind) = (link.next.some(), link.prev.some());
-            ensure(ahead.is_some() == behind.is_some(), || {
-                format!("free queue: block {block} hangs between {behind:?} and {ahead:?}")
-            })?;
-            queued += usize::from(ahead.is_some());
-        }
+        let waiting = self.places().iter().filter(|place| place.waits).count();
         let len = self.len();
-        ensure(queued == len, || {
-            format!("free queue: {queued} blocks marked, {len} counted")
+        ensure(waiting == len, || {
+            format!("free queue: {waiting} blocks marked, {len} counted")
         })
     }
 
@@ -189,8 +267,8 @@ impl FreeQueue {
         let (mut at, mut seen) = (sentinel, 0);
         // The way back is looked at with each link, so the walk cannot end up in a smaller circle.
         loop {
-            let next = self.links[at.at()].next;
-            let back = self.links.get(next.at()).map(|link| link.prev);
+            let next = self.place(at).link().next;
+            let back = self.places.get(next.at()).map(|place| place.link().prev);
             ensure(back == Some(at), || {
                 format!("{list:?}: {at:?} and {next:?} disagree")
             })?;
@@ -206,15 +284,10 @@ impl FreeQueue {
     }
 }
 
-#[inline]
-fn is_queued(link: Link) -> bool {
-    link.prev != BlockId::NONE
-}
-
 /// Blocks on their way into the queue, one after the other: what comes to the same tail is linked to what
 /// comes there next. The lists are whole again once it has ended.
 pub(crate) struct Joining<'a> {
-    links: &'a mut [Link],
+    places: &'a mut [Place],
     lens: &'a mut [usize; LISTS.len()],
     /// The list of the last one, which that is, and how many came there since.
     list: List,
@@ -225,42 +298,45 @@ pub(crate) struct Joining<'a> {
 impl Joining<'_> {
     #[inline]
     fn sentinel(&self, list: List) -> BlockId {
-        BlockId::new(self.links.len() - LISTS.len() + list as usize)
+        BlockId::new(self.places.len() - LISTS.len() + list as usize)
     }
 
     #[inline]
-    pub(crate) fn contains(&self, block: BlockId) -> bool {
-        is_queued(self.links[block.at()])
+    pub(crate) fn place_mut(&mut self, block: BlockId) -> &mut Place {
+        &mut self.places[block.at()]
     }
 
-    /// A free block goes to the head of its list, an idle one to the tail.
+    /// A free block goes to the head of its list, an idle one to the tail. Nobody holds it.
     #[inline(always)] // the end of every sequence comes here for each of its blocks
-    pub(crate) fn push(&mut self, list: List, block: BlockId) {
-        debug_assert!(!self.contains(block));
+    pub(crate) fn push(&mut self, block: BlockId) {
+        let list = self.place_mut(block).list;
+        debug_assert_eq!(self.place_mut(block).counts_mut(), &[0; 2]);
         if list != self.list {
             if list == List::Free {
                 return self.push_free(block);
             }
             self.turn_to(list);
         }
-        self.links[self.last.at()].next = block;
-        self.links[block.at()].prev = self.last;
+        self.places[self.last.at()].pair[1] = block.get();
+        let place = &mut self.places[block.at()];
+        (place.pair[0], place.waits) = (self.last.get(), true);
         self.last = block;
         self.count += 1;
     }
 
     fn push_free(&mut self, block: BlockId) {
         let prev = self.sentinel(List::Free);
-        let next = std::mem::replace(&mut self.links[prev.at()].next, block);
-        self.links[next.at()].prev = block;
-        self.links[block.at()] = Link { prev, next };
+        let next = std::mem::replace(&mut self.place_mut(prev).pair[1], block.get());
+        self.place_mut(BlockId::from(next)).pair[0] = block.get();
+        let place = self.place_mut(block);
+        (place.pair, place.waits) = ([prev.get(), next], true);
         self.lens[List::Free as usize] += 1;
     }
 
     fn turn_to(&mut self, list: List) {
         self.link_last();
         self.list = list;
-        self.last = self.links[self.sentinel(list).at()].prev;
+        self.last = self.places[self.sentinel(list).at()].link().prev;
     }
 
     #[inline]
@@ -271,8 +347,8 @@ impl Joining<'_> {
     #[inline]
     fn link_last(&mut self) {
         let sentinel = self.sentinel(self.list);
-        self.links[self.last.at()].next = sentinel;
-        self.links[sentinel.at()].prev = self.last;
+        self.places[self.last.at()].pair[1] = sentinel.get();
+        self.places[sentinel.at()].pair[0] = self.last.get();
         self.lens[self.list as usize] += std::mem::take(&mut self.count);
     }
 }
@@ -283,8 +359,11 @@ mod tests {
     use super::*;
 
     fn push(queue: &mut FreeQueue, list: List, block: usize) {
+        let block = BlockId::new(block);
+        let place = queue.place_mut(block);
+        (place.list, *place.counts_mut()) = (list, [0; 2]);
         let mut joining = queue.joining();
-        joining.push(list, BlockId::new(block));
+        joining.push(block);
         joining.end();
     }
 
@@ -299,10 +378,10 @@ mod tests {
             push(&mut queue, Free, block);
         }
         assert_eq!(order(&queue), [4, 0, 1, 2, 3]);
-        queue.unlink(Free, BlockId::new(1));
-        queue.unlink(Free, BlockId::new(3));
+        queue.unlink(BlockId::new(1));
+        queue.unlink(BlockId::new(3));
         assert_eq!(order(&queue), [4, 0, 2]);
-        assert!(!queue.contains(BlockId::new(1)));
+        assert!(!queue.place(BlockId::new(1)).waits());
         let mut taken = vec![BlockId::new(7)];
         queue.pop_heads(Free, 1, &mut taken);
         assert_eq!(taken, [7, 4].map(BlockId::new));
@@ -345,8 +424,7 @@ mod tests {
                 rest /= left.len() + 1;
             }
             let gone = &order[..seed % 8];
-            let list = |block: BlockId| if block.at() < 4 { Free } else { Protected };
-            queue.unlink_all(gone, list);
+            queue.unlink_all(gone, |_| {});
             queue.check().expect("consistent");
             let stay = |blocks: std::ops::Range<usize>| -> Vec<BlockId> {
                 let blocks = all[blocks].iter().copied();
@@ -358,30 +436,30 @@ mod tests {
     }
 
     fn link(queue: &mut FreeQueue, block: usize, prev: usize, next: usize) {
-        let (prev, next) = (BlockId::new(prev), BlockId::new(next));
-        queue.links[block] = Link { prev, next };
+        let place = queue.place_mut(BlockId::new(block));
+        (place.pair, place.waits) = ([prev as u32, next as u32], true);
     }
 
     type Case = (&'static str, fn(&mut FreeQueue));
 
     const SPOILT: &[Case] = &[
         ("Free: BlockId(0) and BlockId(1) disagree", |q| {
-            q.links[1].prev = BlockId::new(2);
+            q.places[1].pair[0] = 2;
         }),
         ("Free: BlockId(1) and BlockId(none) disagree", |q| {
-            q.links[1].next = BlockId::NONE;
+            q.places[1].pair[1] = u32::MAX;
         }),
         ("Protected: BlockId(3) and BlockId(8) disagree", |q| {
-            q.links[8].prev = BlockId::new(2);
+            q.places[8].pair[0] = 2;
         }),
         ("Free: 3 blocks linked, 4 counted", |q| q.lens[0] = 4),
         ("Free: 3 blocks linked, 2 counted", |q| q.lens[0] = 2),
         ("Probation: 0 blocks linked, 1 counted", |q| q.lens[1] = 1),
-        ("block 4 hangs between None and Some(BlockId(5))", |q| {
-            q.links[4].next = BlockId::new(5);
+        ("Free: BlockId(0) and BlockId(1) disagree", |q| {
+            q.places[1].waits = false;
         }),
-        ("block 5 hangs between Some(BlockId(4)) and None", |q| {
-            q.links[5].prev = BlockId::new(4);
+        ("free queue: 5 blocks marked, 4 counted", |q| {
+            q.places[4].waits = true;
         }),
         ("free queue: 6 blocks marked, 4 counted", |q| {
             link(q, 4, 5, 5);

@@ -115,19 +115,83 @@ stats!(
     rolled_back_steps,
 );
 
-/// A table entry that a commit moved to the block which held the same content first.
-#[pyclass(frozen, get_all, module = "pyengine._kv")]
-pub(crate) struct Redirect {
-    /// `Sequence.id`.
-    sequence_id: u64,
-    /// The layer group whose table it is in.
-    group: usize,
-    /// Index in that table.
-    index: usize,
-    /// The duplicate, given back to the pool.
-    old_block: u32,
-    /// The block that holds the content.
-    new_block: u32,
+/// Frozen values with an attribute for each field, which show themselves as they would be called.
+macro_rules! values {
+    ($($(#[$doc:meta])* $name:ident { $($(#[$what:meta])* $field:ident: $type:ty),* $(,)? })*) => {
+        $(
+            $(#[$doc])*
+            #[pyclass(frozen, get_all, module = "pyengine._kv")]
+            pub(crate) struct $name {
+                $($(#[$what])* pub(crate) $field: $type,)*
+            }
+
+            #[pymethods]
+            impl $name {
+                fn __repr__(&self) -> String {
+                    let fields: &[String] = &[$(
+                        format!("{}={}", stringify!($field), $crate::answers::shown(&self.$field))
+                    ),*];
+                    format!("{}({})", stringify!($name), fields.join(", "))
+                }
+            }
+        )*
+    };
+}
+
+pub(crate) use values;
+
+/// A field's value in Python's words.
+pub(crate) fn shown(value: &impl std::fmt::Debug) -> String {
+    match format!("{value:?}").as_str() {
+        "true" => "True".into(),
+        "false" => "False".into(),
+        other => other.into(),
+    }
+}
+
+values! {
+    /// A table entry that a commit moved to the block which held the same content first.
+    Redirect {
+        /// `Sequence.id`.
+        sequence_id: u64,
+        /// The layer group whose table it is in.
+        group: usize,
+        /// Index in that table.
+        index: usize,
+        /// The duplicate, given back to the pool.
+        old_block: u32,
+        /// The block that holds the content.
+        new_block: u32,
+    }
+
+    /// The sequence is in the plan.
+    Prefilled {
+        /// Tokens that this call adopted from the cache: not charged, not computed.
+        num_cached_tokens: usize,
+        /// Tokens to compute: what the budget was charged.
+        num_tokens: usize,
+        /// Whether the step reaches the last known token, so that its logits give the next one.
+        samples: bool,
+    }
+
+    /// The slots are there.
+    Extended {
+        /// Ids of the blocks more at the end of each table: a list per layer group.
+        blocks: Vec<Vec<u32>>,
+        /// Blocks to copy before anything is written, as (source, destination): a fork's partial block.
+        copies: Vec<(u32, u32)>,
+    }
+
+    /// Too few blocks; nothing was changed.
+    NoRoom {
+        /// Blocks needed: new ones, idle ones that a match would revive, and the reserve.
+        needed: usize,
+        /// Blocks free or idle.
+        available: usize,
+    }
+
+    /// The token budget (or `max_tokens`) is used up; nothing was changed.
+    NoBudget {}
 }
 
 impl From<CoreRedirect> for Redirect {
@@ -139,97 +203,6 @@ impl From<CoreRedirect> for Redirect {
             old_block: redirect.old_block.get(),
             new_block: redirect.new_block.get(),
         }
-    }
-}
-
-#[pymethods]
-impl Redirect {
-    fn __repr__(&self) -> String {
-        let Self {
-            sequence_id,
-            group,
-            index,
-            old_block,
-            new_block,
-        } = self;
-        format!(
-            "Redirect(sequence_id={sequence_id}, group={group}, index={index}, old_block={old_block}, new_block={new_block})"
-        )
-    }
-}
-
-/// The sequence is in the plan.
-#[pyclass(frozen, get_all, module = "pyengine._kv")]
-pub(crate) struct Prefilled {
-    /// Tokens that this call adopted from the cache: not charged, not computed.
-    num_cached_tokens: usize,
-    /// Tokens to compute: what the budget was charged.
-    num_tokens: usize,
-    /// Whether the step reaches the last known token, so that its logits give the next one.
-    samples: bool,
-}
-
-#[pymethods]
-impl Prefilled {
-    fn __repr__(&self) -> String {
-        let Self {
-            num_cached_tokens,
-            num_tokens,
-            samples,
-        } = self;
-        let samples = if *samples { "True" } else { "False" };
-        format!(
-            "Prefilled(num_cached_tokens={num_cached_tokens}, num_tokens={num_tokens}, samples={samples})"
-        )
-    }
-}
-
-/// The slots are there.
-#[pyclass(frozen, get_all, module = "pyengine._kv")]
-pub(crate) struct Extended {
-    /// Ids of the blocks more at the end of each table: a list per layer group.
-    blocks: Vec<Vec<u32>>,
-    /// Blocks to copy before anything is written, as (source, destination): a fork's partial block.
-    copies: Vec<(u32, u32)>,
-}
-
-#[pymethods]
-impl Extended {
-    fn __repr__(&self) -> String {
-        format!(
-            "Extended(blocks={:?}, copies={:?})",
-            self.blocks, self.copies
-        )
-    }
-}
-
-/// Too few blocks; nothing was changed.
-#[pyclass(frozen, get_all, module = "pyengine._kv")]
-pub(crate) struct NoRoom {
-    /// Blocks needed: new ones, idle ones that a match would revive, and the reserve.
-    needed: usize,
-    /// Blocks free or idle.
-    available: usize,
-}
-
-#[pymethods]
-impl NoRoom {
-    fn __repr__(&self) -> String {
-        format!(
-            "NoRoom(needed={}, available={})",
-            self.needed, self.available
-        )
-    }
-}
-
-/// The token budget (or `max_tokens`) is used up; nothing was changed.
-#[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct NoBudget;
-
-#[pymethods]
-impl NoBudget {
-    fn __repr__(&self) -> &'static str {
-        "NoBudget()"
     }
 }
 
@@ -251,7 +224,7 @@ pub(crate) fn prefill_answer(py: Python<'_>, answer: Prefill) -> PyResult<Py<PyA
         Prefill::NoRoom { needed, available } => {
             Py::new(py, NoRoom { needed, available })?.into_any()
         }
-        Prefill::NoBudget => Py::new(py, NoBudget)?.into_any(),
+        Prefill::NoBudget => Py::new(py, NoBudget {})?.into_any(),
     })
 }
 

@@ -5,60 +5,29 @@ use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
-create_exception!(
-    pyengine._kv,
-    KvError,
-    PyException,
-    "Base of every error of the block manager. The call that raised it changed nothing."
-);
-create_exception!(
-    pyengine._kv,
-    ConfigError,
-    KvError,
-    "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory, no threads."
-);
-create_exception!(
-    pyengine._kv,
-    TokenError,
-    KvError,
-    "Token ids that are not integers, do not fit 32 unsigned bits, or are not there at all."
-);
-create_exception!(
-    pyengine._kv,
-    HandleError,
-    KvError,
-    "A freed sequence, a released lease, or a handle of another manager."
-);
-create_exception!(
-    pyengine._kv,
-    LeaseError,
-    KvError,
-    "A lease that cannot be attached: not a prefix of the sequence, or the sequence holds blocks."
-);
-create_exception!(
-    pyengine._kv,
-    PlanError,
-    KvError,
-    "A plan or a planned sequence used out of turn, or a wrong number of sampled tokens."
-);
-create_exception!(
-    pyengine._kv,
-    BufferError,
-    KvError,
-    "An array is too small, not writable, not contiguous, of another type, or does not fit the others."
-);
-create_exception!(
-    pyengine._kv,
-    TraceError,
-    KvError,
-    "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged."
-);
-create_exception!(
-    pyengine._kv,
-    InvariantError,
-    KvError,
-    "`check()` found a difference: a bug in the manager, please report it."
-);
+macro_rules! exceptions {
+    ($($name:ident: $base:ty, $doc:literal;)*) => {
+        $(create_exception!(pyengine._kv, $name, $base, $doc);)*
+
+        /// Adds the exceptions to the module.
+        pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+            $(module.add(stringify!($name), module.py().get_type::<$name>())?;)*
+            Ok(())
+        }
+    };
+}
+
+exceptions! {
+    KvError: PyException, "Base of every error of the block manager. The call that raised it changed nothing.";
+    ConfigError: KvError, "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory, no threads.";
+    TokenError: KvError, "Token ids that are not integers, do not fit 32 unsigned bits, or are not there at all.";
+    HandleError: KvError, "A freed sequence, a released lease, or a handle of another manager.";
+    LeaseError: KvError, "A lease that cannot be attached: not a prefix of the sequence, or the sequence holds blocks.";
+    PlanError: KvError, "A plan or a planned sequence used out of turn, or a wrong number of sampled tokens.";
+    BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";
+    TraceError: KvError, "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged.";
+    InvariantError: KvError, "`check()` found a difference: a bug in the manager, please report it.";
+}
 
 /// Every error of the core as a Python exception.
 pub(crate) fn raise(error: Error) -> PyErr {
@@ -130,18 +99,4 @@ pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
         | E::Slot { .. }
         | E::OtherCache { .. } => BufferError::new_err(text),
     }
-}
-
-/// Adds the exceptions to the module.
-pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let py = module.py();
-    module.add("KvError", py.get_type::<KvError>())?;
-    module.add("ConfigError", py.get_type::<ConfigError>())?;
-    module.add("TokenError", py.get_type::<TokenError>())?;
-    module.add("HandleError", py.get_type::<HandleError>())?;
-    module.add("LeaseError", py.get_type::<LeaseError>())?;
-    module.add("PlanError", py.get_type::<PlanError>())?;
-    module.add("BufferError", py.get_type::<BufferError>())?;
-    module.add("TraceError", py.get_type::<TraceError>())?;
-    module.add("InvariantError", py.get_type::<InvariantError>())
 }

@@ -9,7 +9,7 @@ use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::answers::{Ledger, Stats};
+use crate::answers::{Ledger, Stats, values};
 use crate::errors::TraceError;
 
 /// An error of the system, with its number and the file, as Python would raise it itself.
@@ -120,31 +120,17 @@ impl ReplayReport {
     }
 }
 
-/// An operation that a replay answered otherwise; nothing was replayed after it.
-#[pyclass(frozen, get_all, module = "pyengine._kv")]
-pub(crate) struct Divergence {
-    /// Which one, counted from 1.
-    operation: u64,
-    /// The operation, in words.
-    call: String,
-    /// Its answer in the recording, in words.
-    recorded: String,
-    /// Its answer now, in words.
-    obtained: String,
-}
-
-#[pymethods]
-impl Divergence {
-    fn __repr__(&self) -> String {
-        let Self {
-            operation,
-            call,
-            recorded,
-            obtained,
-        } = self;
-        format!(
-            "Divergence(operation={operation}, call={call:?}, recorded={recorded:?}, obtained={obtained:?})"
-        )
+values! {
+    /// An operation that a replay answered otherwise; nothing was replayed after it.
+    Divergence {
+        /// Which one, counted from 1.
+        operation: u64,
+        /// The operation, in words.
+        call: String,
+        /// Its answer in the recording, in words.
+        recorded: String,
+        /// Its answer now, in words.
+        obtained: String,
     }
 }
 

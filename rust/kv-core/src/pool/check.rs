@@ -3,19 +3,20 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Block, Pool};
+use super::Pool;
 use crate::check::ensure;
 use crate::contents::Spot;
 use crate::ids::BlockId;
-use crate::queue::List;
+use crate::queue::{List, Place};
 
 /// What leases hold at least and at most.
 pub(crate) type LeaseRefs = (usize, usize);
 
 impl Pool {
-    fn each(&self) -> impl Iterator<Item = (BlockId, &Block)> {
-        let blocks = self.blocks.iter().enumerate();
-        blocks.map(|(index, block)| (BlockId::new(index), block))
+    /// Every block, its place and the content that it holds.
+    fn each(&self) -> impl Iterator<Item = (BlockId, &Place, Option<Spot>)> {
+        let places = self.queue.places().iter().zip(&self.held).enumerate();
+        places.map(|(index, (place, held))| (BlockId::new(index), place, held.some()))
     }
 
     /// Recounts everything. `held`: table entries per block; `fences`: by open plans; `before`: what
@@ -33,19 +34,19 @@ impl Pool {
         self.check_queue()?;
         let (mut active, mut by_leases) = (0, 0);
         let mut lost = None;
-        for (id, block) in self.each() {
+        for (id, place, content) in self.each() {
             let leases = self.shared.lease_refs_of(id);
             let fenced = fences.get(&id).copied().unwrap_or(0);
-            let (says, counted) = ((block.seq_refs, block.fences), (held[id.at()], fenced));
+            let (says, counted) = (place.counts(), [held[id.at()], fenced]);
             ensure(says == counted, || {
                 format!("{id:?} has seq_refs and fences {says:?}, counted {counted:?}")
             })?;
-            let refs = counted.0 + counted.1 + leases;
-            let queued = self.queue.contains(id);
+            let refs = counted.iter().sum::<u32>() + leases;
+            let queued = place.waits();
             ensure(!queued || refs == 0, || {
                 format!("{id:?} is in the queue with refs {refs}")
             })?;
-            let is_there = block.content == Spot::NONE || self.is_ready(id);
+            let is_there = content.is_none() || self.is_ready(id);
             ensure(refs > 0 || is_there, || {
                 format!("{id:?} is to be computed and nobody holds it")
             })?;
@@ -69,19 +70,19 @@ impl Pool {
                 let Some(id) = self.contents.block(spot, group) else {
                     continue;
                 };
-                let block = self.blocks.get(id.at());
-                let names = block.map(|block| (block.content, usize::from(block.group)));
+                let held = self.held.get(id.at());
+                let names = held.map(|&held| (held, usize::from(self.queue.place(id).group)));
                 ensure(names == Some((spot, group)), || {
                     format!("{spot:?} is in {id:?} for group {group}, which holds {names:?}")
                 })?;
             }
         }
-        for (id, block) in self.each() {
-            let (content, group) = (block.content, usize::from(block.group));
+        for (id, place, content) in self.each() {
+            let group = usize::from(place.group);
             ensure(group < groups, || format!("{id:?} is of group {group}"))?;
-            if content == Spot::NONE {
+            let Some(content) = content else {
                 continue;
-            }
+            };
             let named = content.rows > 0
                 && self.contents.lives(content)
                 && self.contents.block(content, group) == Some(id);
@@ -94,19 +95,19 @@ impl Pool {
 
     /// Every block waits in the list that it says, and that is one for it.
     fn check_queue(&self) -> Result<(), String> {
-        for (id, block) in self.each() {
-            let lists = match block.content.some() {
+        for (id, place, content) in self.each() {
+            let lists = match content {
                 None => [List::Free; 2],
                 Some(_) => [List::Probation, self.policy.used_again()],
             };
-            let says = block.list;
+            let says = place.list;
             ensure(lists.contains(&says), || {
                 format!("{id:?} says {says:?}, should {lists:?}")
             })?;
         }
         for list in [List::Free].into_iter().chain(List::IDLE) {
             for id in self.queue.iter(list) {
-                let says = self.blocks[id.at()].list;
+                let says = self.queue.place(id).list;
                 ensure(says == list, || {
                     format!("{id:?} waits in {list:?}, says {says:?}")
                 })?;
@@ -117,18 +118,16 @@ impl Pool {
 
     /// Contents that an open step computes: nobody else may.
     pub(crate) fn unready(&self) -> impl Iterator<Item = (BlockId, u32)> + '_ {
-        let unready =
-            |id: &BlockId, block: &Block| block.content != Spot::NONE && !self.is_ready(*id);
+        let unready = |id: BlockId, held: Option<Spot>| held.is_some() && !self.is_ready(id);
         self.each()
-            .filter(move |(id, block)| unready(id, block))
-            .map(|(id, block)| (id, block.step))
+            .filter(move |&(id, _, held)| unready(id, held))
+            .map(|(id, place, _)| (id, place.step))
     }
 
     /// The content of a block, its layer group, and the step that computed it.
     pub(crate) fn content_of(&self, block: BlockId) -> Option<(Spot, usize, u32)> {
-        let block = &self.blocks[block.at()];
-        let content = block.content.some()?;
-        Some((content, usize::from(block.group), block.step))
+        let place = self.queue.place(block);
+        Some((self.content(block)?, usize::from(place.group), place.step))
     }
 }
 
@@ -152,6 +151,7 @@ fn check_leases(
 
 #[cfg(test)]
 mod tests {
+    use super::super::OpenSteps;
     use super::*;
     use crate::config::Config;
     use crate::contents::Spot;
@@ -197,61 +197,70 @@ mod tests {
             .check(&scene.held, &scene.fences, leases, &scene.posted)
     }
 
+    fn place(scene: &mut Scene, block: u32) -> &mut Place {
+        scene.pool.queue.place_mut(BlockId::from(block))
+    }
+
     type Case = (&'static str, fn(&mut Scene));
 
     const CASES: &[Case] = &[
         (
-            "BlockId(0) has seq_refs and fences (2, 0), counted (1, 0)",
+            "BlockId(0) has seq_refs and fences [2, 0], counted [1, 0]",
             |s| {
-                s.pool.blocks[0].seq_refs = 2;
+                place(s, 0).counts_mut()[0] = 2;
             },
         ),
         (
-            "BlockId(2) has seq_refs and fences (0, 2), counted (0, 1)",
+            "BlockId(2) has seq_refs and fences [0, 2], counted [0, 1]",
             |s| {
-                s.pool.blocks[2].fences = 2;
+                place(s, 2).counts_mut()[1] = 2;
             },
         ),
         ("BlockId(4) is in the queue with refs 1", |s| {
-            (s.pool.blocks[4].seq_refs, s.held[4]) = (1, 1);
+            s.pool.shared.hold(BlockId::from(4));
         }),
         ("BlockId(4) is to be computed and nobody holds it", |s| {
-            s.pool.set_open_steps(Some([1, 1]));
+            s.pool.set_open_steps(OpenSteps {
+                oldest: 1,
+                count: 1,
+            });
         }),
         ("BlockId(5) is held by nobody and not queued", |s| {
-            s.pool.queue.unlink(List::Free, BlockId::from(5));
+            s.pool.queue.unlink(BlockId::from(5));
         }),
         ("leases hold 1 blocks, counted 0 to 0", |s| {
             s.pool.shared.forget_lease_refs(1)
         }),
         ("ledger: 3 active, counted 2", |s| s.pool.active += 1),
         ("is in BlockId(7) for group 0, which holds", |s| {
-            let content = s.pool.blocks[1].content;
+            let content = s.pool.held[1];
             s.pool.contents.set_block(content, 0, BlockId::from(7));
         }),
-        ("BlockId(5) is of group 3", |s| s.pool.blocks[5].group = 3),
+        ("BlockId(5) is of group 3", |s| place(s, 5).group = 3),
         (
             "BlockId(5) holds Spot { run: RunId(1), rows: 2 }, which names another block",
             |s| {
-                s.pool.blocks[5].content = s.pool.blocks[1].content;
+                s.pool.held[5] = s.pool.held[1];
             },
         ),
         (
             "BlockId(5) holds Spot { run: RunId(1), rows: 9 }, which names another block",
             |s| {
-                s.pool.blocks[5].content = s.pool.blocks[1].content;
-                s.pool.blocks[5].content.rows = 9;
+                s.pool.held[5] = s.pool.held[1];
+                s.pool.held[5].rows = 9;
             },
         ),
         ("BlockId(4) says Protected, should [Probation, Pro", |s| {
-            s.pool.blocks[4].list = List::Protected;
+            place(s, 4).list = List::Protected;
         }),
         ("BlockId(4) waits in Probation, says Protected", |s| {
             s.pool.policy = Policy::new(Eviction::TwoQueue, 8);
-            s.pool.blocks[4].list = List::Protected;
+            place(s, 4).list = List::Protected;
         }),
         ("Free: 2 blocks linked, 3 counted", |s| {
-            s.pool.queue.unlink(List::Probation, BlockId::from(5));
+            place(s, 5).list = List::Probation;
+            s.pool.queue.unlink(BlockId::from(5));
+            place(s, 5).list = List::Free;
         }),
     ];
 
@@ -268,7 +277,7 @@ mod tests {
             );
         }
         let mut scene = scene();
-        scene.pool.queue.unlink(List::Free, BlockId::from(5));
+        scene.pool.queue.unlink(BlockId::from(5));
         scene.posted.insert(BlockId::from(5));
         assert_eq!(check(&scene), Ok(())); // the mail says so
     }

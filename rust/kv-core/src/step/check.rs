@@ -41,6 +41,10 @@ impl Steps {
         let sequences: HashMap<u32, &Sequence> = state.seqs.iter_slots().collect();
         let mut tracks: HashMap<u32, Track> = HashMap::new();
         let mut computing: HashSet<BlockId> = HashSet::new();
+        let mut growth: HashMap<u32, usize> = HashMap::new();
+        for entry in self.open.iter().flat_map(|plan| &plan.entries) {
+            *growth.entry(entry.slot).or_default() += entry.growth();
+        }
         for (at, plan) in self.open.iter().enumerate() {
             let serial = plan.key.serial;
             let mut row = 0;
@@ -54,7 +58,9 @@ impl Steps {
                     track.sample_row = Some(SampleRow::new(row));
                 }
                 row += entry.rows();
-                check_extent(state, entry, seq)?;
+                let to_come = growth.entry(entry.slot).or_default();
+                check_extent(state, entry, seq, *to_come)?;
+                *to_come -= entry.growth();
                 let Some(extra) = &entry.extra else { continue };
                 check_adopted(state, entry, extra, seq)?;
                 let table = self.table_of(state, plan, entry);
@@ -185,10 +191,11 @@ fn check_lent(
     Ok(extra.lent.len())
 }
 
-/// It has blocks for all that it computes, and could be taken back.
-fn check_extent(state: &State, entry: &Entry, seq: &Sequence) -> Result<(), String> {
-    let (id, rows, before) = (seq.id, seq.table.rows(), entry.rows_before as usize);
-    let fits = state.groups.rows(entry.end()) <= rows && before <= rows;
+/// It has blocks for all that it computes, and could be taken back: its table has had `growth` rows fewer.
+fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> Result<(), String> {
+    let (id, rows) = (seq.id, seq.table.rows());
+    let before = rows.saturating_sub(growth);
+    let fits = state.groups.rows(entry.end()) <= rows && growth <= rows;
     ensure(fits, || format!("sequence {id} is planned without blocks"))?;
     let from = entry.start - entry.adopted();
     ensure(state.groups.rows(from) <= before, || {
@@ -494,10 +501,11 @@ mod tests {
 
     const ENTRIES: &[Case] = &[
         ("sequence 9 is planned without blocks", |s| {
-            entry(s, NEWER, LONG).rows_before = 99
+            entry(s, NEWER, LONG).new_rows = 99
         }),
         ("sequence 9 was at 6 with 1 rows", |s| {
-            entry(s, NEWER, LONG).rows_before = 1
+            entry(s, OLDER, LONG).new_rows -= 1;
+            entry(s, NEWER, LONG).new_rows += 1;
         }),
         ("sequence 9 writes from 12, has blocks of 3 rows", |s| {
             entry(s, NEWER, LONG).rows_there = 4;

@@ -108,7 +108,9 @@ impl Steps {
         }
         let (sampled, mut rest) = tokens.split_at(decodes);
         let mut full = std::mem::take(&mut self.full);
-        state.close_decodes(seat, first.iter().zip(sampled), &mut full, &mut dropped);
+        if decodes > 0 {
+            state.close_decodes(seat, first.iter().zip(sampled), &mut full, &mut dropped);
+        }
         for slot in full.drain(..) {
             self.settle(state, slot, step, &mut redirects);
         }
@@ -167,7 +169,8 @@ impl Steps {
             match state.pool.contents.next(seq.registered.tip, tokens) {
                 None => {
                     state.append_rows(slot, row..full, step);
-                    state.tell_rows(slot, row..full);
+                    let Registered { tip, .. } = state.seqs.at(slot).registered;
+                    state.pool.tell_stored(tip, full - row);
                     return;
                 }
                 Some(content) => {
@@ -271,6 +274,7 @@ impl State {
 
     /// Appends the token of each decode; the plan, which is committed, does not hold them any more. Into
     /// `full` go those with a row to register, into `dropped` those that end with that.
+    #[inline(never)] // among the code of a commit its loop would not be in registers
     fn close_decodes<'a>(
         &mut self,
         plan: Seats,
@@ -287,7 +291,7 @@ impl State {
             if seq.leave_plan(plan) {
                 dropped.push(entry.slot);
             }
-            if block.row_of(entry.start + 1) > seq.registered.rows() {
+            if entry.start + 1 >= block.start_of(seq.registered.rows() + 1) {
                 full.push(entry.slot);
             }
         }

@@ -101,8 +101,10 @@ impl Steps {
         plan.budget_left -= count;
         plan.num_tokens += count;
         plan.num_samples += count;
+        let before = seq.table.rows();
         state.allocate(slot, state.groups.rows(end + count));
         let seq = state.seqs.at_mut(slot);
+        plan.entries[at].new_rows += (seq.table.rows() - before) as u32;
         seq.planned_end += count;
         seq.speculating = true;
         count

@@ -61,22 +61,25 @@ impl Steps {
             _ => 0,
         };
         let (before, samples) = (plan.entries.len(), plan.num_samples..);
-        let (seat, block_size) = (plan.seat, state.groups.block_size());
+        let (seat, block) = (plan.seat, state.groups.block());
         let mut room = state.pool.available() / state.groups.len();
-        plan.entries.reserve(most);
+        // In registers, not in the plan: what is written to a sequence might be there.
+        let mut entries = std::mem::take(&mut plan.entries);
+        entries.reserve(most);
         for (&key, sample) in sequences[..most].iter().zip(samples) {
             let Some(seq) = state.seqs.decoding(key, seat) else {
                 break;
             };
-            let (start, rows) = (seq.planned_end, seq.table.rows());
-            let begins = start == rows * block_size;
+            let start = seq.planned_end;
+            // Where a row has begun it is in the table, which lies elsewhere in memory: most are not asked.
+            let begins = block.begins_row(start) && seq.table.rows() == block.row_of(start);
             // There is room for the entry; asked here, it is not made where it is pushed.
-            if begins && room == 0 || plan.entries.len() == plan.entries.capacity() {
+            if begins && room == 0 || entries.len() == entries.capacity() {
                 break;
             }
-            plan.entries.push(Entry {
+            entries.push(Entry {
                 slot: key.slot,
-                rows_before: rows as u32,
+                new_rows: 0,
                 start,
                 rows_there: seq.registered.rows() as u32,
                 pending_row: seq.pending_row(),
@@ -85,10 +88,11 @@ impl Steps {
             seq.plan_to(seat, start + 1, Some(SampleRow::new(sample)));
             if begins {
                 room -= 1;
-                self.beginning.push(key.slot);
+                self.beginning.push(entries.len() - 1);
             }
         }
-        let pushed = plan.entries.len() - before;
+        let pushed = entries.len() - before;
+        plan.entries = entries;
         if plan.decodes == before {
             plan.decodes += pushed;
         }
@@ -98,12 +102,15 @@ impl Steps {
         pushed
     }
 
-    /// A row more in each of the tables that are `beginning` one.
+    /// A row more for each of the entries that are `beginning` one.
     pub(super) fn begin_rows(&mut self, state: &mut State) {
         let (groups, taken) = (state.groups.len(), &mut state.taken);
         state.pool.take(self.beginning.len() * groups, taken);
-        for (slot, row) in self.beginning.drain(..).zip(taken.chunks_exact(groups)) {
-            state.seqs.at_mut(slot).table.push_rows(row);
+        let plan = self.open.last_mut().expect("checked before");
+        for (at, row) in self.beginning.drain(..).zip(taken.chunks_exact(groups)) {
+            let entry = &mut plan.entries[at];
+            entry.new_rows = 1;
+            state.seqs.at_mut(entry.slot).table.push_rows(row);
         }
         taken.clear();
     }
@@ -122,8 +129,10 @@ impl Steps {
         let drafts = extra.as_ref().map_or(0, |extra| extra.drafts.len());
         let samples = end == seq.tokens.len() + usize::from(seq.pending) + drafts;
         let mut rows_there = seq.registered.rows();
+        let mut new_rows = seq.table.rows() - rows_before;
         if let Some(extra) = &mut extra {
             (extra.len, extra.samples) = (len, samples);
+            new_rows -= extra.matched;
             if extra.prefill {
                 rows_there = extra.announce_from;
             }
@@ -131,7 +140,7 @@ impl Steps {
         let plan = self.open.last_mut().expect("checked before");
         plan.entries.push(Entry {
             slot,
-            rows_before: rows_before as u32,
+            new_rows: new_rows as u32,
             start,
             rows_there: rows_there as u32,
             pending_row: seq.pending_row(),

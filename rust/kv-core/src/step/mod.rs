@@ -27,6 +27,7 @@ use std::borrow::Cow;
 
 use crate::error::Error;
 use crate::ids::{BlockId, PlanKey};
+use crate::pool::OpenSteps;
 use crate::sequence::Seats;
 use crate::state::State;
 use crate::table::BlockTable;
@@ -48,8 +49,8 @@ pub(crate) struct Steps {
     made: u64,
     /// The memory of a closed plan's entries.
     spare_entries: Vec<Entry>,
-    /// Decodes on their way into the plan that need a row more; none between calls.
-    beginning: Vec<u32>,
+    /// Entries of the newest plan that need a row more; none between calls.
+    beginning: Vec<usize>,
     /// Decodes of the plan that is committed that have filled a row; none between calls.
     full: Vec<u32>,
 }
@@ -100,8 +101,11 @@ impl Steps {
     /// Lets the pool know which steps are open.
     fn tell_open(&self, state: &mut State) {
         let steps = self.open.first().zip(self.open.last());
-        let steps = steps.map(|(oldest, newest)| [oldest.step(), newest.step()]);
-        state.pool.set_open_steps(steps);
+        let steps = steps.map(|(oldest, newest)| OpenSteps {
+            oldest: oldest.step(),
+            count: newest.step().wrapping_sub(oldest.step()) + 1,
+        });
+        state.pool.set_open_steps(steps.unwrap_or_default());
     }
 
     fn open_plan(&self, key: PlanKey) -> Result<&Plan, Error> {

@@ -61,8 +61,8 @@ pub struct PlanView {
 /// A sequence's part of a step. Most of them decode one token: they are kept small.
 pub(super) struct Entry {
     pub(super) slot: u32,
-    /// Rows of its table before.
-    pub(super) rows_before: u32,
+    /// Rows of its table that were allocated for it.
+    pub(super) new_rows: u32,
     /// First position to compute.
     pub(super) start: usize,
     /// Rows that are there already, or written by another entry of the step.
@@ -194,6 +194,12 @@ impl Entry {
 
     pub(super) fn is_prefill(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| extra.prefill)
+    }
+
+    /// Rows by which its table has grown with it: what was found, and what was allocated.
+    pub(super) fn growth(&self) -> usize {
+        let matched = self.extra.as_ref().map_or(0, |extra| extra.matched);
+        self.new_rows as usize + matched
     }
 
     /// Tokens adopted from the cache.

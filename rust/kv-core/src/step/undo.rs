@@ -57,7 +57,8 @@ impl Steps {
         plan.budget_left += entry.len();
         plan.num_tokens -= entry.len();
         plan.num_samples -= entry.rows();
-        let (slot, rows) = (entry.slot, entry.rows_before as usize);
+        let slot = entry.slot;
+        let rows = state.seqs.at(slot).table.rows() - entry.new_rows as usize;
         match &entry.extra {
             None => state.shorten(slot, rows),
             Some(extra) => {
@@ -71,7 +72,7 @@ impl Steps {
                     let is_its = |copy| table.row(row).any(|block| block == copy);
                     self.newest().copies.retain(|&(_, copy)| !is_its(copy));
                 }
-                state.shorten(slot, rows + extra.matched);
+                state.shorten(slot, rows);
                 if extra.matched > 0 {
                     let (seq, pool) = (state.seqs.at_mut(slot), &mut state.pool);
                     extra.take_match_out(&mut seq.table, |block| pool.release(block));

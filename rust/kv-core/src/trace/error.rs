@@ -7,6 +7,7 @@ use crate::error::Error;
 /// Why a file cannot be replayed. An operation that is answered otherwise is none of these reasons
 /// (see [`Report::divergence`](crate::Report::divergence)).
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // fields are what the sentence says of them
 pub enum TraceError {
     /// The file cannot be read.
     #[error("cannot read the recording: {0}")]
@@ -20,11 +21,8 @@ pub enum TraceError {
         way_out(recorded_by.as_deref())
     )]
     Version {
-        /// The file's version.
         found: u64,
-        /// The version that is read here.
         supported: u64,
-        /// The version of kv-core that recorded it, where the file says so.
         recorded_by: Option<String>,
     },
     /// More than a replay may take.
@@ -32,11 +30,8 @@ pub enum TraceError {
         "{what} is {found}, a replay takes {limit} at most; record less, or give replay_within() larger limits"
     )]
     Limit {
-        /// What there is too much of, and where.
         what: String,
-        /// What the file asks for.
         found: u64,
-        /// What [`Limits`](crate::Limits) allow.
         limit: u64,
     },
     /// A manager of the recorded settings cannot be made.
@@ -47,23 +42,15 @@ pub enum TraceError {
         "the recording is cut at byte {byte}, in {}; end one with stop_recording(), and copy it whole",
         place(*operation)
     )]
-    Cut {
-        /// The length of the file.
-        byte: u64,
-        /// The operation that is not whole, counted from 1.
-        operation: u64,
-    },
+    Cut { byte: u64, operation: u64 },
     /// An operation (0: the header) is not what was written.
     #[error(
         "the recording is damaged at byte {byte}, in {}: {what}; copy it again or record it again",
         place(*operation)
     )]
     Corrupt {
-        /// Where its frame begins.
         byte: u64,
-        /// The operation, counted from 1.
         operation: u64,
-        /// What is wrong with it.
         what: String,
     },
 }

@@ -47,6 +47,27 @@ fn drafts_end_where_the_blocks_do() {
 }
 
 #[test]
+fn drafts_that_are_rolled_back_or_cancelled_give_their_blocks_back() {
+    let mut m = manager(5);
+    let seq = computed(&mut m, prompt(2));
+    let free = m.ledger().available();
+    for is_cancelled in [false, true] {
+        let plan = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+        let taken = m.draft(plan.key(), &[seq.key()], &[1, 2, 3, 4, 5], &[5]);
+        assert_eq!(taken, Ok(vec![5]));
+        assert_eq!(table(&m, &seq, 0).len(), 2);
+        if is_cancelled {
+            m.cancel(plan.key(), seq.key()).expect("planned");
+        }
+        m.rollback(plan.key()).expect("open");
+        assert_eq!(table(&m, &seq, 0).len(), 1);
+        assert_eq!(m.ledger().available(), free);
+        m.check().expect("sound");
+    }
+}
+
+#[test]
 fn misuse_gives_nobody_drafts() {
     let mut m = manager(16);
     let (seq, other) = (computed(&mut m, prompt(2)), computed(&mut m, vec![9, 9]));
