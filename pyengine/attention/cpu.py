@@ -14,7 +14,7 @@ import torch
 
 from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
-from pyengine.attention.rotation import Rotation
+from pyengine.attention.rotation import HeadNorm, Rotation
 from pyengine.cache import CpuAttention, CpuCache, CpuStep
 from pyengine.cache.kv_pool import KVPool
 from pyengine.core.errors import ConfigurationError
@@ -71,15 +71,32 @@ def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return cpu_array(tensor if dense else tensor.contiguous())
 
 
-def _rotation(rotation: Rotation) -> tuple[Any, ...]:
-    """As the kernel takes it."""
-    layout, norm = rotation.layout, rotation.norm
-    weights = None
-    if norm is not None:
-        query, key = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
-        weights = (query, key, norm.eps, norm.offset)
-    cos, sin = (cpu_array(angles.contiguous()) for angles in (rotation.cos, rotation.sin))
-    return cos, sin, layout.size, layout.order == "pairs", layout.step, weights
+class _Angles:
+    """Cosines and sines of a step as the kernel takes them: layers that share them look once."""
+
+    def __init__(self) -> None:
+        self._where: tuple[Any, ...] = ()
+        self._arrays: tuple[npt.NDArray[Any], ...] = ()
+
+    def arrays(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[npt.NDArray[Any], ...]:
+        """Both `[T, columns]`. In a graph each layer has tensors of its own over one memory.
+
+        What is kept is that memory and no copy, which a graph could fall behind by writing there.
+        """
+        if not (cos.is_contiguous() and sin.is_contiguous()):
+            return tuple(cpu_array(angles.contiguous()) for angles in (cos, sin))
+        where = (cos.data_ptr(), sin.data_ptr(), cos.shape, cos.dtype)
+        if where != self._where:
+            self._where, self._arrays = where, (cpu_array(cos), cpu_array(sin))
+        return self._arrays
+
+
+def _weights(norm: HeadNorm | None) -> tuple[Any, ...] | None:
+    """As the kernel takes them."""
+    if norm is None:
+        return None
+    query, key = (cpu_array(weight.detach()) for weight in (norm.query_weight, norm.key_weight))
+    return query, key, norm.eps, norm.offset
 
 
 def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
@@ -103,7 +120,7 @@ class CpuPlan:
     """One step of the cpu backend."""
 
     def __init__(self, memory: _Memory, inputs: StepInputs) -> None:
-        self._memory = memory
+        self._memory, self._angles = memory, _Angles()
         self._steps = [
             CpuStep(
                 memory.caches[0],
@@ -142,6 +159,12 @@ class CpuPlan:
             sliding_window=options.sliding_window,
             softcap=options.softcap,
             sinks=None if sinks is None else sinks.detach().float().contiguous().numpy(),
-            rotation=None if options.rotation is None else _rotation(options.rotation),
+            rotation=None if options.rotation is None else self._rotation(options.rotation),
         )
         return out
+
+    def _rotation(self, rotation: Rotation) -> tuple[Any, ...]:
+        """As the kernel takes it."""
+        layout, arrays = rotation.layout, self._angles.arrays(rotation.cos, rotation.sin)
+        are_neighbours = layout.order == "pairs"
+        return *arrays, layout.size, are_neighbours, layout.step, _weights(rotation.norm)

@@ -10,6 +10,7 @@ as long as one forward pass, and `running` alone writes it.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -192,13 +193,14 @@ def _together(
 ) -> Rotation | None:
     if not angles:
         return None
-    (cos, sin), (size, order, step) = angles, layout.split()
-    return Rotation(
-        cos,
-        sin,
-        RotaryLayout(int(size), "halves" if order == "halves" else "pairs", int(step)),
-        HeadNorm(weights[0], weights[1], norm[0], norm[1]) if weights else None,
-    )
+    by_norm = HeadNorm(weights[0], weights[1], norm[0], norm[1]) if weights else None
+    return Rotation(angles[0], angles[1], _layout(layout), by_norm)
+
+
+@cache
+def _layout(words: str) -> RotaryLayout:
+    size, order, step = words.split()
+    return RotaryLayout(int(size), "halves" if order == "halves" else "pairs", int(step))
 
 
 def _shape(

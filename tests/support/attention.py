@@ -1,9 +1,21 @@
 """Steps for attention backends, made by hand."""
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.attention import StepInputs
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which sequences share which leading blocks: `attention.backend.SharedRows`."""
+
+    group: int
+    order: npt.NDArray[np.int32]
+    prefixes: npt.NDArray[np.int32]
 
 
 def inputs_of(

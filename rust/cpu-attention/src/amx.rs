@@ -1,174 +1,41 @@
 //! Products of bfloat16 by AMX, Intel's matrix instructions: 16 keys or 16 elements of a value with 16 rows at once,
 //! 32 products each.
 //!
-//! Weights are rounded to bfloat16 before they meet the values, as in torch and flash-attn. A row's bits are its
-//! own here too: each sum of a product of tiles is added up in an order that its neighbours do not change.
+//! A part is scored as a whole before its first value is read, so sums stay in the tiles and nothing fades. Weights are
+//! rounded to bfloat16 before they meet the values, as in torch and flash-attn. A row's bits are its own here too: each
+//! sum of a product of tiles is added up in an order that its neighbours do not change.
 
-use std::arch::asm;
 use std::arch::x86_64::*;
+use std::f32::consts::LOG2_E;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::OnceLock;
 
-use crate::kernel::{Arithmetic, Products, TILE};
+use crate::kernel::{Arithmetic, Bounds, HEADER, How, TILE, Tile, state_len};
 use crate::lanes::{Vector, transpose_16};
-use crate::step::CacheShape;
+use crate::softmax::cap;
+use crate::step::{CacheShape, PART};
+use crate::tiles::{Line, ROWS, Rows, STRIDE, Tiles, WIDTH, load, multiply_add, store, zero};
 
-/// Rows of a tile; its lanes, too.
-const ROWS: usize = 16;
-/// Bytes of a row of a tile.
-const STRIDE: usize = 64;
-/// Elements of a row of a tile.
-const WIDTH: usize = 32;
+/// Keys of a tile of the kernel, for each half.
+type Keys<'t> = [Rows<'t>; TILE / ROWS];
 
-/// Whether the processor has AMX for bfloat16 and the system lets us use it.
-pub(crate) fn is_there() -> bool {
-    static FOUND: OnceLock<bool> = OnceLock::new();
-    *FOUND.get_or_init(|| {
-        const BF16_AND_TILES: u32 = 1 << 22 | 1 << 24;
-        let has = __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & BF16_AND_TILES == BF16_AND_TILES;
-        has && is_x86_feature_detected!("avx512bf16") && is_allowed()
-    })
-}
+/// Vectors that are multiplied with a tile while it is there.
+const TOGETHER: usize = 2;
 
-/// Linux keeps the tiles' state for a process only if that asks for it.
-#[cfg(target_os = "linux")]
-fn is_allowed() -> bool {
-    const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
-    const XTILEDATA: usize = 18;
-    // SAFETY: this call takes two numbers and no memory.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn is_allowed() -> bool {
-    false
-}
-
-/// Eight tiles of 16 rows of 64 bytes, until it is dropped.
-struct Tiles;
-
-impl Tiles {
-    fn begin() -> Self {
-        #[repr(C, align(64))]
-        struct Config {
-            palette: u8,
-            start_row: u8,
-            reserved: [u8; 14],
-            row_bytes: [u16; 16],
-            rows: [u8; 16],
-        }
-        let tiles = |per_tile: u16| std::array::from_fn(|tile| if tile < 8 { per_tile } else { 0 });
-        let config = Config {
-            palette: 1,
-            start_row: 0,
-            reserved: [0; 14],
-            row_bytes: tiles(STRIDE as u16),
-            rows: tiles(ROWS as u16).map(|rows| rows as u8),
-        };
-        // SAFETY: the machine has AMX, as `takes` is asked first, and the configuration is valid.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack)) };
-        Self
-    }
-}
-
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: as above.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
-    }
-}
-
-/// Rows in memory that is borrowed, each `stride` bytes after the last.
-#[derive(Clone, Copy)]
-struct Rows<'t> {
-    first: *const u8,
-    stride: usize,
-    borrowed: PhantomData<&'t [u8]>,
-}
-
-impl<'t> Rows<'t> {
-    /// Side by side.
-    #[inline(always)]
-    fn of<T>(memory: &'t [[T; STRIDE / size_of::<u32>()]; ROWS]) -> Self {
-        const { assert!(size_of::<T>() == size_of::<u32>()) };
-        Self {
-            first: memory.as_ptr().cast(),
-            stride: STRIDE,
-            borrowed: PhantomData,
-        }
-    }
-
-    /// These, if they lie at equal distances: forwards or, with a stride that wraps, backwards.
-    #[inline(always)]
-    fn spread(rows: &[&'t [u16]; ROWS]) -> Option<Self> {
-        let [first, second] = [rows[0], rows[1]].map(|row| row.as_ptr().addr());
-        let stride = second.wrapping_sub(first);
-        let even = |(at, row): (usize, &&[u16])| {
-            row.as_ptr().addr().wrapping_sub(first) == stride.wrapping_mul(at)
-        };
-        rows.iter().enumerate().all(even).then_some(Self {
-            first: rows[0].as_ptr().cast(),
-            stride,
-            borrowed: PhantomData,
-        })
-    }
-}
-
-/// `tile = rows`, from byte `at` of each on.
-macro_rules! load {
-    ($tile:literal, $rows:expr, $at:expr) => {{
-        let rows: Rows<'_> = $rows;
-        // SAFETY: 16 rows of 64 bytes are borrowed there, the tiles are set up.
-        unsafe {
-            asm!(concat!("tileloadd ", $tile, ", [{} + {} * 1]"), in(reg) rows.first.add($at),
-                in(reg) rows.stride, options(nostack, readonly));
-        }
-    }};
-}
-
-/// The contrary, to rows side by side.
-macro_rules! store {
-    ($tile:literal, $to:expr) => {{
-        let to: &mut [[f32; ROWS]; ROWS] = $to;
-        // SAFETY: as above.
-        unsafe {
-            asm!(concat!("tilestored [{} + {} * 1], ", $tile), in(reg) to.as_mut_ptr(), in(reg) STRIDE,
-                options(nostack));
-        }
-    }};
-}
-
-macro_rules! zero {
-    ($tile:literal) => {
-        // SAFETY: the tiles are set up.
-        unsafe { asm!(concat!("tilezero ", $tile), options(nostack, nomem)) }
-    };
-}
-
-/// `sums[m][n] += a[m][2k] * b[k][2n] + a[m][2k + 1] * b[k][2n + 1]` for 16 `k`.
-macro_rules! multiply_add {
-    ($sums:literal, $a:literal, $b:literal) => {
-        // SAFETY: the tiles are set up.
-        unsafe {
-            asm!(
-                concat!("tdpbf16ps ", $sums, ", ", $a, ", ", $b),
-                options(nostack, nomem)
-            )
-        }
-    };
-}
-
-/// Queries and tiles as the instructions want them.
+/// Queries and a part as the instructions want them.
 pub(crate) struct Amx {
     dim_k: usize,
     dim_v: usize,
-    /// `[vectors, dim_k / 2, lanes]`, two neighbouring dimensions each.
-    queries: Vec<[u32; ROWS]>,
-    /// `[TILE, dim_k]`, of keys that do not lie at equal distances.
-    keys: Vec<u16>,
-    /// `[dim_v, TILE / 2]`, two neighbouring positions each.
-    values: Vec<[u32; TILE / 2]>,
+    /// `[vectors, dim_k / 2]` of lanes, two neighbouring dimensions each.
+    queries: Vec<Line<u32>>,
+    /// `[halves of tiles, 16, dim_k / 32]`, of keys that do not lie at equal distances.
+    keys: Vec<Line<u32>>,
+    /// `[tiles, dim_v]` of two neighbouring positions each.
+    values: Vec<Line<u32>>,
+    /// `[TOGETHER, tiles, TILE]` of lanes.
+    scores: Vec<Line<f32>>,
+    /// `[TOGETHER, tiles, TILE / 2]` of lanes, two neighbouring positions each.
+    weights: Vec<Line<u32>>,
     _tiles: Tiles,
 }
 
@@ -179,18 +46,8 @@ impl Amx {
     }
 }
 
-/// See [`Amx`].
-pub(crate) struct AmxTile<'t> {
-    queries: &'t [[u32; ROWS]],
-    pairs: usize,
-    /// Two times 16.
-    keys: [Rows<'t>; TILE / ROWS],
-    values: &'t [[u32; TILE / 2]],
-}
-
 impl Arithmetic<u16, ROWS> for Amx {
     type Lanes = __m512;
-    type Tile<'t> = AmxTile<'t>;
 
     #[inline(always)]
     fn is_narrow(_: usize) -> bool {
@@ -198,13 +55,20 @@ impl Arithmetic<u16, ROWS> for Amx {
     }
 
     #[inline(always)]
-    fn new(shape: &CacheShape, num_vectors: usize) -> Self {
+    fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self {
+        let together = num_vectors.min(TOGETHER);
+        let halves = match shape.block_size.is_multiple_of(ROWS) {
+            true => 2, // where the part begins and ends
+            false => num_tiles * (TILE / ROWS),
+        };
         Self {
             dim_k: shape.dim_k,
             dim_v: shape.dim_v,
-            queries: vec![[0; ROWS]; num_vectors * shape.dim_k / 2],
-            keys: vec![0; TILE * shape.dim_k],
-            values: vec![[0; TILE / 2]; shape.dim_v],
+            queries: vec![Line([0; ROWS]); num_vectors * shape.dim_k / 2],
+            keys: vec![Line([0; ROWS]); halves * ROWS * shape.dim_k / WIDTH],
+            values: vec![Line([0; ROWS]); num_tiles * shape.dim_v],
+            scores: vec![Line([0.0; ROWS]); together * num_tiles * TILE],
+            weights: vec![Line([0; ROWS]); together * num_tiles * TILE / 2],
             _tiles: Tiles::begin(),
         }
     }
@@ -223,44 +87,346 @@ impl Arithmetic<u16, ROWS> for Amx {
     }
 
     #[inline(always)]
-    fn tile<'t>(
-        &'t mut self,
-        _: &Range<usize>,
-        keys: [&'t [u16]; TILE],
-        values: [&'t [u16]; TILE],
-    ) -> AmxTile<'t> {
-        // SAFETY: the machine has AVX-512, as every one with AMX.
-        unsafe { transpose(&values, &mut self.values[..self.dim_v]) };
-        let halves: &[[&[u16]; ROWS]; TILE / ROWS] =
-            keys.as_chunks().0.try_into().expect("ROWS divides TILE");
-        let keys = match halves.map(|half| Rows::spread(&half)) {
-            [Some(first), Some(second)] => [first, second],
-            _ => {
-                for (copy, key) in self.keys.chunks_exact_mut(self.dim_k).zip(keys) {
-                    copy.copy_from_slice(key);
-                }
-                let copies = &self.keys[..];
-                let copy = |at: usize| &copies[at * self.dim_k..][..self.dim_k];
-                [0, ROWS].map(|first| {
-                    let rows = std::array::from_fn(|at| copy(first + at));
-                    Rows::spread(&rows).expect("they are side by side")
-                })
+    fn attend<'t>(
+        &mut self,
+        how: How,
+        tiles: impl Iterator<Item = Tile<'t, u16>>,
+        vectors: &[Bounds<ROWS>],
+        states: &mut [[f32; ROWS]],
+    ) {
+        let nothing = Rows::of(&self.queries);
+        let mut keys = [[nothing; TILE / ROWS]; PART / TILE];
+        let (mut start, mut num_tiles) = (0, 0);
+        let mut copies = self.keys.chunks_exact_mut(ROWS * self.dim_k / WIDTH);
+        for (tile, values) in tiles.zip(self.values.chunks_exact_mut(self.dim_v)) {
+            if num_tiles == 0 {
+                start = tile.start;
             }
-        };
-        AmxTile {
+            // SAFETY: the machine has AVX-512, as every one with AMX.
+            unsafe { transpose(&tile.values, values) };
+            for (rows, half) in keys[num_tiles].iter_mut().zip(tile.keys.as_chunks().0) {
+                *rows = Rows::spread(half)
+                    .unwrap_or_else(|| copied(half, copies.next().expect("there is room")));
+            }
+            num_tiles += 1;
+        }
+        let part = Part {
+            how,
+            start,
             queries: &self.queries,
             pairs: self.dim_k / 2,
-            keys,
-            values: &self.values,
+            keys: &keys[..num_tiles],
+            values: &self.values[..num_tiles * self.dim_v],
+        };
+        let size = state_len(self.dim_v);
+        let (scores, weights) = (&mut self.scores[..], &mut self.weights[..]);
+        let pairs = vectors
+            .chunks(TOGETHER)
+            .zip(states.chunks_mut(TOGETHER * size));
+        for (number, (vectors, states)) in pairs.enumerate() {
+            let first = number * TOGETHER;
+            // SAFETY: the machine has these instructions, as every one with AMX.
+            unsafe { part.attend((first, vectors), (&mut *scores, &mut *weights), states) };
         }
     }
+}
+
+/// Keys, copied to where they lie at equal distances.
+#[inline(always)]
+fn copied<'t>(keys: &[&[u16]; ROWS], memory: &'t mut [Line<u32>]) -> Rows<'t> {
+    let dim = keys[0].len();
+    // SAFETY: a line is 32 elements, and every bit pattern is one.
+    let (_, elements, _) = unsafe { memory.align_to_mut::<u16>() };
+    for (copy, key) in elements.chunks_exact_mut(dim).zip(keys) {
+        copy.copy_from_slice(key);
+    }
+    Rows {
+        first: elements[..ROWS * dim].as_ptr().cast(),
+        stride: size_of_val(keys[0]),
+        borrowed: PhantomData,
+    }
+}
+
+/// Keys and values of a part, which begins at `start`, and the queries of all vectors.
+struct Part<'p> {
+    how: How,
+    start: usize,
+    /// `[vectors, pairs]`.
+    queries: &'p [Line<u32>],
+    pairs: usize,
+    keys: &'p [Keys<'p>],
+    /// `[tiles, dim_v]`.
+    values: &'p [Line<u32>],
+}
+
+impl Part<'_> {
+    /// Some vectors, from `first` on, in memory as [`Amx`] has it.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    #[inline]
+    fn attend(
+        &self,
+        (first, vectors): (usize, &[Bounds<ROWS>]),
+        (scores, weights): (&mut [Line<f32>], &mut [Line<u32>]),
+        states: &mut [[f32; ROWS]],
+    ) {
+        let near = |tile: &usize| {
+            let start = self.start + tile * TILE;
+            vectors.iter().any(|vector| !vector.near(start).is_empty())
+        };
+        let begin = (0..self.keys.len()).find(near).unwrap_or(0);
+        let end = (begin..self.keys.len())
+            .rfind(near)
+            .map_or(begin, |last| last + 1);
+        let tiles = begin..end;
+        let per_vector = scores.len() / vectors.len();
+        let size = states.len() / vectors.len();
+        for tile in tiles.clone() {
+            match vectors.len() {
+                TOGETHER => self.score_two(first, tile, scores.split_at_mut(per_vector)),
+                _ => self.score_one(first, tile, scores),
+            }
+        }
+        let per_weights = per_vector / 2;
+        for (at, (bounds, state)) in vectors
+            .iter()
+            .zip(states.chunks_exact_mut(size))
+            .enumerate()
+        {
+            let scores = &mut scores[at * per_vector..][..per_vector];
+            let weights = &mut weights[at * per_weights..][..per_weights];
+            let (header, _) = state.split_at_mut(HEADER);
+            self.soften(bounds, tiles.clone(), (scores, weights), header);
+        }
+        self.weigh(&tiles, weights, states, size);
+    }
+
+    /// Of vector `vector` with a tile of keys.
+    #[inline(always)]
+    fn score_one(&self, vector: usize, tile: usize, scores: &mut [Line<f32>]) {
+        let queries = self.queries_of(vector);
+        zero!("tmm0", "tmm1");
+        for (at, query) in queries.as_chunks::<ROWS>().0.iter().enumerate() {
+            load!("tmm6", Rows::of(query), 0);
+            load!("tmm4", self.keys[tile][0], at * STRIDE);
+            load!("tmm5", self.keys[tile][1], at * STRIDE);
+            multiply_add!("tmm0", "tmm4", "tmm6");
+            multiply_add!("tmm1", "tmm5", "tmm6");
+        }
+        let scores = &mut scores[tile * TILE..][..TILE];
+        store!("tmm0", scores);
+        store!("tmm1", scores[ROWS..]);
+    }
+
+    /// Of vectors `first` and the next with a tile of keys.
+    #[inline(always)]
+    fn score_two(&self, first: usize, tile: usize, scores: (&mut [Line<f32>], &mut [Line<f32>])) {
+        let queries =
+            [first, first + 1].map(|vector| self.queries_of(vector).as_chunks::<ROWS>().0);
+        zero!("tmm0", "tmm1", "tmm2", "tmm3");
+        for (at, (one, other)) in queries[0].iter().zip(queries[1]).enumerate() {
+            load!("tmm4", self.keys[tile][0], at * STRIDE);
+            load!("tmm6", Rows::of(one), 0);
+            load!("tmm7", Rows::of(other), 0);
+            multiply_add!("tmm0", "tmm4", "tmm6");
+            multiply_add!("tmm2", "tmm4", "tmm7");
+            load!("tmm5", self.keys[tile][1], at * STRIDE);
+            multiply_add!("tmm1", "tmm5", "tmm6");
+            multiply_add!("tmm3", "tmm5", "tmm7");
+        }
+        let (one, other) = scores;
+        let (one, other) = (
+            &mut one[tile * TILE..][..TILE],
+            &mut other[tile * TILE..][..TILE],
+        );
+        store!("tmm0", one);
+        store!("tmm1", one[ROWS..]);
+        store!("tmm2", other);
+        store!("tmm3", other[ROWS..]);
+    }
+
+    #[inline(always)]
+    fn queries_of(&self, vector: usize) -> &[Line<u32>] {
+        let pairs = self.pairs;
+        &self.queries[vector * pairs..][..pairs]
+    }
+
+    /// Scores of these tiles become weights, rounded; the header what they are measured against and their sum.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    #[inline]
+    fn soften(
+        &self,
+        bounds: &Bounds<ROWS>,
+        tiles: Range<usize>,
+        (scores, weights): (&mut [Line<f32>], &mut [Line<u32>]),
+        header: &mut [[f32; ROWS]],
+    ) {
+        let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+        let mut largest = nothing;
+        let factor = match self.how {
+            (scaling, None) if scaling > 0.0 => scaling * LOG2_E,
+            _ => 1.0, // it is in the scores
+        };
+        for tile in tiles.clone() {
+            let start = self.start + tile * TILE;
+            let scores = &mut scores[tile * TILE..][..TILE];
+            if factor == 1.0 {
+                for line in &mut *scores {
+                    capped(self.how, &mut line.0);
+                }
+            }
+            if !bounds.is_whole(start) {
+                hide(scores, start, bounds);
+            }
+            for score in scores {
+                largest = _mm512_max_ps(__m512::load(&score.0), largest);
+            }
+        }
+        let factor = _mm512_set1_ps(factor);
+        let reference = _mm512_mul_ps(largest, factor);
+        let mut total = _mm512_setzero_ps();
+        let lanes = _mm512_set_epi16(
+            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+            4, 19, 3, 18, 2, 17, 1, 16, 0,
+        );
+        let scores = &scores[tiles.start * TILE..tiles.end * TILE];
+        let weights = &mut weights[tiles.start * TILE / 2..tiles.end * TILE / 2];
+        for (weights, scores) in weights.iter_mut().zip(scores.as_chunks::<2>().0) {
+            let [low, high] = scores.each_ref().map(|score| {
+                let score = __m512::load(&score.0);
+                let is_seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(score, nothing);
+                let (power, scale) = exp2(_mm512_fmsub_ps(score, factor, reference));
+                _mm512_maskz_mul_ps(is_seen, power, scale)
+            });
+            total = _mm512_add_ps(_mm512_add_ps(total, low), high);
+            // SAFETY: both are 64 bytes.
+            let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
+            let pairs = _mm512_permutexvar_epi16(lanes, pairs);
+            // SAFETY: 64 bytes are written.
+            unsafe { _mm512_storeu_si512(weights.0.as_mut_ptr().cast(), pairs) };
+        }
+        reference.store(&mut header[0]);
+        total.store(&mut header[1]);
+    }
+
+    /// The values, weighted, become the sums of the states.
+    #[inline(always)]
+    fn weigh(
+        &self,
+        tiles: &Range<usize>,
+        weights: &[Line<u32>],
+        states: &mut [[f32; ROWS]],
+        size: usize,
+    ) {
+        let num_dims = size - HEADER;
+        let per_vector = weights.len() / (states.len() / size);
+        let num_vectors = states.len() / size;
+        let values = |tile: usize, dim: usize| Rows::of(&self.values[tile * num_dims + dim..]);
+        let of = |vector: usize, tile: usize| {
+            Rows::of(&weights[vector * per_vector + tile * TILE / 2..])
+        };
+        let mut dim = 0;
+        while dim < num_dims {
+            let left = num_dims - dim;
+            if num_vectors == TOGETHER && left >= 2 * ROWS {
+                zero!("tmm0", "tmm1", "tmm2", "tmm3");
+                for tile in tiles.clone() {
+                    load!("tmm4", values(tile, dim), 0);
+                    load!("tmm6", of(0, tile), 0);
+                    load!("tmm7", of(1, tile), 0);
+                    multiply_add!("tmm0", "tmm4", "tmm6");
+                    multiply_add!("tmm2", "tmm4", "tmm7");
+                    load!("tmm5", values(tile, dim + ROWS), 0);
+                    multiply_add!("tmm1", "tmm5", "tmm6");
+                    multiply_add!("tmm3", "tmm5", "tmm7");
+                }
+                store!("tmm0", states[HEADER + dim..]);
+                store!("tmm1", states[HEADER + dim + ROWS..]);
+                store!("tmm2", states[size + HEADER + dim..]);
+                store!("tmm3", states[size + HEADER + dim + ROWS..]);
+                dim += 2 * ROWS;
+            } else if num_vectors == 1 && left >= 4 * ROWS {
+                zero!("tmm0", "tmm1", "tmm2", "tmm3");
+                for tile in tiles.clone() {
+                    load!("tmm6", of(0, tile), 0);
+                    load!("tmm4", values(tile, dim), 0);
+                    multiply_add!("tmm0", "tmm4", "tmm6");
+                    load!("tmm5", values(tile, dim + ROWS), 0);
+                    multiply_add!("tmm1", "tmm5", "tmm6");
+                    load!("tmm4", values(tile, dim + 2 * ROWS), 0);
+                    multiply_add!("tmm2", "tmm4", "tmm6");
+                    load!("tmm5", values(tile, dim + 3 * ROWS), 0);
+                    multiply_add!("tmm3", "tmm5", "tmm6");
+                }
+                store!("tmm0", states[HEADER + dim..]);
+                store!("tmm1", states[HEADER + dim + ROWS..]);
+                store!("tmm2", states[HEADER + dim + 2 * ROWS..]);
+                store!("tmm3", states[HEADER + dim + 3 * ROWS..]);
+                dim += 4 * ROWS;
+            } else {
+                for vector in 0..num_vectors {
+                    zero!("tmm0");
+                    for tile in tiles.clone() {
+                        load!("tmm6", of(vector, tile), 0);
+                        load!("tmm4", values(tile, dim), 0);
+                        multiply_add!("tmm0", "tmm4", "tmm6");
+                    }
+                    store!("tmm0", states[vector * size + HEADER + dim..]);
+                }
+                dim += ROWS;
+            }
+        }
+    }
+}
+
+/// Scores as they are compared, for powers of 2.
+#[inline(always)]
+fn capped(how: How, scores: &mut [f32; ROWS]) {
+    let factor = cap(how, scores);
+    for score in scores {
+        *score *= factor;
+    }
+}
+
+/// What a lane does not see of the tile from `start` on becomes minus infinity.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn hide(scores: &mut [Line<f32>], start: usize, bounds: &Bounds<ROWS>) {
+    // SAFETY: 16 numbers are read.
+    let [lows, highs] = [&bounds.lows, &bounds.highs]
+        .map(|ends| unsafe { _mm512_loadu_si512(ends.as_ptr().cast()) });
+    let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+    for (at, score) in scores.iter_mut().enumerate() {
+        let position = _mm512_set1_epi32((start + at) as i32);
+        let is_seen = _mm512_cmple_epi32_mask(lows, position);
+        let is_seen = _mm512_mask_cmplt_epi32_mask(is_seen, position, highs);
+        _mm512_mask_blend_ps(is_seen, nothing, __m512::load(&score.0)).store(&mut score.0);
+    }
+}
+
+/// `2 ^ x` for `x` of at most 0, as [`crate::lanes::exp2`] has it but to 1e-4, a twentieth of what rounding to bfloat16
+/// costs: two factors.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn exp2(x: __m512) -> (__m512, __m512) {
+    let round = _mm512_set1_ps(12_583_039.0);
+    let x = _mm512_max_ps(_mm512_set1_ps(-126.0), x);
+    let shifted = _mm512_add_ps(x, round);
+    let r = _mm512_sub_ps(x, _mm512_sub_ps(shifted, round));
+    let mut power = _mm512_set1_ps(5.500_893e-2);
+    for coefficient in [0.242_210_96, 0.693_282_9, 1.0] {
+        power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(coefficient));
+    }
+    (
+        power,
+        _mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(shifted))),
+    )
 }
 
 /// `columns[pair]` becomes two neighbouring dimensions of all rows, from dimension `first` on; of rows that are empty,
 /// zeros.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn transpose_pairs(rows: &[&[u16]; ROWS], first: usize, columns: &mut [[u32; ROWS]; ROWS]) {
+fn transpose_pairs(rows: &[&[u16]; ROWS], first: usize, columns: &mut [Line<u32>; ROWS]) {
     let mut pairs = [_mm512_setzero_si512(); ROWS];
     for (pairs, row) in pairs.iter_mut().zip(rows) {
         if let Some(row) = row.get(first..first + WIDTH) {
@@ -270,14 +436,14 @@ fn transpose_pairs(rows: &[&[u16]; ROWS], first: usize, columns: &mut [[u32; ROW
     }
     for (column, pair) in columns.iter_mut().zip(transpose_16(pairs)) {
         // SAFETY: 16 numbers are written.
-        unsafe { _mm512_storeu_si512(column.as_mut_ptr().cast(), pair) };
+        unsafe { _mm512_storeu_si512(column.0.as_mut_ptr().cast(), pair) };
     }
 }
 
 /// `columns[dim]` becomes that dimension of all rows.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn transpose(rows: &[&[u16]; TILE], columns: &mut [[u32; TILE / 2]]) {
+fn transpose(rows: &[&[u16]; TILE], columns: &mut [Line<u32>]) {
     for (at, columns) in columns.chunks_mut(WIDTH).enumerate() {
         let mask = u32::MAX >> (WIDTH - columns.len());
         let row = |row: &[u16]| {
@@ -299,75 +465,9 @@ fn transpose(rows: &[&[u16]; TILE], columns: &mut [[u32; TILE / 2]]) {
                 let dim = place / 4 * 8 + first + place % 4;
                 if let Some(column) = columns.get_mut(dim) {
                     // SAFETY: 16 numbers are written.
-                    unsafe { _mm512_storeu_si512(column.as_mut_ptr().cast(), positions) };
+                    unsafe { _mm512_storeu_si512(column.0.as_mut_ptr().cast(), positions) };
                 }
             }
-        }
-    }
-}
-
-/// Weights of neighbouring positions side by side, as bfloat16: rounded as `Element::narrow` does, which differs for
-/// numbers below 2^-126 only. No weight but 0 is.
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-#[inline]
-fn narrow_pairs(weights: &[[f32; ROWS]; TILE], pairs: &mut [[u32; ROWS]; TILE / 2]) {
-    let lanes = _mm512_set_epi16(
-        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-        19, 3, 18, 2, 17, 1, 16, 0,
-    );
-    for (pairs, [low, high]) in pairs.iter_mut().zip(weights.as_chunks::<2>().0) {
-        let halves = _mm512_cvtne2ps_pbh(__m512::load(high), __m512::load(low));
-        // SAFETY: both are 64 bytes, of which 64 are written.
-        unsafe {
-            let halves: __m512i = std::mem::transmute(halves);
-            let halves = _mm512_permutexvar_epi16(lanes, halves);
-            _mm512_storeu_si512(pairs.as_mut_ptr().cast(), halves);
-        }
-    }
-}
-
-impl Products<ROWS> for AmxTile<'_> {
-    #[inline(always)]
-    fn scores(&self, vector: usize, _: &Range<usize>, scores: &mut [[f32; ROWS]; TILE]) {
-        let query = &self.queries[vector * self.pairs..][..self.pairs];
-        zero!("tmm0");
-        zero!("tmm1");
-        for (at, query) in query.as_chunks().0.iter().enumerate() {
-            load!("tmm2", Rows::of(query), 0);
-            load!("tmm3", self.keys[0], at * STRIDE);
-            load!("tmm4", self.keys[1], at * STRIDE);
-            multiply_add!("tmm0", "tmm3", "tmm2");
-            multiply_add!("tmm1", "tmm4", "tmm2");
-        }
-        let (halves, _) = scores.as_chunks_mut::<ROWS>();
-        store!("tmm0", &mut halves[0]);
-        store!("tmm1", &mut halves[1]);
-    }
-
-    #[inline(always)]
-    fn weigh(
-        &self,
-        weights: &[[f32; ROWS]; TILE],
-        _: (&Range<usize>, bool),
-        faded: Option<[f32; ROWS]>,
-        (_, sums): (usize, &mut [[f32; ROWS]]),
-    ) {
-        let mut pairs = [[0; ROWS]; TILE / 2];
-        // SAFETY: the machine has these instructions, as every one with AMX.
-        unsafe { narrow_pairs(weights, &mut pairs) };
-        if let Some(faded) = faded {
-            let faded = __m512::load(&faded);
-            for sum in sums.iter_mut() {
-                __m512::load(sum).multiply(faded).store(sum);
-            }
-        }
-        load!("tmm2", Rows::of(&pairs), 0);
-        let (values, _) = self.values.as_chunks();
-        for (sums, values) in sums.as_chunks_mut::<ROWS>().0.iter_mut().zip(values) {
-            load!("tmm0", Rows::of(sums), 0);
-            load!("tmm3", Rows::of(values), 0);
-            multiply_add!("tmm0", "tmm3", "tmm2");
-            store!("tmm0", sums);
         }
     }
 }

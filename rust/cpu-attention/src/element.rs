@@ -126,8 +126,9 @@ impl Element for u16 {
     }
 }
 
+/// As many as there is room for.
 #[inline(always)]
-fn widen(row: &[u16], floats: &mut [f32]) {
+pub(crate) fn widen<E: Element>(row: &[E], floats: &mut [f32]) {
     for (float, &half) in floats.iter_mut().zip(row) {
         *float = half.widen();
     }

@@ -4,8 +4,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernel::{Arithmetic, Products, TILE};
+use crate::kernel::{Arithmetic, Bounds, How, TILE, Tile};
 use crate::lanes::{Scratch, Vector};
+use crate::softmax::attend_tile;
 use crate::step::CacheShape;
 
 /// Queries as lanes, and what is widened for a tile.
@@ -29,11 +30,6 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     for Floats<V, L, N>
 {
     type Lanes = V;
-    type Tile<'t>
-        = FloatTile<'t, V, L, N>
-    where
-        V: 't,
-        E: 't;
 
     #[inline(always)]
     fn is_narrow(num_rows: usize) -> bool {
@@ -41,7 +37,7 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     }
 
     #[inline(always)]
-    fn new(shape: &CacheShape, num_vectors: usize) -> Self {
+    fn new(shape: &CacheShape, num_vectors: usize, _: usize) -> Self {
         Self {
             dim_k: shape.dim_k,
             queries: Scratch::zeros(num_vectors * shape.dim_k * L),
@@ -79,24 +75,41 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     }
 
     #[inline(always)]
-    fn tile<'t>(
-        &'t mut self,
-        near: &Range<usize>,
-        keys: [&'t [E]; TILE],
-        values: [&'t [E]; TILE],
-    ) -> FloatTile<'t, V, L, N> {
-        FloatTile {
-            keys: E::tile(keys, near, &mut self.keys),
-            values: E::tile(values, near, &mut self.values),
-            queries: self.queries.floats().as_chunks().0,
-            by: PhantomData,
+    fn attend<'t>(
+        &mut self,
+        how: How,
+        tiles: impl Iterator<Item = Tile<'t, E>>,
+        vectors: &[Bounds<L>],
+        states: &mut [[f32; L]],
+    ) where
+        E: 't,
+    {
+        let size = states.len() / vectors.len();
+        for state in states.chunks_exact_mut(size) {
+            state.fill([0.0; L]);
+            state[0] = [f32::NEG_INFINITY; L];
+        }
+        let mut weights = [[0.0; L]; TILE];
+        for tile in tiles {
+            let floats = FloatTile {
+                keys: E::tile(tile.keys, &tile.near, &mut self.keys),
+                values: E::tile(tile.values, &tile.near, &mut self.values),
+                queries: self.queries.floats().as_chunks().0,
+                by: PhantomData,
+            };
+            let vectors = vectors.iter().zip(states.chunks_exact_mut(size));
+            for (number, (bounds, state)) in vectors.enumerate() {
+                let to = (&mut weights, state);
+                attend_tile::<V, L, N>(how, (&floats, tile.start), (number, bounds), to);
+            }
         }
     }
 }
 
-impl<V: Vector<L>, const L: usize, const N: usize> Products<L> for FloatTile<'_, V, L, N> {
+impl<V: Vector<L>, const L: usize, const N: usize> FloatTile<'_, V, L, N> {
+    /// The products of a vector of queries with, at least, the keys in `near`.
     #[inline(always)]
-    fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]) {
+    pub(crate) fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]) {
         let dim = self.keys[0].len();
         let query = &self.queries[vector * dim..][..dim];
         for at in (near.start / N * N..near.end).step_by(N) {
@@ -115,8 +128,10 @@ impl<V: Vector<L>, const L: usize, const N: usize> Products<L> for FloatTile<'_,
         }
     }
 
+    /// Adds the values, weighted, to the `sums` of so many rows, which count `faded` times from now on, or in full. Where
+    /// the tile is not `whole`, some lanes do not see some of the keys in `near`; the weight is 0 then.
     #[inline(always)]
-    fn weigh(
+    pub(crate) fn weigh(
         &self,
         weights: &[[f32; L]; TILE],
         (near, whole): (&Range<usize>, bool),

@@ -4,11 +4,13 @@
 use std::arch::x86_64::{__m256, __m512};
 
 #[cfg(target_arch = "x86_64")]
-use crate::amx::{self, Amx};
+use crate::amx::Amx;
 use crate::attention::{Job, Task};
 use crate::element::Element;
 use crate::floats::Floats;
 use crate::kernel::work;
+#[cfg(target_arch = "x86_64")]
+use crate::tiles;
 
 /// Which build of the arithmetic runs. All but the last give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,7 +36,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             return match is_wide {
-                true if amx::is_there() => Self::Amx,
+                true if tiles::is_there() => Self::Amx,
                 true => Self::Avx512,
                 false => Self::Avx2,
             };
@@ -81,7 +83,7 @@ pub(crate) fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '
 pub(crate) fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
     #[cfg(target_arch = "x86_64")]
     if isa.min(Isa::detect()) == Isa::Amx && Amx::takes(&job.shape) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
         fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             work::<u16, Amx, 16>(job, task);
         }

@@ -6,7 +6,6 @@ use crate::attention::{Job, Member, Task};
 use crate::element::Element;
 use crate::lanes::{Scratch, Vector, fetch, larger};
 use crate::parts::{add, divide, faded, finish_rows, gather};
-use crate::softmax::{TOGETHER, attend_tile};
 use crate::step::{CacheShape, PART, Run};
 
 /// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache
@@ -22,51 +21,43 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
     HEADER + dim_v
 }
 
+/// Keys and values of `TILE` positions, from `start` on.
+pub(crate) struct Tile<'t, E> {
+    pub(crate) start: usize,
+    /// What is beside these repeats others.
+    pub(crate) near: Range<usize>,
+    pub(crate) keys: [&'t [E]; TILE],
+    pub(crate) values: [&'t [E]; TILE],
+}
+
+/// Factor on the products of queries and keys, and what they are capped to.
+pub(crate) type How = (f32, Option<f32>);
+
 /// Products of queries with keys and of weights with values, for vectors of `L` rows.
 pub(crate) trait Arithmetic<E, const L: usize> {
     /// `L` floats.
     type Lanes: Vector<L>;
 
-    /// A tile of keys and values, ready for any number of vectors.
-    type Tile<'t>: Products<L>
-    where
-        Self: 't,
-        E: 't;
-
     /// Whether the sums of a vector of which so many lanes are used are `[lanes, dim_v]` instead of `[dim_v, lanes]`.
     fn is_narrow(num_rows: usize) -> bool;
 
-    /// For so many vectors.
-    fn new(shape: &CacheShape, num_vectors: usize) -> Self;
+    /// For so many vectors, and parts of so many tiles at most.
+    fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self;
 
     /// Takes the queries of a KV head: those of vector `number`.
     fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [E]>)
     where
         E: 'q;
 
-    /// Keys and values beside those in `near` repeat others.
-    fn tile<'t>(
-        &'t mut self,
-        near: &Range<usize>,
-        keys: [&'t [E]; TILE],
-        values: [&'t [E]; TILE],
-    ) -> Self::Tile<'t>;
-}
-
-/// What a tile is for.
-pub(crate) trait Products<const L: usize> {
-    /// The products of a vector of queries with, at least, the keys in `near`.
-    fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]);
-
-    /// Adds the values, weighted, to the `sums` of so many rows, which count `faded` times from now on, or in full. Where
-    /// the tile is not `whole`, some lanes do not see some of the keys in `near`; the weight is 0 then.
-    fn weigh(
-        &self,
-        weights: &[[f32; L]; TILE],
-        near_and_whole: (&Range<usize>, bool),
-        faded: Option<[f32; L]>,
-        rows_and_sums: (usize, &mut [[f32; L]]),
-    );
+    /// Attends with all vectors over the tiles of a part, from nothing: `states` is `[vectors, state_len]`.
+    fn attend<'t>(
+        &mut self,
+        how: How,
+        tiles: impl Iterator<Item = Tile<'t, E>>,
+        vectors: &[Bounds<L>],
+        states: &mut [[f32; L]],
+    ) where
+        E: 't;
 }
 
 /// Does a task: attends with the rows of some runs over a part, from nothing, or with those of one run over all that
@@ -190,11 +181,13 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         let vectors: Vec<Bounds<L>> = rows.chunks(L).map(|rows| bounds(job, rows)).collect();
         let low = vectors.iter().map(|vector| vector.any.start).min();
         let high = vectors.iter().map(|vector| vector.any.end).max();
+        let seen = low.unwrap_or(0)..high.unwrap_or(0);
+        let num_tiles = (seen.end.div_ceil(TILE) - seen.start / TILE).min(PART / TILE);
         Self {
-            arithmetic: A::new(&job.shape, vectors.len()),
+            arithmetic: A::new(&job.shape, vectors.len(), num_tiles),
             rows,
             vectors,
-            seen: low.unwrap_or(0)..high.unwrap_or(0),
+            seen,
             blocks: &job.step.blocks[blocks],
         }
     }
@@ -237,11 +230,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
     ) where
         A: Arithmetic<E, L>,
     {
-        let (shape, size) = (job.shape, state_len(job.shape.dim_v));
-        for state in states.chunks_exact_mut(size) {
-            state.fill([0.0; L]);
-            state[0] = [f32::NEG_INFINITY; L];
-        }
+        let shape = job.shape;
         let seen = self.seen.start.max(part * PART)..self.seen.end.min((part + 1) * PART);
         let blocks = self.blocks;
         // Of runs that share the part, others may go on for longer than the one whose blocks these are.
@@ -259,34 +248,24 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
             fetch_tile(seen.start / TILE * TILE);
         }
         let mut slots = [0; PART];
-        let mut weights = [[[0.0; L]; TILE]; TOGETHER];
         find_slots(job, blocks, part, &seen, &mut slots);
         let first = seen.start / TILE * TILE; // parts begin with a tile
-        for start in (first..seen.end).step_by(TILE) {
+        let tiles = (first..seen.end).step_by(TILE).map(|start| {
             fetch_tile(start + TILE);
             let near = seen.start.max(start)..seen.end.min(start + TILE);
             let slots: &[usize; TILE] = slots[start - part * PART..]
                 .first_chunk()
                 .expect("TILE divides PART");
             let at = slots.map(|slot| slot * shape.kv_heads + kv_head);
-            let keys = at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]);
-            let values = at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]);
-            let near = near.start - start..near.end - start;
-            let tile = self.arithmetic.tile(&near, keys, values);
-            let how = (job.scaling, job.softcap);
-            let together = states
-                .chunks_mut(TOGETHER * size)
-                .zip(self.vectors.chunks(TOGETHER));
-            for (number, (states, vectors)) in together.enumerate() {
-                let first = number * TOGETHER;
-                attend_tile(
-                    how,
-                    (&tile, start),
-                    (first, vectors),
-                    (&mut weights, states),
-                );
+            Tile {
+                start,
+                near: near.start - start..near.end - start,
+                keys: at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]),
+                values: at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]),
             }
-        }
+        });
+        let how = (job.scaling, job.softcap);
+        self.arithmetic.attend(how, tiles, &self.vectors, states);
     }
 
     /// What was `found` in the first parts, `[parts, count, query heads, state_len]`, becomes `sums`.
@@ -377,6 +356,22 @@ pub(crate) struct Bounds<const L: usize> {
     pub(crate) any: Range<usize>,
     /// Those that each of them sees.
     pub(crate) all: Range<usize>,
+}
+
+impl<const L: usize> Bounds<L> {
+    /// Positions of the tile from `start` on that any lane sees, counted from there.
+    #[inline(always)]
+    pub(crate) fn near(&self, start: usize) -> Range<usize> {
+        let end = start + TILE;
+        let seen = self.any.start.max(start)..self.any.end.min(end).max(start);
+        seen.start.min(seen.end) - start..seen.end - start
+    }
+
+    /// Whether each lane sees all of them.
+    #[inline(always)]
+    pub(crate) fn is_whole(&self, start: usize) -> bool {
+        self.all.start <= start && start + TILE <= self.all.end
+    }
 }
 
 /// Lanes that stand for nothing see what the first one sees.

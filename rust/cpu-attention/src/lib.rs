@@ -58,6 +58,9 @@ mod parts;
 mod rotation;
 mod softmax;
 mod step;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // instructions that Rust has no name for
+mod tiles;
 mod write;
 
 pub use attention::{Attention, Options, Query};

@@ -2,7 +2,7 @@
 //! (RoPE, Su et al., 2021, arXiv:2104.09864), the keys straight into their slots. Computed in float32, rounded once.
 
 use crate::attention::Attention;
-use crate::element::Element;
+use crate::element::{Element, widen};
 use crate::error::Error;
 use crate::isa::{InEachBuild, best_build};
 use crate::norm::sum_of_squares;
@@ -108,10 +108,7 @@ impl Attention {
             true => self.num_threads().min(tasks.len()),
             false => 1,
         };
-        self.each(num_threads, tasks, |task| match task {
-            Task::Values(rows, slots, cache) => copy(slots, rows, cache),
-            Task::Keys(..) | Task::Queries(..) => best_build(self.isa(), task),
-        });
+        self.each(num_threads, tasks, |task| best_build(self.isa(), task));
         Ok(())
     }
 }
@@ -224,17 +221,20 @@ impl<E: Element, A: Element> Turning<'_, E, A> {
             head: x,
         } = floats;
         for (to, from) in [(&mut *c, cos), (&mut *s, sin)] {
-            let angles = from[row * columns..][..columns].iter().step_by(layout.step);
-            for (to, from) in to.iter_mut().zip(angles) {
-                *to = from.widen();
+            let from = &from[row * columns..][..columns];
+            match layout.step {
+                1 => widen(from, to),
+                step => {
+                    for (to, from) in to.iter_mut().zip(from.iter().step_by(step)) {
+                        *to = from.widen();
+                    }
+                }
             }
         }
         let half = layout.size / 2;
         let heads = self.rows.row(row).chunks_exact(self.dim);
         for (head, out) in heads.zip(out.chunks_exact_mut(self.dim)) {
-            for (to, from) in x.iter_mut().zip(head) {
-                *to = from.widen();
-            }
+            widen(head, x);
             if let Some(norm) = &self.rotation.norm {
                 let mean = sum_of_squares(x) / self.dim as f32;
                 let scale = 1.0 / (mean + norm.epsilon).sqrt();
@@ -242,34 +242,40 @@ impl<E: Element, A: Element> Turning<'_, E, A> {
                     *x = *x * scale * weight;
                 }
             }
+            let (turned, rest) = out.split_at_mut(layout.size);
             match layout.order {
                 Order::Halves => {
-                    let (turned, rest) = out.split_at_mut(layout.size);
-                    let (low, high) = turned.split_at_mut(half);
-                    let (first, second) = x[..layout.size].split_at(half);
-                    for i in 0..half {
-                        low[i] = E::narrow(first[i] * c[i] - second[i] * s[i]);
-                        high[i] = E::narrow(second[i] * c[i] + first[i] * s[i]);
-                    }
-                    narrow(&x[layout.size..], rest);
+                    let halves = x[..layout.size].split_at(half);
+                    turn_halves(halves, (c, s), turned.split_at_mut(half));
                 }
                 Order::Pairs => {
-                    let (turned, rest) = out.split_at_mut(layout.size);
-                    for (i, pair) in turned.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-                        let (first, second) = (x[2 * i], x[2 * i + 1]);
-                        pair[0] = E::narrow(first * c[i] - second * s[i]);
-                        pair[1] = E::narrow(second * c[i] + first * s[i]);
+                    let pairs = turned.as_chunks_mut::<2>().0.iter_mut();
+                    let pairs = pairs.zip(x.as_chunks::<2>().0);
+                    for ((out, &[first, second]), (&c, &s)) in pairs.zip(c.iter().zip(&*s)) {
+                        out[0] = E::narrow(first * c - second * s);
+                        out[1] = E::narrow(second * c + first * s);
                     }
-                    narrow(&x[layout.size..], rest);
                 }
+            }
+            for (out, &float) in rest.iter_mut().zip(&x[layout.size..]) {
+                *out = E::narrow(float);
             }
         }
     }
 }
 
+/// All of one length.
 #[inline(always)]
-fn narrow<E: Element>(floats: &[f32], out: &mut [E]) {
-    for (out, &float) in out.iter_mut().zip(floats) {
-        *out = E::narrow(float);
+fn turn_halves<E: Element>(
+    (first, second): (&[f32], &[f32]),
+    (c, s): (&[f32], &[f32]),
+    (low, high): (&mut [E], &mut [E]),
+) {
+    let size = first.len();
+    let (second, c, s) = (&second[..size], &c[..size], &s[..size]);
+    let (low, high) = (&mut low[..size], &mut high[..size]); // so that the loop need not look
+    for i in 0..size {
+        low[i] = E::narrow(first[i] * c[i] - second[i] * s[i]);
+        high[i] = E::narrow(second[i] * c[i] + first[i] * s[i]);
     }
 }

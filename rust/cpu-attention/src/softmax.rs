@@ -2,61 +2,45 @@
 
 use std::f32::consts::LOG2_E;
 
-use crate::kernel::{Bounds, HEADER, Products, TILE};
-use crate::lanes::{exp2, larger};
+use crate::floats::FloatTile;
+use crate::kernel::{Bounds, HEADER, How, TILE};
+use crate::lanes::{Vector, exp2, larger};
 use crate::parts::faded;
 
-/// Vectors that are scored before the first of them is weighed: products of tiles take long to come, and others can be
-/// computed meanwhile.
-pub(crate) const TOGETHER: usize = 2;
-
-/// Some vectors of rows, from `first` on, over the tile that begins at `start`.
+/// Vector `number` of rows over the tile that begins at `start`.
 #[inline(always)]
-pub(crate) fn attend_tile<const L: usize>(
-    (scaling, softcap): (f32, Option<f32>),
-    (tile, start): (&impl Products<L>, usize),
-    (first, vectors): (usize, &[Bounds<L>]),
-    (weights, states): (&mut [[[f32; L]; TILE]; TOGETHER], &mut [[f32; L]]),
+pub(crate) fn attend_tile<V: Vector<L>, const L: usize, const N: usize>(
+    how: How,
+    (tile, start): (&FloatTile<'_, V, L, N>, usize),
+    (number, bounds): (usize, &Bounds<L>),
+    (weights, state): (&mut [[f32; L]; TILE], &mut [[f32; L]]),
 ) {
-    let end = start + TILE;
-    let near = |bounds: &Bounds<L>| {
-        let seen = bounds.any.start.max(start)..bounds.any.end.min(end).max(start);
-        seen.start.min(seen.end) - start..seen.end - start
+    let near = bounds.near(start);
+    if near.is_empty() {
+        return;
+    }
+    tile.scores(number, &near, weights);
+    let factor = cap(how, weights[near.clone()].as_flattened_mut());
+    let whole = bounds.is_whole(start);
+    let largest = match whole {
+        true => scale(weights, factor),
+        false => scale_and_hide(weights, factor, (start, bounds)),
     };
-    for (at, bounds) in vectors.iter().enumerate() {
-        let near = near(bounds);
-        if !near.is_empty() {
-            tile.scores(first + at, &near, &mut weights[at]);
-        }
+    let (header, sums) = state.split_at_mut(HEADER);
+    let faded = soften(weights, largest, header);
+    tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
+}
+
+/// Caps scores, if that is asked for; what they are to be multiplied with, for powers of 2.
+#[inline(always)]
+pub(crate) fn cap((scaling, softcap): How, scores: &mut [f32]) -> f32 {
+    let Some(cap) = softcap else {
+        return scaling * LOG2_E;
+    };
+    for score in scores {
+        *score = cap * (*score * scaling / cap).tanh();
     }
-    let size = states.len() / vectors.len();
-    for ((weights, state), bounds) in weights
-        .iter_mut()
-        .zip(states.chunks_exact_mut(size))
-        .zip(vectors)
-    {
-        let near = near(bounds);
-        if near.is_empty() {
-            continue;
-        }
-        let factor = match softcap {
-            Some(cap) => {
-                for score in weights[near.clone()].as_flattened_mut() {
-                    *score = cap * (*score * scaling / cap).tanh();
-                }
-                LOG2_E
-            }
-            None => scaling * LOG2_E,
-        };
-        let whole = bounds.all.start <= start && end <= bounds.all.end;
-        let largest = match whole {
-            true => scale(weights, factor),
-            false => scale_and_hide(weights, factor, (start, bounds)),
-        };
-        let (header, sums) = state.split_at_mut(HEADER);
-        let faded = soften(weights, largest, header);
-        tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
-    }
+    LOG2_E
 }
 
 /// Multiplies scores; the largest of each lane.

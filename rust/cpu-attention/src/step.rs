@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::error::Error;
 
 /// Rows of one sequence that are worked on together: they read each key once.
-const RUN_ROWS: usize = 32;
+const RUN_ROWS: usize = 64;
 
 /// The sizes of a cache `[num_blocks, block_size, kv_heads, dim]`, keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]

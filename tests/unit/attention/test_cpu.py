@@ -149,6 +149,26 @@ def test_it_turns_what_a_layer_leaves_to_it(shape, lengths, layout, offset, dtyp
     assert torch.equal(ours.values[0][:-1], theirs.values[0][:-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_a_step_turn_by_their_own_angles(dtype):
+    torch.manual_seed(0)
+    shape, lengths = Shape(kv_heads=2, group=2, dim_k=16, dim_v=16, block=4), [(3, 5), (1, 9)]
+    tables, num_blocks = tables_of(lengths, shape.block)
+    inputs = inputs_of(lengths, tables, block=shape.block)
+    rows = [one.to(dtype) for one in shape.rows(4)]
+    whole = torch.randn(2, 4, 16).to(dtype)
+    part, other = whole[..., :8], torch.randn(2, 4, 16).to(dtype)
+    angles = [whole, whole, other, part, part, whole.flip(1), whole]
+    ours, theirs = shape.pools(num_blocks, dtype, dtype)
+    plan = CpuBackend(ours).plan(inputs)
+    for cos, sin in angles:
+        rotation = Rotation(cos, sin, RotaryLayout(cos.shape[-1], "halves", 1))
+        options = AttentionOptions(0.3, rotation=rotation)
+        found = plan.forward(0, *rows, options)
+        assert torch.equal(found, CpuBackend(theirs).plan(inputs).forward(0, *rows, options))
+        whole.neg_()  # as a graph may write where angles were
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     shape=shapes,

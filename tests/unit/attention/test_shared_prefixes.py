@@ -1,6 +1,6 @@
 """Blocks that sequences share are read once for all of them, and no bit changes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,21 +13,13 @@ from pyengine.attention.cpu import CpuBackend
 from pyengine.cache import BufferError
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.runner.buffers import SharedArrays
-from tests.support.attention import inputs_of
+from tests.support.attention import Shared, inputs_of
 
 BLOCK, SHARED, HEADS, KV_HEADS, DIM = 16, 600, 6, 2, 16
 
 
-@dataclass(frozen=True)
-class Shared:
-    """Three sequences on one prefix, two of which share more."""
-
-    group: int
-    order: npt.NDArray[np.int32]
-    prefixes: npt.NDArray[np.int32]
-
-
 def prefixes(*rows: list[int]) -> Shared:
+    """Three sequences on one prefix, two of which share more."""
     return Shared(0, np.arange(3, dtype=np.int32), np.array(rows, dtype=np.int32))
 
 
