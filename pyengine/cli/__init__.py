@@ -8,6 +8,8 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
+from pyengine.core.openmp import BRIEF_SPIN
+
 if TYPE_CHECKING:
     from pyengine.cli.backend import EngineFactory
 
@@ -19,10 +21,10 @@ def main(factory: "EngineFactory | None" = None) -> None:
     """
     # Threads of torch's OpenMP spin while they wait for each other. Where they do not, a step of
     # one row takes 1.6 times as long; where they do, and another process is on one of two cores,
-    # it takes two to four times as long as it has to. Spinning briefly is never the slowest
-    # (docs/performance.md). OpenMP reads the setting when torch is first imported.
+    # it takes two to four times as long as it has to. OpenMP reads the setting when torch is
+    # first imported.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+        os.environ.setdefault("GOMP_SPINCOUNT", BRIEF_SPIN)
     # Importing torch and transformers makes a million objects and frees none: looking for garbage
     # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
     gc.disable()

@@ -4,6 +4,10 @@ from ctypes import CDLL
 from importlib.util import find_spec
 from pathlib import Path
 
+BRIEF_SPIN = "20000"
+"""How often a waiting thread looks before it sleeps (`GOMP_SPINCOUNT`): for a millisecond, which is
+what lies between two of a step's computations, and not much more (docs/performance.md)."""
+
 _HARD = 2
 """`omp_pause_hard`, from omp.h."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from pyengine.cache.memory import available_memory
+from pyengine.core.frame_room import with_frame_room
 from pyengine.models import load_model
 from pyengine.parallel.messages import (
     CARRY_ON,
@@ -55,6 +56,7 @@ class Worker:
         self._runner = runner
         self._readiness = readiness
 
+    @with_frame_room
     def serve(self, connection: Connection) -> int:
         """Compute steps until the connection closes; the exit status."""
         while True:

@@ -6,7 +6,7 @@ outside: `attention.dispatch`.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -30,6 +30,9 @@ _MOST = 1 << 30
 
 _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
+
+_INPUTS = ("input_ids", "positions", "rows", "paged")
+"""What may be another one in the next step: which of the graphs is meant depends on it alone."""
 
 
 class CompiledForward:
@@ -57,7 +60,7 @@ class CompiledForward:
             return logits
 
         _keep_rotations(model)
-        options = _UNCHECKED if backend == "inductor" else None
+        options = {"guard_filter_fn": _of_inputs, **(_UNCHECKED if backend == "inductor" else {})}
         self._compiled: Callable[..., torch.Tensor] = torch.compile(
             forward, fullgraph=True, backend=backend, options=options
         )
@@ -96,6 +99,14 @@ class CompiledForward:
                 torch._dynamo.mark_dynamic(tensor, 0, min=_FEWEST, max=_MOST)
         with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
             self._compiled(ids, positions, rows)
+
+
+def _of_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which checks a step needs before it runs a graph: those of its inputs, and of no name at all.
+
+    torch would look at every module of the model in every step; ours stay as they were compiled.
+    """
+    return [not guard.name or guard.name.startswith(_INPUTS) for guard in guards]
 
 
 def _keep_rotations(model: Any) -> None:

@@ -119,6 +119,36 @@ def test_what_turns_positions_is_computed_once_a_step_and_not_in_each_layer():
     assert kept == [2, 2]  # cosines and sines, in each of the two graphs
 
 
+def test_a_step_checks_its_inputs_and_not_each_layer(monkeypatch):
+    kept, asked = [], []
+    chosen = compiled._of_inputs
+
+    def record(guards):
+        found = chosen(guards)
+        kept.append(sum(found))
+        asked.append(len(found))
+        return found
+
+    monkeypatch.setattr(compiled, "_of_inputs", record)
+    for layers in (1, 3):
+        PagedRun(random_model("llama", num_hidden_layers=layers)).runner.compile("aot_eager")
+    assert asked[0] < asked[2]
+    assert kept[0] == kept[2] > 0
+    assert kept[1] == kept[3] > 0
+
+
+def test_two_models_of_a_process_keep_their_own_graphs():
+    models = [random_model("llama", num_hidden_layers=1) for _ in range(2)]
+    torch.nn.init.normal_(models[1].lm_head.weight)
+    expected = [decode(PagedRun(model), BATCHES[0]) for model in models]
+    runs = [PagedRun(model) for model in models]
+    for run in runs:
+        run.runner.compile("aot_eager")
+    for run, logits in zip(runs, expected, strict=True):
+        torch.testing.assert_close(decode(run, BATCHES[0]), logits, **NEAR)
+    assert not torch.allclose(*expected, atol=1e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
 def test_the_real_compiler_gives_the_same_logits(capsys):

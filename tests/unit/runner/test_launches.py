@@ -1,13 +1,11 @@
 """How many launches a layer of a decode step takes: no more than are known of."""
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from benches.gpu.launches import FAMILIES, _calls, compiled, eager
+from tests.support.versions import IS_TRANSFORMERS_5_17
 
-OLD = Version(transformers.__version__) < Version("5.23")  # gpt_oss of 5.17 takes three more
-EAGER = {"llama": 30, "qwen3": 30, "gemma3_text": 54, "gpt_oss": 54 if OLD else 51}
+EAGER = {"llama": 30, "qwen3": 30, "gemma3_text": 54, "gpt_oss": 54 if IS_TRANSFORMERS_5_17 else 51}
 COMPILED = {"llama": 9, "qwen3": 9, "gemma3_text": 9, "gpt_oss": 16.5}
 
 
