@@ -41,7 +41,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
-	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of France?"
+	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of Japan?"
 
 serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on port 8000; SERVE_ARGS="MODEL --port 8001"
 	@$(BIN)/pyengine serve $(SERVE_ARGS)

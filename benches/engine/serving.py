@@ -49,6 +49,7 @@ from benches.engine.serve import Asked
 from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
 from benches.engine.works import passages
 from benches.peers.report import libraries, machine
+from pyengine.core.openmp import BRIEF_SPIN
 from pyengine.models.source import embedded_model
 
 RESULTS = ROOT / "benches/results/serving.json"
@@ -224,7 +225,7 @@ class Run:
         for name, seats in ((SEATS, options.clients), (AT_ONCE, options.prompts)):
             command = [sys.executable, *serve, json.dumps({"max_num_seqs": seats})]
             # As the command line has it, which is what the server runs under.
-            self.offline[name] = stack.enter_context(Child(command, GOMP_SPINCOUNT="4000"))
+            self.offline[name] = stack.enter_context(Child(command, GOMP_SPINCOUNT=BRIEF_SPIN))
             self.offline[name].answer()  # it is ready
         for name in options.servers:
             say(f"starting {name}")
@@ -309,7 +310,7 @@ class Run:
             done = subprocess.run(
                 [sys.executable, *command],
                 input=asked,
-                env=os.environ | {"GOMP_SPINCOUNT": "4000"},
+                env=os.environ | {"GOMP_SPINCOUNT": BRIEF_SPIN},
                 capture_output=True,
                 text=True,
                 check=True,

@@ -1,6 +1,6 @@
 """One layer of a decode step of 32 rows over a shared prefix, read once for all or once for each.
 
-    python -m benches.engine.shared_length [--docs]     # a minute
+    python -m benches.engine.shared_length [--docs]     # some seconds
     .venv-peers/bin/python -m benches.engine.shared_length --plot   # docs/images/shared-length.svg
 
 from the root of the repository; figures in `benches/results/shared-length.json`, with `--docs` in
@@ -13,7 +13,7 @@ give the same bits (checked).
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns as clock
@@ -31,22 +31,14 @@ ROUNDS = 60
 COLOURS = {"float32": "#00798c", "bfloat16": "#d1495b"}
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Every row stands on the first blocks of the first row."""
-
-    group: int
-    order: Any
-    prefixes: Any
-
-
 def measure(dtype: str, length: int) -> dict[str, float]:
     """Microseconds with groups (`once`) and without (`each`)."""
     import torch
 
-    from pyengine.attention import AttentionOptions, StepInputs
+    from pyengine.attention import AttentionOptions
     from pyengine.attention.cpu import CpuBackend
     from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+    from tests.support.attention import Shared, inputs_of
 
     kind = getattr(torch, dtype)
     shared, own = length // BLOCK, OWN // BLOCK
@@ -55,24 +47,9 @@ def measure(dtype: str, length: int) -> dict[str, float]:
     for tensor in (*pool.keys, *pool.values):
         tensor.normal_()
     ids = np.random.default_rng(0).permutation(pool.num_blocks).astype(np.int32)
-    begin = np.broadcast_to(ids[:shared], (ROWS, shared))
-    tables = np.concatenate([begin, ids[shared:].reshape(ROWS, own)], axis=1)[None].copy()
-    lens = np.full(ROWS, length + OWN, np.int32)
-    starts = np.arange(ROWS + 1, dtype=np.int32)
-    slots = tables[0, :, -1].astype(np.int64) * BLOCK + BLOCK - 1
-    none = torch.zeros(0, dtype=torch.int64)
-    each = StepInputs(
-        input_ids=none,
-        positions=none,
-        slot_mapping=torch.from_numpy(slots[None]),
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=torch.from_numpy(lens),
-        block_tables=torch.from_numpy(tables),
-        logits_indices=none,
-        host_query_start_loc=starts,
-        host_seq_lens=lens,
-        host_block_tables=tables,
-    )
+    owned = ids[shared:].reshape(ROWS, own).tolist()
+    tables = [ids[:shared].tolist() + row for row in owned]
+    each = inputs_of([(1, length + OWN - 1)] * ROWS, tables, block=BLOCK)
     prefix = np.array([[0, ROWS, 0, shared, -1]] * bool(shared), np.int32).reshape(-1, 5)
     once = replace(each, shared=Shared(0, np.arange(ROWS, dtype=np.int32), prefix))
     backend, options = CpuBackend(pool), AttentionOptions(scaling=DIM**-0.5)

@@ -132,6 +132,11 @@ class Engine:
         return self._scheduler.has_work
 
     @property
+    def is_running(self) -> bool:
+        """Whether a step runs while the caller has the results of the one before."""
+        return self._in_flight is not None
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no blocks."""
         return self._scheduler.num_waiting

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from pyengine.core.errors import ConfigurationError, EngineDeadError
+from pyengine.core.frame_room import with_frame_room
 from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
 
@@ -108,6 +109,7 @@ class SharedEngine:
         finally:
             self._turn.give_back(sys._getframe())
 
+    @with_frame_room
     def run_until(self, is_done: Callable[[], bool], wake: threading.Event) -> None:
         """Run steps, or wait for another thread that does, until `is_done`.
 
@@ -138,10 +140,17 @@ class SharedEngine:
             self._fail_all(error)
             raise
 
-    def drive(self, is_over: Callable[[], bool], wait: Callable[[], object]) -> None:
-        """Run steps in this thread until `is_over`; `wait` is called where there is nothing to do.
+    @with_frame_room
+    def drive(
+        self,
+        is_over: Callable[[], bool],
+        wait: Callable[[], object],
+        hand_on: Callable[[], object],
+    ) -> None:
+        """Run steps in this thread until `is_over`.
 
-        A step that fails ends all requests with its error. Only a dead engine ends this.
+        `wait` is called where there is nothing to do, `hand_on` after each step. A step that fails
+        ends all requests with its error. Only a dead engine ends this.
         """
         try:
             self._turn.wait_for(sys._getframe())
@@ -156,6 +165,7 @@ class SharedEngine:
                     return
                 except Exception as error:  # every request has been told
                     _log.error("a step failed for all requests: %r", error)
+                hand_on()
         finally:
             self._turn.give_back(sys._getframe())
 

@@ -2,46 +2,65 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from threading import Event
+from time import monotonic
 
 from pyengine.core.outputs import RequestOutput
 from pyengine.engine.collector import OutputCollector
-from pyengine.engine.engine import StepResult
 from pyengine.engine.request import RequestState
+
+_TURN = 0.005
+"""Seconds that the engine's thread waits at most for event loops, after a step."""
 
 
 class Mail:
-    """Which readers have something new: each event loop is called once after a step."""
+    """Which readers have something new: each event loop is called once after a step.
 
-    def __init__(self) -> None:
+    Whoever observes the engine has seen the step by then: what an answer's reader looks up next, in
+    metrics or in a router's picture of the cache, has the step in it. Then the loop has its turn,
+    unless a step `is_running` already: beside each other, loop and step would take the
+    interpreter's lock from one another several times a step, which costs both more time than the
+    turn takes. If a loop did not end its turn in time, none is waited for until it has.
+    """
+
+    def __init__(self, is_running: Callable[[], bool]) -> None:
+        self._is_running = is_running
         self._readers: dict[asyncio.AbstractEventLoop, dict[OutputStream, None]] = {}
+        self._turns: list[Event] = []
+        """Of the loops that were called last; set at the end of each."""
 
     def add(self, loop: asyncio.AbstractEventLoop, reader: "OutputStream") -> None:
         """Note, in the engine's thread, that a reader has something to read."""
         self._readers.setdefault(loop, {})[reader] = None
 
-    def on_arrival(self, request: RequestState) -> None:
-        """Nothing."""
-
-    def on_finish(self, request: RequestState) -> None:
-        """Nothing."""
-
-    def on_step(self, result: StepResult) -> None:
-        """The step is over."""
+    def hand_on(self) -> None:
+        """Tell the event loops what there is after a step, and let them hand it on."""
+        are_late = not all([turn.is_set() for turn in self._turns])
         self.deliver()
+        if are_late or self._is_running():
+            return
+        end = monotonic() + _TURN
+        for turn in self._turns:
+            turn.wait(max(0.0, end - monotonic()))
 
     def deliver(self) -> None:
         """Tell the event loops."""
         readers, self._readers = self._readers, {}
+        self._turns = []
         for loop, several in readers.items():
+            turn = Event()
             try:
-                loop.call_soon_threadsafe(_wake_all, list(several))
+                loop.call_soon_threadsafe(_wake_all, loop, list(several), turn)
             except RuntimeError:  # it was closed: nobody reads there any more
                 continue
+            self._turns.append(turn)
 
 
-def _wake_all(readers: "list[OutputStream]") -> None:
+def _wake_all(loop: asyncio.AbstractEventLoop, readers: "list[OutputStream]", turn: Event) -> None:
     for reader in readers:
         reader.wake()
+    # Behind the readers, which the loop calls next, and what they have put off to the end of that.
+    loop.call_soon(loop.call_soon, turn.set)
 
 
 class OutputStream:

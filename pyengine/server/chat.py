@@ -34,6 +34,7 @@ from pyengine.server.responses import (
     ChatCompletionResponse,
     ChatMessage,
     FinishReason,
+    TextItems,
     ToolCall,
 )
 from pyengine.server.tools import Offered, ParsedCall, offered
@@ -150,6 +151,8 @@ class _Answer:
         self._most = 1 if body.parallel_tool_calls is False else None
         self._calls: list[ToolCall] = []
         self.is_begun = False
+        self.plain: TextItems | None = None
+        """How it goes on with text alone, if items need no more."""
 
     def new(self, one: CompletionOutput) -> tuple[str, list[ToolCall]]:
         """The content and the calls that are certain now that this has come."""
@@ -208,25 +211,38 @@ class _Writer:
             **self._of_prompt(output),
         )
 
-    async def chunks(self, call: Call) -> AsyncIterator[ChatCompletionChunk]:
+    async def chunks(self, call: Call) -> AsyncIterator[str]:
         """The items of a stream."""
         tally, options = Tally(), self._body.stream_options
+        has_usage = options is not None and options.continuous_usage_stats
         async for item in call.stream:
             tally.add(item)
             rest = {} if self._answers else self._of_prompt(item)
-            if options is not None and options.continuous_usage_stats:
+            if has_usage:
                 rest["usage"] = tally.usage()
             for one in item.outputs:
-                choice = self._new(one)
+                answer = self._answers[one.index]
+                content, calls = answer.new(one)
+                if answer.plain is not None and not calls and not one.is_finished:
+                    if content:
+                        yield answer.plain.with_text(content)
+                    continue
+                choice = self._choice(answer, one, content, calls)
                 if choice is not None:
-                    yield self._chunk(call, [choice], rest)
+                    yield self._chunk(call, [choice], rest).to_json()
+                if not (has_usage or self._shows_tokens):
+                    answer.plain = self._text_items(call, one)
         if options is not None and options.include_usage:
-            yield self._chunk(call, [], {"usage": tally.usage()})
+            yield self._chunk(call, [], {"usage": tally.usage()}).to_json()
 
-    def _new(self, one: CompletionOutput) -> ChatChunkChoice | None:
+    @property
+    def _shows_tokens(self) -> bool:
+        return bool(self._body.logprobs or self._body.return_token_ids)
+
+    def _choice(
+        self, answer: _Answer, one: CompletionOutput, content: str, calls: list[ToolCall]
+    ) -> ChatChunkChoice | None:
         """What is new of an answer; None where that is nothing a client could tell."""
-        answer = self._answers[one.index]
-        content, calls = answer.new(one)
         delta = ChatMessage()
         if not answer.is_begun:
             delta.role, delta.content = "assistant", ""
@@ -235,10 +251,18 @@ class _Writer:
         if calls:
             delta.tool_calls = calls
         answer.is_begun = True
-        shows_tokens = self._body.logprobs or self._body.return_token_ids
-        if not (delta.model_fields_set or shows_tokens or one.is_finished):
+        if not (delta.model_fields_set or self._shows_tokens or one.is_finished):
             return None
         return ChatChunkChoice(delta=delta, **self._rest(one))
+
+    def _text_items(self, call: Call, one: CompletionOutput) -> TextItems:
+        """How an answer that has not ended goes on where it is text alone."""
+        rest = {**self._rest(one), "finish_reason": None, "stop_reason": None}
+        return TextItems(
+            lambda text: self._chunk(
+                call, [ChatChunkChoice(delta=ChatMessage(content=text), **rest)], {}
+            )
+        )
 
     def _rest(self, one: CompletionOutput) -> dict[str, Any]:
         """What choices have beside the message, in one piece or streamed."""

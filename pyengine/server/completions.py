@@ -24,6 +24,7 @@ from pyengine.server.requests import CompletionRequest
 from pyengine.server.responses import (
     CompletionChoice,
     CompletionResponse,
+    TextItems,
     Usage,
 )
 
@@ -99,6 +100,8 @@ class _Writer:
     """One for each prompt; none where nothing is echoed."""
     _offsets: dict[int, int] = field(default_factory=dict)
     """Length of the text of the tokens so far, by the index of the choice."""
+    _plain: dict[int, TextItems] = field(default_factory=dict)
+    """How a choice goes on that brings text alone, by its index."""
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         """The answer of one piece."""
@@ -108,7 +111,7 @@ class _Writer:
         choices = [choice for item in outputs for choice in self._choices(item)]
         return _response(call, choices, {"usage": tally.usage()})
 
-    async def chunks(self, call: Call) -> AsyncIterator[CompletionResponse]:
+    async def chunks(self, call: Call) -> AsyncIterator[str]:
         """The items of a stream."""
         tally, options = Tally(), self.body.stream_options
         async for item in call.stream:
@@ -116,12 +119,20 @@ class _Writer:
             usage = {}
             if options is not None and options.continuous_usage_stats:
                 usage["usage"] = tally.usage()
-            for choice in self._choices(item):
+            for one in item.outputs:
+                plain = self._plain.get(item.index * self.n + one.index)
+                if plain is not None and one.finish_reason is None:
+                    if one.text:  # else it is half a character
+                        yield plain.with_text(one.text)
+                    continue
+                choice = self._choice(item, one)
                 says_more = choice.model_fields_set > _ALWAYS_SET
-                if choice.text or choice.finish_reason or says_more:  # else it is half a character
-                    yield _response(call, [choice], usage)
+                if choice.text or choice.finish_reason or says_more:
+                    yield _response(call, [choice], usage).to_json()
+                if not says_more and not usage:
+                    self._plain[choice.index] = _text_items(call, choice)
         if options is not None and options.include_usage:
-            yield _response(call, [], {"usage": tally.usage()})
+            yield _response(call, [], {"usage": tally.usage()}).to_json()
 
     def _choices(self, item: RequestOutput) -> list[CompletionChoice]:
         return [self._choice(item, one) for one in item.outputs]
@@ -156,6 +167,16 @@ class _Writer:
         if self.body.prompt_logprobs is not None and is_first and item.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(item.prompt_logprobs)
         return choice
+
+
+def _text_items(call: Call, choice: CompletionChoice) -> TextItems:
+    """How a choice goes on until it ends."""
+
+    def make(text: str) -> CompletionResponse:
+        next = CompletionChoice(index=choice.index, text=text, finish_reason=None, stop_reason=None)
+        return _response(call, [next], {})
+
+    return TextItems(make)
 
 
 def _response(

@@ -226,8 +226,8 @@ class Writer(Protocol):
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ServerModel:
         """The answer of one piece."""
 
-    def chunks(self, call: Call) -> AsyncIterator[ServerModel]:
-        """The items of a stream."""
+    def chunks(self, call: Call) -> AsyncIterator[str]:
+        """The items of a stream, as JSON."""
 
 
 async def answer(
@@ -280,9 +280,12 @@ async def _outputs_of(call: Call) -> list[RequestOutput]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; what runs for them is ended whenever and however they end."""
+    """Server-sent events; what runs for them is ended whenever and however they end.
 
-    def __init__(self, call: Call, items: AsyncIterator[ServerModel]) -> None:
+    `items` are JSON.
+    """
+
+    def __init__(self, call: Call, items: AsyncIterator[str]) -> None:
         self._call = call
         headers = {**call.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_events(items), headers=headers, media_type="text/event-stream")
@@ -296,10 +299,10 @@ class EventStream(StreamingResponse):
             self._call.leave()
 
 
-async def _events(items: AsyncIterator[ServerModel]) -> AsyncIterator[str]:
+async def _events(items: AsyncIterator[str]) -> AsyncIterator[bytes]:
     try:
         async for item in items:
-            yield f"data: {item.to_json()}\n\n"
+            yield f"data: {item}\n\n".encode()
     except Exception as error:  # the status was sent: all that is left is to say so
-        yield f"data: {as_api_error(error).to_json()}\n\n"
-    yield "data: [DONE]\n\n"
+        yield f"data: {as_api_error(error).to_json()}\n\n".encode()
+    yield b"data: [DONE]\n\n"

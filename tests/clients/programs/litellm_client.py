@@ -8,7 +8,7 @@ import sys
 
 import litellm
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 def main(address: str, model: str) -> None:
@@ -17,7 +17,7 @@ def main(address: str, model: str) -> None:
         to = {"model": f"{provider}/{model}", "api_base": f"{address}/v1", "api_key": "none"}
         answer = litellm.completion(**to, messages=QUESTION, temperature=0)
         text = answer.choices[0].message.content
-        assert "Paris" in text and answer.usage.prompt_tokens > 5
+        assert "Tokyo" in text and answer.usage.prompt_tokens > 5
         stream = litellm.completion(**to, messages=QUESTION, temperature=0, stream=True)
         assert "".join(one.choices[0].delta.content or "" for one in stream) == text
         several = asyncio.run(

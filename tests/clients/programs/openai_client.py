@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel, Field
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 TOOL = {
     "type": "function",
     "function": {
@@ -39,7 +39,7 @@ class Person(BaseModel):
 def chats(client: OpenAI, model: str) -> None:
     """An answer, four answers, a stream, log-probabilities."""
     answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
-    assert "Paris" in answer.choices[0].message.content
+    assert "Tokyo" in answer.choices[0].message.content
     assert answer.usage.prompt_tokens_details.cached_tokens >= 0
     text = answer.choices[0].message.content
     back = [*QUESTION, answer.choices[0].message.model_dump(), QUESTION[0]]

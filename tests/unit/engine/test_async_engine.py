@@ -97,6 +97,49 @@ def test_a_slow_reader_finds_what_came_meanwhile_in_one_item(model: FakeModel) -
     assert len(found) <= 2  # one, where it came too late for the first
 
 
+def test_what_a_step_gave_is_read_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps do not overlap: else loop and step hinder each other.
+
+    Whoever looks on has seen the step before its tokens are read.
+    """
+    monkeypatch.setattr("pyengine.engine.stream._TURN", 60.0)
+    read: list[int] = []
+    seen: list[int] = []
+
+    class Watcher:
+        def on_arrival(self, request: Any) -> None: ...
+
+        def on_finish(self, request: Any) -> None: ...
+
+        def on_step(self, result: Any) -> None:
+            seen.append(len(read))
+
+    async def main() -> None:
+        async with FakeModel(monkeypatch, num_blocks=64).async_engine() as engine:
+            engine.observe(Watcher())
+            async for item in engine.generate([1], DELTAS):
+                read.extend(item.outputs[0].token_ids)
+
+    asyncio.run(main())
+    assert seen[2:] == list(range(2, 20))  # the first may be there before anybody waits for it
+
+
+def test_a_loop_that_is_busy_holds_steps_up_once(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.engine.stream._TURN", 0.5)
+
+    async def main() -> float:
+        async with model.async_engine() as engine:
+            begin = monotonic()
+            async for _ in engine.generate([1, 2], LONG):
+                while engine.stats().num_running:
+                    sleep(0.001)
+            return monotonic() - begin
+
+    assert asyncio.run(main()) < 190 * 0.5 / 4
+
+
 @pytest.mark.parametrize("items", [0, 1, 5])
 def test_a_caller_that_goes_away_takes_its_request_along(items: int, model: FakeModel) -> None:
     """Before its first token, and in the middle; the others notice nothing."""

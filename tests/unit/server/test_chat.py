@@ -93,6 +93,29 @@ def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Cli
         assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
 
 
+def test_items_of_text_alone_are_as_those_with_more(client: Client) -> None:
+    body = {"messages": [USER], "n": 2, "temperature": 1, "seed": 5, "ignore_eos": True}
+    body["max_tokens"] = 40
+    plain = client.events(PATH, body)
+    more = client.events(PATH, {**body, "return_token_ids": True})
+    for index in range(2):
+        texts = []
+        for events in (plain, more):
+            choices = [one for event in events for one in event["choices"] if one["index"] == index]
+            assert choices[0]["delta"]["role"] == "assistant"
+            assert not [one for one in choices[1:] if "role" in one["delta"]]
+            texts.append("".join([one["delta"].get("content", "") for one in choices]))
+            assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + [
+                "length"
+            ]
+        assert texts[0] == texts[1]
+    for event in plain:
+        assert sorted(event) == ["choices", "created", "id", "model", "object"]
+        (choice,) = event["choices"]
+        assert sorted(choice) == ["delta", "finish_reason", "index", "logprobs", "stop_reason"]
+    assert len({event["id"] for event in plain}) == 1
+
+
 def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -> None:
     expected = reference(engine, [USER], logprobs=3).outputs[0]
     (choice,) = client.chat([USER], logprobs=True, top_logprobs=3, **GREEDY)["choices"]

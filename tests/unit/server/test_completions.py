@@ -11,6 +11,7 @@ from pyengine.engine import AsyncEngine
 from tests.support.serving import MAX_MODEL_LEN, Client, alone
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}
+LONG = {"ignore_eos": True, "max_tokens": 40}
 TEXT = "The capital of France is Paris."
 
 
@@ -92,6 +93,38 @@ def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Cli
         assert not [one for one in parts[1:] if "prompt_token_ids" in one]
     assert len({event["id"] for event in events}) == 1
     assert len(events) > len(whole["choices"])
+
+
+def test_items_of_text_alone_are_as_those_with_more(client: Client) -> None:
+    body = {"prompt": [TEXT, "Tokyo"], "n": 2, "temperature": 1, "seed": 5, **LONG}
+    plain = client.events("/v1/completions", body)
+    more = client.events("/v1/completions", {**body, "return_token_ids": True})
+    for index in range(4):
+        texts = []
+        for events in (plain, more):
+            choices = [one for event in events for one in event["choices"] if one["index"] == index]
+            texts.append("".join([one["text"] for one in choices]))
+            assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+            assert choices[-1]["finish_reason"] == "length"
+        assert texts[0] == texts[1]
+    for event in plain:
+        assert {**event, "id": 0, "created": 0} == {
+            "id": 0,
+            "object": "text_completion",
+            "created": 0,
+            "model": client.context.names[0],
+            "choices": event["choices"],
+        }
+        (choice,) = event["choices"]
+        assert sorted(choice) == ["finish_reason", "index", "stop_reason", "text"]
+    assert len({event["id"] for event in plain}) == len({event["created"] for event in plain}) == 1
+
+
+def test_what_is_echoed_comes_with_the_first_item(client: Client) -> None:
+    body = {"prompt": TEXT, "echo": True, "temperature": 0, **LONG}
+    texts = [one["choices"][0]["text"] for one in client.events("/v1/completions", body)]
+    assert texts[0].startswith(TEXT) and len(texts) > 1
+    assert "".join(texts) == client.answer("/v1/completions", body)["choices"][0]["text"]
 
 
 def test_usage_in_every_item_of_a_stream(client: Client) -> None:
