@@ -530,8 +530,8 @@ impl BlockManager {
 
     /// Takes a sequence out of the plan again, as if it had not been planned.
     ///
-    /// Sequences that share what it was to compute in this step are taken out with it; returns
-    /// their ids, in plan order.
+    /// Sequences that depend on it are taken out with it, as they share what it was to compute in this
+    /// step, or write in place in a partial block that it left to them; returns their ids, in plan order.
     pub fn cancel(&mut self, plan: PlanKey, key: SeqKey) -> Result<Vec<u64>, Error> {
         self.read_mail();
         let ids = self.steps.cancel(&mut self.state, plan, key)?;

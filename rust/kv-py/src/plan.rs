@@ -140,7 +140,8 @@ impl StepPlan {
 
     /// Takes a sequence out of the plan again, as if it had not been planned.
     ///
-    /// Sequences that share what it was to compute go with it; returns their ids, in plan order.
+    /// Sequences that depend on it go with it, as they share what it was to compute, or write in place in
+    /// a partial block that it left to them; returns their ids, in plan order.
     fn cancel(&self, py: Python<'_>, sequence: &Sequence) -> PyResult<Vec<u64>> {
         let (plan, key) = (self.handle.key(), sequence.key());
         self.core.with(py, |core| core.cancel(plan, key))

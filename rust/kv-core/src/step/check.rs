@@ -60,6 +60,7 @@ impl Steps {
                 row += entry.rows();
                 let to_come = growth.entry(entry.slot).or_default();
                 check_extent(state, entry, seq, *to_come)?;
+                check_in_place(state, entry, seq.id)?;
                 *to_come -= entry.growth();
                 let Some(extra) = &entry.extra else { continue };
                 check_adopted(state, entry, extra, seq)?;
@@ -189,6 +190,19 @@ fn check_lent(
         })?;
     }
     Ok(extra.lent.len())
+}
+
+/// It goes on in a block that no other sequence holds, but for those that share what makes it full.
+fn check_in_place(state: &State, entry: &Entry, id: u64) -> Result<(), String> {
+    if entry.start.is_multiple_of(state.groups.block_size()) {
+        return Ok(());
+    }
+    let mut blocks = state.begins_in(entry);
+    let pool = &state.pool;
+    let shared = blocks.find(|&it| pool.seq_refs(it) > 1 && pool.content(it).is_none());
+    ensure(shared.is_none(), || {
+        format!("sequence {id} writes in {shared:?}, which others hold")
+    })
 }
 
 /// It has blocks for all that it computes, and could be taken back: its table has had `growth` rows fewer.
@@ -502,6 +516,9 @@ mod tests {
     const ENTRIES: &[Case] = &[
         ("sequence 9 is planned without blocks", |s| {
             entry(s, NEWER, LONG).new_rows = 99
+        }),
+        ("sequence 3 writes in Some(BlockId(", |s| {
+            entry(s, NEWER, CHILD).slot = PARENT;
         }),
         ("sequence 9 was at 6 with 1 rows", |s| {
             entry(s, OLDER, LONG).new_rows -= 1;

@@ -9,8 +9,7 @@ use crate::ids::{BlockId, PlanKey, SeqKey};
 use crate::sequence::SampleRow;
 
 impl Steps {
-    /// Takes a sequence out of the plan again, and those that share what it was to compute; their ids,
-    /// in plan order.
+    /// Takes a sequence out of the plan again, and those that depend on it; their ids, in plan order.
     pub(crate) fn cancel(
         &mut self,
         state: &mut State,
@@ -143,39 +142,46 @@ impl Steps {
     }
 }
 
-/// The entry at `first` and all later ones that adopted, directly or not, what it computes.
+/// The entry at `first` and all later ones that depend on it, directly or not: they adopted what it
+/// computes, or write in place where it left a block to them alone, as it writes on a copy.
 fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
-    let announces = |entry: &Entry| {
-        entry
-            .extra
-            .as_ref()
-            .is_some_and(|extra| extra.announced > 0)
+    let mut out = vec![first];
+    let Some(extra) = &entries[first].extra else {
+        return out;
     };
-    let in_flight = entries[first..].iter().any(|entry| entry.in_flight() > 0);
-    if !announces(&entries[first]) || !in_flight {
-        return vec![first];
+    let in_flight = || entries[first..].iter().any(|entry| entry.in_flight() > 0);
+    if extra.copied.is_empty() && (extra.announced == 0 || !in_flight()) {
+        return out;
     }
     let groups = state.groups.len();
-    let mut out = vec![first];
-    let mut gone: HashSet<BlockId> = HashSet::new();
+    let (mut gone, mut left) = (HashSet::new(), HashSet::new());
     for (at, entry) in entries.iter().enumerate().skip(first) {
-        let Some(extra) = &entry.extra else { continue };
-        let table = &state.seqs.at(entry.slot).table;
-        let shared = extra.shared(groups);
-        let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
-        let depends = extra.in_flight > 0 && shared.any(|block| gone.contains(&block));
+        let depends = adopts(state, entry, &gone) || writes_in_place(state, entry, &left);
         if depends {
             out.push(at);
         }
-        if depends || at == first {
-            gone.extend(
-                extra
-                    .announced(groups)
-                    .map(|place| state.at(entry.slot, place)),
-            );
+        if let (true, Some(extra)) = (depends || at == first, &entry.extra) {
+            let places = extra.announced(groups);
+            gone.extend(places.map(|place| state.at(entry.slot, place)));
+            left.extend(extra.copied.iter().map(|copied| copied.1));
         }
     }
     out
+}
+
+/// Whether an entry shares one of the blocks that an open step computes.
+fn adopts(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
+    let extra = entry.extra.as_ref().filter(|extra| extra.in_flight > 0);
+    let (table, groups) = (&state.seqs.at(entry.slot).table, state.groups.len());
+    let shared = extra.into_iter().flat_map(|extra| extra.shared(groups));
+    let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
+    shared.any(|block| computed.contains(&block))
+}
+
+/// Whether one of the blocks is that of the row in which an entry begins to write.
+fn writes_in_place(state: &State, entry: &Entry, blocks: &HashSet<BlockId>) -> bool {
+    let mut begins_in = state.begins_in(entry);
+    begins_in.any(|block| blocks.contains(&block))
 }
 
 impl State {
@@ -183,5 +189,14 @@ impl State {
     pub(super) fn at(&self, slot: u32, place: usize) -> BlockId {
         let groups = self.groups.len();
         self.seqs.at(slot).table.at(place % groups, place / groups)
+    }
+
+    /// The blocks, one of each group, of the row in which an entry begins to write.
+    pub(super) fn begins_in(&self, entry: &Entry) -> impl Iterator<Item = BlockId> + '_ {
+        let row = self.groups.row_of(entry.start);
+        let written = row >= entry.rows_there as usize;
+        let table = &self.seqs.at(entry.slot).table;
+        let groups = 0..table.groups() * usize::from(written);
+        groups.filter_map(move |group| table.get(group, row))
     }
 }

@@ -181,6 +181,44 @@ fn a_copy_goes_with_its_sequence() {
     m.check().expect("sound");
 }
 
+/// Two forks share a partial block. The first to be planned writes on a copy, so the other one may write in
+/// place; if the first goes back to the block, the other one must not.
+#[test]
+fn who_writes_in_place_goes_with_who_left_the_block_to_it() {
+    for second_fills_the_block in [false, true] {
+        let mut m = two_groups();
+        let seq = computed(&mut m, prompt(7));
+        let fork = m.fork(seq.key(), 6).expect("within");
+        let tokens: &[u32] = if second_fills_the_block {
+            &[70, 71, 72]
+        } else {
+            &[70]
+        };
+        m.append(fork.key(), tokens).expect("in no plan");
+        let tables = [&seq, &fork].map(|seq| table(&m, seq, 0));
+        let plan = begin(&mut m, PLENTY);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+        prefill(&mut m, plan.key(), &fork);
+        assert_ne!(table(&m, &seq, 0), tables[0], "on a copy");
+        assert_eq!(table(&m, &fork, 0)[..2], tables[1][..2], "in place");
+        m.check().expect("sound");
+
+        assert_eq!(m.cancel(plan.key(), seq.key()), Ok(vec![fork.id()]));
+        m.check().expect("sound");
+        assert_eq!([&seq, &fork].map(|seq| table(&m, seq, 0)), tables);
+        assert_eq!(m.copies(plan.key()), Ok(&[][..]));
+
+        // Planned again the other way round, the fork writes on copies and can be taken out alone.
+        prefill(&mut m, plan.key(), &fork);
+        assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
+        assert_eq!(table(&m, &seq, 0), tables[0], "in place");
+        assert_eq!(m.copies(plan.key()).expect("open").len(), 2);
+        assert_eq!(m.cancel(plan.key(), seq.key()), Ok(vec![]));
+        commit(&mut m, plan.key());
+        m.check().expect("sound");
+    }
+}
+
 /// What the step before has registered meanwhile stays registered.
 #[test]
 fn a_rollback_leaves_what_the_step_before_has_done() {

@@ -58,6 +58,8 @@ struct Entry {
     before: (usize, usize, usize),
     /// The partial blocks in place of which it writes on copies: row, group, block, copy.
     copied: Vec<(usize, usize, u32, u32)>,
+    /// The partial blocks that it goes on writing.
+    in_place: Vec<u32>,
     /// Blocks adopted, found present, and those whose contents this entry computes for all.
     adopted: Vec<u32>,
     present: Vec<u32>,
@@ -465,6 +467,10 @@ impl Model {
             .map(|(row, group, block)| (row, group, block, self.copy(seq, row, group, block)))
             .collect();
         let s = self.seqs.get_mut(&seq).expect("live");
+        let at_hand = matched.is_empty() && lent.is_empty();
+        let written = s.table.get(start / self.block_size);
+        let written = written.filter(|_| at_hand && start / self.block_size >= s.registered);
+        let in_place = written.into_iter().flatten().copied().flatten().collect();
         // Slots that were reserved past the boundary move up.
         let stood = s.registered;
         s.table.splice(stood..stood, matched.iter().cloned());
@@ -501,6 +507,7 @@ impl Model {
             drafts,
             before,
             copied,
+            in_place,
             adopted: blocks(matched).collect(),
             present,
             announced,
@@ -821,11 +828,14 @@ impl Model {
     pub(crate) fn cancel(&mut self, seq: u64) -> Option<Vec<u64>> {
         let plan = self.newest();
         let first = plan.entries.iter().position(|entry| entry.seq == seq);
-        let (mut out, mut gone) = (Vec::new(), Vec::new());
+        let (mut out, mut gone, mut left) = (Vec::new(), Vec::new(), Vec::new());
         for (at, entry) in plan.entries.iter().enumerate() {
             let mut shared = entry.adopted.iter().chain(&entry.present);
-            if Some(at) == first || shared.any(|block| gone.contains(block)) {
+            let mut in_place = entry.in_place.iter();
+            let adopts = shared.any(|block| gone.contains(block));
+            if Some(at) == first || adopts || in_place.any(|block| left.contains(block)) {
                 gone.extend(entry.announced.clone());
+                left.extend(entry.copied.iter().map(|copied| copied.2));
                 out.push(at);
             }
         }
