@@ -72,7 +72,8 @@ class EngineSettings:
     compile: bool | None = setting(
         None,
         "let torch compile the forward pass: a minute or two and a C++ compiler at first, "
-        "faster then; without it, in CUDA graphs where torch can",
+        "faster then, and on the CPU the pool's memory is taken at the start; without it, in CUDA "
+        "graphs where torch can",
     )
     enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
     async_scheduling: bool | None = setting(

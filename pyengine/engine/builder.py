@@ -304,6 +304,7 @@ def _runner(
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     runner.take_over_rotations()
     if settings.compile:
+        pool.populate()  # who waits for a compiler wants fast steps, and steady ones
         runner.compile()
     elif settings.compile is None and recorder is not None:
         _compile_if_possible(runner)

@@ -1,7 +1,9 @@
 """What a block costs, how many fit, and the errors of a pool that does not."""
 
+import mmap
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +212,25 @@ def test_the_memory_of_a_pool_costs_nothing_until_it_is_written():
     pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 4, 4096, 16, CPU)
     assert pool.num_bytes > GIB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its pages")
+def test_a_pool_can_take_its_memory_before_it_is_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 2, 1024, 16, CPU)
+    pool.keys[1][7] = 3.0
+    before = resident()
+    if not pool.populate():
+        pytest.skip("Linux before 5.14")
+    assert resident() - before > 0.9 * pool.num_bytes > 100_000_000
+    assert pool.keys[1][:9, 0, 0, 0].tolist() == [0, 0, 0, 0, 0, 0, 0, 3, 0]
+
+
+def test_a_pool_on_a_device_has_its_memory():
+    pool = KVPool(LAYERS, 4, 16, torch.device("meta"))
+    assert not pool.populate()
 
 
 def test_rows_are_written_where_their_slots_say():

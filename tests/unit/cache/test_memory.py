@@ -1,5 +1,10 @@
 """What is left of the machine's memory, read from files of known content."""
 
+import mmap
+import resource
+import sys
+
+import numpy as np
 import pytest
 
 from pyengine.cache import memory
@@ -52,3 +57,29 @@ def test_the_smaller_of_host_and_container_is_available(tmp_path, monkeypatch):
     folder = cgroup(tmp_path, limit=str(2 * GIB), current=GIB, inactive_file=0)
     monkeypatch.setattr(memory, "_CGROUP", folder)
     assert memory.available_memory(torch.device("cpu")) == GIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its pages")
+@pytest.mark.parametrize("first", [0, 1, mmap.PAGESIZE - 1])
+def test_pages_are_there_before_they_are_written(first):
+    with mmap.mmap(-1, 64 * mmap.PAGESIZE) as memory_map:
+        memory_map[5 * mmap.PAGESIZE] = 9
+        whole = np.frombuffer(memory_map, np.uint8)
+        address = whole.ctypes.data
+        if not memory.populate(address + first, len(memory_map) - first):
+            pytest.skip("Linux before 5.14")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        whole[mmap.PAGESIZE :: mmap.PAGESIZE] += 1
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10
+        assert whole[5 * mmap.PAGESIZE] == 10
+        del whole
+
+
+def test_less_than_a_page_needs_nothing():
+    assert memory.populate(mmap.PAGESIZE + 1, mmap.PAGESIZE) is (sys.platform == "linux")
+
+
+def test_where_the_system_cannot_nothing_is_said_to_be_there(monkeypatch):
+    assert not memory.populate(mmap.PAGESIZE, 1 << 20)  # nothing is mapped there
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    assert not memory.populate(0, 1 << 20)

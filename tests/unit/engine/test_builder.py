@@ -67,9 +67,10 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
         device=torch.device("cuda"),
         dtype=None,
         model=torch.nn.Module(),
-        pool=lambda _: None,
+        pool=lambda _: SimpleNamespace(populate=lambda: populated.append(True)),
         build=lambda _: None,
     )
+    populated: list[bool] = []
 
     def built() -> Any:
         return builder._runner(EngineSettings(compile=asked), fake, fake, fake, fake)
@@ -80,6 +81,7 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
         return
     with caplog.at_level("WARNING"):
         assert built() is runner
+    assert len(populated) == (asked is True)
     compiles = asked is True or (asked is None and has_graphs)
     assert runner.calls == ["take over rotations", *["compile"] * compiles, "capture"]
     assert ("runs uncompiled; compile=False does not try" in caplog.text) == (compiles and not can)
