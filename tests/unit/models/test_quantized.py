@@ -1,6 +1,9 @@
 """8-bit layers: exact products of integers, the same bits in every batch, and who cannot."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.settings import EngineSettings
+from pyengine.models import quantized
 from pyengine.models.quantized import (
     Int8Embedding,
     Int8Linear,
@@ -49,13 +53,21 @@ def test_a_row_is_quantised_by_its_largest_number(dtype):
     assert (error <= 0.5001 * scales.flatten()).all()
 
 
+@pytest.fixture(params=[0, 128], ids=["signed", "unsigned"])
+def zero(request, monkeypatch):
+    """What digits are more than they count: with AMX nothing, with VNNI 128."""
+    monkeypatch.setattr(quantized, "_ZERO", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_digits_are_sixteen_bits(dtype):
+def test_two_digits_are_sixteen_bits(dtype, zero):
     torch.manual_seed(0)
     rows = (torch.randn(9, 40) * torch.logspace(-6, 6, 9)[:, None]).to(dtype)
     rows[4] = 0
     numbers, scales = digits(rows)
-    first, second = numbers.double().chunk(2)
+    assert numbers.dtype == (torch.uint8 if zero else torch.int8)
+    first, second = (numbers.double() - zero).chunk(2)
     assert torch.equal(first, quantise(rows)[0].double())
     found = (first + second / 254) * scales.double()
     error = (found - rows.double()).abs().amax(1, keepdim=True)
@@ -66,12 +78,12 @@ def test_two_digits_are_sixteen_bits(dtype):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 24), (1, 40, 24), (2, 3, 24), (300, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_product_is_that_of_the_integers(shape, bias, dtype):
+def test_the_product_is_that_of_the_integers(shape, bias, dtype, zero):
     torch.manual_seed(0)
     plain, rows = nn.Linear(24, 17, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     weight, by_channel = quantise(plain.weight.detach())
     numbers, by_row = digits(rows.flatten(0, -2))
-    first, second = (numbers.long() @ weight.long().T).double().chunk(2)
+    first, second = ((numbers.long() - zero) @ weight.long().T).double().chunk(2)
     exact = (first + second / 254) * by_row.double() * by_channel.double().T
     wide = weight.double() * by_channel  # nothing is lost but in the weight
     torch.testing.assert_close(exact, rows.double().flatten(0, -2) @ wide.T, atol=1e-3, rtol=1e-3)
@@ -85,13 +97,40 @@ def test_the_product_is_that_of_the_integers(shape, bias, dtype):
 
 
 @pytest.mark.parametrize("size", [(64, 48), (576, 200)])
-def test_a_row_has_the_same_bits_in_every_batch(size):
+def test_a_row_has_the_same_bits_in_every_batch(size, zero):
     torch.manual_seed(0)
     layer, rows = Int8Linear(nn.Linear(*size)), torch.randn(70, size[0])
     with torch.inference_mode():
         together = layer(rows)
         for first, count in ((0, 1), (1, 2), (3, 5), (8, 32), (40, 30)):
             assert torch.equal(layer(rows[first : first + count]), together[first : first + count])
+
+
+def test_signed_and_unsigned_digits_have_the_same_bits(monkeypatch):
+    torch.manual_seed(0)
+    layer, rows = Int8Linear(nn.Linear(96, 40)), torch.randn(33, 96)
+    with torch.inference_mode():
+        monkeypatch.setattr(quantized, "_ZERO", 0)
+        signed = layer(rows)
+        monkeypatch.setattr(quantized, "_ZERO", 128)
+        assert torch.equal(layer(rows), signed)
+
+
+def test_no_product_goes_through_loops_in_c():
+    layer = """
+import torch
+from pyengine.models.quantized import Int8Linear
+print(torch.backends.cpu.get_cpu_capability())
+with torch.inference_mode():
+    Int8Linear(torch.nn.Linear(96, 40))(torch.randn(33, 96))
+"""
+    environment = os.environ | {"ONEDNN_VERBOSE": "1"}
+    run = [sys.executable, "-c", layer]
+    said = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
+    if "AVX512" not in said.splitlines():
+        pytest.skip("the CPU has neither VNNI nor AMX")
+    (product,) = [line for line in said.splitlines() if ",exec,cpu,matmul," in line]
+    assert ",brg_matmul:avx512" in product
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
