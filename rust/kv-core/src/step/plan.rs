@@ -206,11 +206,6 @@ impl Entry {
     pub(super) fn adopted(&self) -> usize {
         self.extra.as_ref().map_or(0, |extra| extra.adopted)
     }
-
-    /// Blocks that it shares with an open step.
-    pub(super) fn in_flight(&self) -> usize {
-        self.extra.as_ref().map_or(0, |extra| extra.in_flight)
-    }
 }
 
 /// An open step. The contents that it computes carry its number; they are ready once it is closed.

@@ -149,8 +149,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
     let Some(extra) = &entries[first].extra else {
         return out;
     };
-    let in_flight = || entries[first..].iter().any(|entry| entry.in_flight() > 0);
-    if extra.copied.is_empty() && (extra.announced == 0 || !in_flight()) {
+    if extra.copied.is_empty() && extra.announced == 0 {
         return out;
     }
     let groups = state.groups.len();
@@ -171,9 +170,9 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
 
 /// Whether an entry shares one of the blocks that an open step computes.
 fn adopts(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
-    let extra = entry.extra.as_ref().filter(|extra| extra.in_flight > 0);
     let (table, groups) = (&state.seqs.at(entry.slot).table, state.groups.len());
-    let shared = extra.into_iter().flat_map(|extra| extra.shared(groups));
+    let extra = entry.extra.iter();
+    let shared = extra.flat_map(|extra| extra.shared(groups));
     let mut shared = shared.filter_map(|place| table.get(place % groups, place / groups));
     shared.any(|block| computed.contains(&block))
 }
