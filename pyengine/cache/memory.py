@@ -17,8 +17,6 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14, asm-generic/mman-common.h."""
-_PIECE = 8 << 20
-"""Bytes for which memory is found at a time: who maps or unmaps memory waits for no more."""
 
 
 def available_memory(device: "torch.device") -> int:
@@ -58,13 +56,10 @@ def populate(address: int, num_bytes: int) -> bool:
     if sys.platform != "linux":
         return False
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    madvise, advice = ctypes.CDLL(None).madvise, ctypes.c_int(_MADV_POPULATE_WRITE)
-    for at in range(start, start + length, _PIECE):  # other threads run meanwhile
-        size = ctypes.c_size_t(min(_PIECE, start + length - at))
-        if madvise(ctypes.c_void_p(at), size, advice) != 0:
-            return False
-    return True
+    length = max(0, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - start)
+    madvise = ctypes.CDLL(None).madvise  # other threads run meanwhile
+    advice = ctypes.c_int(_MADV_POPULATE_WRITE)
+    return bool(madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice) == 0)
 
 
 def _host_memory(meminfo: Path) -> int:

@@ -179,8 +179,7 @@ fn adopts(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
 
 /// Whether one of the blocks is that of the row in which an entry begins to write.
 fn writes_in_place(state: &State, entry: &Entry, blocks: &HashSet<BlockId>) -> bool {
-    let mut begins_in = state.begins_in(entry);
-    begins_in.any(|block| blocks.contains(&block))
+    state.begins_in(entry).any(|block| blocks.contains(&block))
 }
 
 impl State {
