@@ -1,10 +1,11 @@
 """Many streams at once: the engine without a server, and where a server's event loop is at work.
 
-    python -m benches.engine.crowd MODEL_FOLDER DTYPE < asked.json
+    python -m benches.engine.crowd MODEL_FOLDER DTYPE POOL_GIB < asked.json
 
 An `Asked` of `serve.py` comes on standard input: a task for each of its prompts reads an answer
-from one `AsyncEngine`, all at the same time, once to warm it and once for the answer, a line with
-the times between the items of a stream in milliseconds. `serving.py` runs it.
+from one `AsyncEngine`, all at the same time, a line with the times between the items of a stream in
+milliseconds; before that other prompts, to warm it: a server does not have these in its cache
+either. `serving.py` runs it.
 """
 
 import asyncio
@@ -96,11 +97,13 @@ def main() -> None:
     """The engine alone."""
     from pyengine import AsyncEngine
 
-    folder, dtype = sys.argv[1:]
+    folder, dtype, pool = sys.argv[1:]
     asked = Asked(**json.load(sys.stdin))
-    settings = {"dtype": dtype, "compile": True, "max_num_seqs": len(asked.prompts)}
-    with AsyncEngine(folder, device="cpu", **settings) as engine:
-        asyncio.run(crowd(engine, replace(asked, max_tokens=4)))
+    settings = {"compile": True, "max_num_seqs": len(asked.prompts)}
+    settings["kv_cache_memory"] = int(pool) << 30
+    with AsyncEngine(folder, device="cpu", dtype=dtype, **settings) as engine:
+        others = [" ".join(reversed(str(text).split())) for text in asked.prompts]
+        asyncio.run(crowd(engine, replace(asked, prompts=others, max_tokens=4)))
         print(json.dumps(asyncio.run(crowd(engine, asked))))
 
 

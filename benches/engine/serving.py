@@ -20,7 +20,8 @@ turns, in another order each round; figures are medians of the rounds. Client an
 `.venv-peers` (`benches/peers/env.py` makes it).
 
 Tables go to standard output, with `--docs` into docs/serving.md too, everything to
-`benches/results/serving.json`.
+`benches/results/serving.json`. With `--results serving-epyc` file and place in the docs are that
+name's: another machine's figures, beside those of the first.
 """
 
 import argparse
@@ -52,9 +53,10 @@ from benches.peers.report import libraries, machine
 from pyengine.core.openmp import BRIEF_SPIN
 from pyengine.models.source import embedded_model
 
-RESULTS = ROOT / "benches/results/serving.json"
 PAGE = ROOT / "docs/serving.md"
 STARTS_WITHIN = 600.0
+POOL_GIB = 2
+"""For each engine, ample for every load: all are up at the same time."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,12 @@ class Server(Child):
         if name == OURS:
             code = "from pyengine.cli import main; main()"
             command = [sys.executable, "-c", code, "serve", folder, "--log-format", "none"]
-            command.append("--compile")
+            command += ["--compile", f"--kv-cache-gib={POOL_GIB}"]
         else:
             check_peers()
             server = "vllm.entrypoints.openai.api_server"
-            sizes = {"max-model-len": 4096, "max-num-seqs": 256, "kv-cache-memory-bytes": 2 << 30}
+            sizes = {"max-model-len": 4096, "max-num-seqs": 256}
+            sizes["kv-cache-memory-bytes"] = POOL_GIB << 30
             more = [f"--{option}={value}" for option, value in sizes.items()]
             more += ["--block-size=32"] * (name == VLLM32)
             command = [str(PEERS), "-m", server, "--model", folder, *more]
@@ -221,11 +224,12 @@ class Run:
         check_peers()
         self.client = stack.enter_context(Child([str(PEERS), "-m", "benches.engine.vllm_client"]))
         serve = ["-m", "benches.engine.serve", "compiled", str(embedded_model()), options.dtype]
-        self.offline = {}
+        self.offline, settings = {}, {"kv_cache_memory": POOL_GIB << 30}
+        self.apart = stack.enter_context(ExitStack())
         for name, seats in ((SEATS, options.clients), (AT_ONCE, options.prompts)):
-            command = [sys.executable, *serve, json.dumps({"max_num_seqs": seats})]
+            command = [sys.executable, *serve, json.dumps(settings | {"max_num_seqs": seats})]
             # As the command line has it, which is what the server runs under.
-            self.offline[name] = stack.enter_context(Child(command, GOMP_SPINCOUNT=BRIEF_SPIN))
+            self.offline[name] = self.apart.enter_context(Child(command, GOMP_SPINCOUNT=BRIEF_SPIN))
             self.offline[name].answer()  # it is ready
         for name in options.servers:
             say(f"starting {name}")
@@ -286,6 +290,11 @@ class Run:
                     found[name].append(result)
             order = order[1:] + order[:1]
 
+    def end_offline(self) -> None:
+        """The engines without a server, whose memory others need."""
+        self.offline = {}
+        self.apart.close()
+
     def saturation(self) -> dict[str, float]:
         """Requests a second that each server answered when clients waited."""
         closed = next(iter(self.found.values()))
@@ -300,7 +309,8 @@ class Run:
         if not ours:
             return
         found = self.found[load.name] = {OURS: [], ALONE: []}
-        command = ["-m", "benches.engine.crowd", str(embedded_model()), self.options.dtype]
+        given = [str(embedded_model()), self.options.dtype, f"{POOL_GIB}"]
+        command = ["-m", "benches.engine.crowd", *given]
         for turn in range(-1, rounds):
             result = self.call(ours[0], load, turn)
             if turn < 0:
@@ -346,6 +356,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--crowd", type=int, default=256, help="clients of the last load")
     parser.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16")
+    parser.add_argument("--results", default="serving", help="name of file and place (serving)")
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     parser.add_argument("--show", action="store_true", help="print its tables, measure nothing")
     options = parser.parse_args()
@@ -365,6 +376,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="serving-")))
         found = Run(options, stack, folder)
         for load in timed:
+            if not load.clients:
+                found.end_offline()
             found.measure(load, options.rounds)
         found.crowd(crowd, options.rounds)
         return {**found.about, "found": found.found}
@@ -373,13 +386,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run, print, write."""
     options = parse()
+    target = ROOT / "benches/results" / f"{options.results}.json"
     if options.show:
-        content = json.loads(RESULTS.read_text())
+        content = json.loads(target.read_text())
     else:
         content = run(options)
         if not options.quick:
-            RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    publish("serving", tables(content), write=options.docs, page=PAGE)
+            target.write_text(json.dumps(content, indent=1) + "\n")
+    publish(options.results, tables(content), write=options.docs, page=PAGE)
 
 
 if __name__ == "__main__":
