@@ -97,7 +97,7 @@ stats! {
     accepted_draft_tokens,
     /// Blocks kept private because another content has their hash.
     collisions,
-    /// Blocks hashed: at most one per block of tokens in a sequence's life.
+    /// Blocks hashed, to name a content or to find a run.
     hashed_blocks,
     /// Steps committed.
     committed_steps,

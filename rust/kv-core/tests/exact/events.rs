@@ -158,6 +158,31 @@ fn a_content_that_gets_a_lost_block_again_is_no_news() {
     assert_eq!(removed(&m.take_events()), []);
 }
 
+/// The one behind it is, which had lost both.
+#[test]
+fn what_follows_a_content_that_was_there_is_news() {
+    let mut m = with(Config {
+        groups: vec![None, None],
+        ..settings(7)
+    });
+    drop(computed(&mut m, prompt(12)));
+    let names = hashes(&m, &prompt(12));
+    let last = Event::Stored {
+        hashes: vec![names[2]],
+        parent: Some(names[1]),
+        tokens: prompt(12)[8..].to_vec(),
+        namespace: Arc::default(),
+    };
+    drop(computed(&mut m, vec![7; 7])); // takes the last content's blocks, and one of the second's
+    m.take_events();
+    let _again = computed(&mut m, prompt(12));
+    assert_eq!(m.stats().present_blocks, 1);
+    let mut events = m.take_events();
+    events.retain(|event| matches!(event, Event::Stored { .. }));
+    assert_eq!(events, [last]);
+    m.check().expect("sound");
+}
+
 #[test]
 fn a_content_that_comes_back_is_news_again() {
     let mut m = manager(4);

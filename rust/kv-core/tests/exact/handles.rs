@@ -137,6 +137,20 @@ fn keys_of_another_manager_are_foreign() {
     assert_eq!(m.attach(mine.key(), &lease), Err(error));
 }
 
+/// Of the same slot and the same number, ready to decode as well.
+#[test]
+fn a_step_decodes_no_sequence_of_another_manager() {
+    let (mut m, mut other) = (manager(4), manager(4));
+    let [mine, theirs] = [&mut m, &mut other].map(|m| computed(m, prompt(3)));
+    assert_eq!(mine.id(), theirs.id());
+    let plan = begin(&mut m, PLENTY);
+    let what = "sequence";
+    let error = Error::Foreign { what, id: 1 };
+    assert_eq!(m.decode(plan.key(), &[theirs.key()], 0), Err(error));
+    assert_eq!(m.decode(plan.key(), &[mine.key()], 0), Ok(vec![]));
+    m.check().expect("sound");
+}
+
 /// A key whose slot has another tenant by now.
 #[test]
 fn a_key_outlives_its_sequence_without_harm() {

@@ -30,6 +30,23 @@ fn planned(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle) -> (usize, usiz
     }
 }
 
+/// A sequence that has begun and is lent a part of a block, and no whole one.
+#[test]
+fn a_part_of_a_block_is_a_match_once_more() {
+    let mut m = manager(16);
+    let seq = sequence(&mut m, prompt(12));
+    let plan = begin(&mut m, PLENTY);
+    let answer = m.prefill(plan.key(), seq.key(), 4, None);
+    assert!(matches!(answer, Ok(Prefill::Planned { tokens: 4, .. })));
+    commit(&mut m, plan.key());
+    drop(computed(&mut m, apart(6, 3)));
+    let plan = begin(&mut m, PLENTY);
+    assert_eq!(planned(&mut m, plan.key(), &seq), (2, 6));
+    commit(&mut m, plan.key());
+    assert_eq!((m.stats().rematches, m.stats().partial_tokens), (1, 2));
+    m.check().expect("sound");
+}
+
 #[test]
 fn computing_starts_behind_the_copied_tokens() {
     let mut m = manager(8);

@@ -286,6 +286,33 @@ fn nothing_is_hashed_for_nobody() {
     drop((first, second));
 }
 
+/// Where prompts part, what came last is compared; another one has to be looked up by its hash.
+#[test]
+fn prompts_that_part_are_hashed_unless_they_follow_the_last_one() {
+    let mut m = with(Config {
+        events: false,
+        ..settings(64)
+    });
+    let mut hashed = |token: u32| {
+        let before = m.stats().hashed_blocks;
+        let seq = computed(&mut m, [prompt(8), vec![token; 9]].concat());
+        drop(seq);
+        m.stats().hashed_blocks - before
+    };
+    assert_eq!(hashed(1), 1, "to be found");
+    assert_eq!(hashed(2), 1, "to be found: nothing parts there yet");
+    assert_eq!(
+        hashed(3),
+        3,
+        "not there by its hash, nor when it is stored; to be found"
+    );
+    assert_eq!(hashed(3), 0, "the last one");
+    assert_eq!(hashed(1), 0, "goes straight on");
+    assert_eq!(hashed(2), 1, "found by its hash");
+    assert_eq!(hashed(2), 0, "is the last one now");
+    m.check().expect("sound");
+}
+
 #[test]
 fn forks_are_not_hashed_again() {
     let mut m = manager(8);
