@@ -287,6 +287,37 @@ fn tokens_that_int32_holds_and_one_that_it_does_not() {
     }
 }
 
+#[test]
+fn slots_that_int32_holds_and_those_that_it_does_not() {
+    let block_size = 1 << 16;
+    let wide = (1 << 31) + block_size as u64 - 1;
+    for (num_blocks, wide) in [(1 << 15, None), ((1 << 15) + 1, Some(wide))] {
+        let mut m = with(Config {
+            block_size,
+            ..settings(num_blocks)
+        });
+        let seq = sequence(&mut m, prompt(3));
+        let plan = begin(&mut m, PLENTY);
+        prefill(&mut m, plan.key(), &seq);
+        let slots = [LEFT as i32; 3].map(Cell::new);
+        let arrays = Arrays::new(Sizes::exactly(3, 1, 1, 1));
+        let views = StepArrays {
+            slot_mapping: IntArray::I32(&slots),
+            ..arrays.views()
+        };
+        let answer = m.fill(plan.key(), &views, &mut TableRows::default());
+        let slots = slots.each_ref().map(Cell::get);
+        let name = "slot_mapping";
+        match wide {
+            None => assert_eq!((answer, slots), (Ok(()), [0, 1, 2])),
+            Some(value) => {
+                let error = Error::BufferTooNarrow { name, value };
+                assert_eq!((answer, slots), (Err(error), [LEFT as i32; 3]));
+            }
+        }
+    }
+}
+
 /// Inputs are those of the step, whatever the next one has moved elsewhere meanwhile.
 #[test]
 fn the_next_step_moves_nothing_of_this_one() {
