@@ -10,7 +10,7 @@ use std::f32::consts::LOG2_E;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::kernel::{Arithmetic, Bounds, HEADER, How, TILE, Tile, state_len};
+use crate::kernel::{self, Arithmetic, Bounds, HEADER, How, TILE, state_len};
 use crate::lanes::{Vector, transpose_16};
 use crate::softmax::cap;
 use crate::step::{CacheShape, PART};
@@ -87,32 +87,30 @@ impl Arithmetic<u16, ROWS> for Amx {
     }
 
     #[inline(always)]
-    fn attend<'t>(
+    fn attend(
         &mut self,
         how: How,
-        tiles: impl Iterator<Item = Tile<'t, u16>>,
+        tiles: &kernel::Tiles<'_, u16>,
         vectors: &[Bounds<ROWS>],
         states: &mut [[f32; ROWS]],
     ) {
         let nothing = Rows::of(&self.queries);
         let mut keys = [[nothing; TILE / ROWS]; PART / TILE];
-        let (mut start, mut num_tiles) = (0, 0);
         let mut copies = self.keys.chunks_exact_mut(ROWS * self.dim_k / WIDTH);
-        for (tile, values) in tiles.zip(self.values.chunks_exact_mut(self.dim_v)) {
-            if num_tiles == 0 {
-                start = tile.start;
-            }
+        let num_tiles = tiles.len();
+        let values = self.values.chunks_exact_mut(self.dim_v);
+        for (tile, (keys, values)) in keys.iter_mut().zip(values).take(num_tiles).enumerate() {
+            tiles.fetch_after(tile);
             // SAFETY: the machine has AVX-512, as every one with AMX.
-            unsafe { transpose(&tile.values, values) };
-            for (rows, half) in keys[num_tiles].iter_mut().zip(tile.keys.as_chunks().0) {
+            unsafe { transpose(&tiles.values(tile), values) };
+            for (rows, half) in keys.iter_mut().zip(tiles.keys(tile).as_chunks().0) {
                 *rows = Rows::spread(half)
                     .unwrap_or_else(|| copied(half, copies.next().expect("there is room")));
             }
-            num_tiles += 1;
         }
         let part = Part {
             how,
-            start,
+            start: tiles.start,
             queries: &self.queries,
             pairs: self.dim_k / 2,
             keys: &keys[..num_tiles],
@@ -380,7 +378,7 @@ impl Part<'_> {
 
 /// Scores as they are compared, for powers of 2.
 #[inline(always)]
-fn capped(how: How, scores: &mut [f32; ROWS]) {
+pub(crate) fn capped(how: How, scores: &mut [f32; ROWS]) {
     let factor = cap(how, scores);
     for score in scores {
         *score *= factor;
@@ -407,7 +405,7 @@ fn hide(scores: &mut [Line<f32>], start: usize, bounds: &Bounds<ROWS>) {
 /// costs: two factors.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn exp2(x: __m512) -> (__m512, __m512) {
+pub(crate) fn exp2(x: __m512) -> (__m512, __m512) {
     let round = _mm512_set1_ps(12_583_039.0);
     let x = _mm512_max_ps(_mm512_set1_ps(-126.0), x);
     let shifted = _mm512_add_ps(x, round);

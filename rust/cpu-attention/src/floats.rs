@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::element::Element;
-use crate::kernel::{Arithmetic, Bounds, How, TILE, Tile};
+use crate::kernel::{Arithmetic, Bounds, How, TILE, Tiles};
 use crate::lanes::{Scratch, Vector};
 use crate::softmax::attend_tile;
 use crate::step::CacheShape;
@@ -75,32 +75,32 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     }
 
     #[inline(always)]
-    fn attend<'t>(
+    fn attend(
         &mut self,
         how: How,
-        tiles: impl Iterator<Item = Tile<'t, E>>,
+        tiles: &Tiles<'_, E>,
         vectors: &[Bounds<L>],
         states: &mut [[f32; L]],
-    ) where
-        E: 't,
-    {
+    ) {
         let size = states.len() / vectors.len();
         for state in states.chunks_exact_mut(size) {
             state.fill([0.0; L]);
             state[0] = [f32::NEG_INFINITY; L];
         }
         let mut weights = [[0.0; L]; TILE];
-        for tile in tiles {
+        for tile in 0..tiles.len() {
+            tiles.fetch_after(tile);
+            let near = tiles.near(tile);
             let floats = FloatTile {
-                keys: E::tile(tile.keys, &tile.near, &mut self.keys),
-                values: E::tile(tile.values, &tile.near, &mut self.values),
+                keys: E::tile(tiles.keys(tile), &near, &mut self.keys),
+                values: E::tile(tiles.values(tile), &near, &mut self.values),
                 queries: self.queries.floats().as_chunks().0,
                 by: PhantomData,
             };
             let vectors = vectors.iter().zip(states.chunks_exact_mut(size));
             for (number, (bounds, state)) in vectors.enumerate() {
                 let to = (&mut weights, state);
-                attend_tile::<V, L, N>(how, (&floats, tile.start), (number, bounds), to);
+                attend_tile::<V, L, N>(how, (&floats, tiles.start_of(tile)), (number, bounds), to);
             }
         }
     }

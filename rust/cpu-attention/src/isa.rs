@@ -6,13 +6,15 @@ use std::arch::x86_64::{__m256, __m512};
 #[cfg(target_arch = "x86_64")]
 use crate::amx::Amx;
 use crate::attention::{Job, Task};
+#[cfg(target_arch = "x86_64")]
+use crate::bf16::Bf16;
 use crate::element::Element;
 use crate::floats::Floats;
 use crate::kernel::work;
 #[cfg(target_arch = "x86_64")]
 use crate::tiles;
 
-/// Which build of the arithmetic runs. All but the last give the same bits.
+/// Which build of the arithmetic runs. All but the last two give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// What the target has in any case.
@@ -21,6 +23,8 @@ pub enum Isa {
     Avx2,
     /// x86-64 with the parts of AVX-512 that servers have had since 2017.
     Avx512,
+    /// The same with its products of bfloat16, where that is what is multiplied.
+    Avx512Bf16,
     /// The same with AMX, for bfloat16.
     Amx,
 }
@@ -37,6 +41,7 @@ impl Isa {
                 && is_x86_feature_detected!("avx512vl");
             return match is_wide {
                 true if tiles::is_there() => Self::Amx,
+                true if is_x86_feature_detected!("avx512bf16") => Self::Avx512Bf16,
                 true => Self::Avx512,
                 false => Self::Avx2,
             };
@@ -69,7 +74,7 @@ pub(crate) fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '
         #[allow(unsafe_code)]
         match isa.min(Isa::detect()) {
             // SAFETY: the machine has these instructions, as was looked up.
-            Isa::Amx | Isa::Avx512 => return unsafe { avx512(job, task) },
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(job, task) },
             // SAFETY: as above.
             Isa::Avx2 => return unsafe { avx2(job, task) },
             Isa::Portable => {}
@@ -82,14 +87,23 @@ pub(crate) fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '
 /// [`work`] in bfloat16 where the machine can, else in floats.
 pub(crate) fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
     #[cfg(target_arch = "x86_64")]
-    if isa.min(Isa::detect()) == Isa::Amx && Amx::takes(&job.shape) {
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn bf16(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Bf16, 16>(job, task);
+        }
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
         fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
             work::<u16, Amx, 16>(job, task);
         }
-        // SAFETY: the machine has these instructions, as was looked up.
         #[allow(unsafe_code)]
-        return unsafe { amx(job, task) };
+        match isa.min(Isa::detect()) {
+            // SAFETY: the machine has these instructions, as was looked up.
+            Isa::Amx if Amx::takes(&job.shape) => return unsafe { amx(job, task) },
+            // SAFETY: as above.
+            Isa::Avx512Bf16 if Bf16::takes(&job.shape) => return unsafe { bf16(job, task) },
+            _ => {}
+        }
     }
     in_floats(isa, job, task);
 }
@@ -115,7 +129,7 @@ pub(crate) fn best_build(isa: Isa, work: impl InEachBuild) {
         #[allow(unsafe_code)]
         match isa.min(Isa::detect()) {
             // SAFETY: the machine has these instructions, as was looked up.
-            Isa::Amx | Isa::Avx512 => return unsafe { avx512(work) },
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(work) },
             // SAFETY: as above.
             Isa::Avx2 => return unsafe { avx2(work) },
             Isa::Portable => {}

@@ -21,13 +21,100 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
     HEADER + dim_v
 }
 
-/// Keys and values of `TILE` positions, from `start` on.
-pub(crate) struct Tile<'t, E> {
+/// Where the keys and values of a part lie, `TILE` positions at a time.
+pub(crate) struct Tiles<'t, E> {
+    job: &'t Job<'t, E>,
+    blocks: &'t [u32],
+    kv_head: usize,
+    /// Positions of the part that any row sees.
+    seen: Range<usize>,
+    /// The last position that is brought into the cache.
+    fetched: usize,
+    /// Where the first tile begins.
     pub(crate) start: usize,
-    /// What is beside these repeats others.
-    pub(crate) near: Range<usize>,
-    pub(crate) keys: [&'t [E]; TILE],
-    pub(crate) values: [&'t [E]; TILE],
+    /// Of all positions from `start` on; beside `seen`, the nearest of those in it.
+    slots: [usize; PART],
+}
+
+impl<'t, E> Tiles<'t, E> {
+    #[inline(always)]
+    fn of(
+        job: &'t Job<'t, E>,
+        rows: (&'t [u32], &Range<usize>),
+        kv_head: usize,
+        part: usize,
+    ) -> Self {
+        let (blocks, seen) = rows;
+        let in_part = seen.start.max(part * PART)..seen.end.min((part + 1) * PART);
+        let mut tiles = Self {
+            job,
+            blocks,
+            kv_head,
+            start: in_part.start / TILE * TILE, // parts begin with a tile
+            seen: in_part,
+            // Of runs that share the part, others may go on for longer than the one whose blocks these are.
+            fetched: seen.end.min(blocks.len() * job.shape.block_size),
+            slots: [0; PART],
+        };
+        if part == seen.start / PART {
+            tiles.fetch(tiles.start);
+        }
+        find_slots(job, blocks, tiles.start, &tiles.seen, &mut tiles.slots);
+        tiles
+    }
+
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        (self.seen.end - self.start).div_ceil(TILE)
+    }
+
+    /// Where tile `number` begins.
+    #[inline(always)]
+    pub(crate) fn start_of(&self, number: usize) -> usize {
+        self.start + number * TILE
+    }
+
+    /// Positions of tile `number` that any row sees, counted from its first. What is beside these repeats others.
+    #[inline(always)]
+    pub(crate) fn near(&self, number: usize) -> Range<usize> {
+        let start = self.start_of(number);
+        let seen = self.seen.start.max(start)..self.seen.end.min(start + TILE);
+        seen.start - start..seen.end - start
+    }
+
+    #[inline(always)]
+    pub(crate) fn keys(&self, number: usize) -> [&'t [E]; TILE] {
+        let (keys, dim) = (self.job.keys, self.job.shape.dim_k);
+        self.rows(number).map(|row| &keys[row * dim..][..dim])
+    }
+
+    #[inline(always)]
+    pub(crate) fn values(&self, number: usize) -> [&'t [E]; TILE] {
+        let (values, dim) = (self.job.values, self.job.shape.dim_v);
+        self.rows(number).map(|row| &values[row * dim..][..dim])
+    }
+
+    #[inline(always)]
+    fn rows(&self, number: usize) -> [usize; TILE] {
+        let slots: &[usize; TILE] = self.slots[number * TILE..]
+            .first_chunk()
+            .expect("TILE divides PART");
+        slots.map(|slot| slot * self.job.shape.kv_heads + self.kv_head)
+    }
+
+    /// Asks for what comes after tile `number`, for all heads.
+    #[inline(always)]
+    pub(crate) fn fetch_after(&self, number: usize) {
+        self.fetch(self.start_of(number + 1));
+    }
+
+    #[inline(always)]
+    fn fetch(&self, start: usize) {
+        if self.kv_head == 0 && start < self.fetched {
+            let positions = self.seen.start.max(start)..self.fetched.min(start + TILE);
+            fetch_positions(self.job, self.blocks, positions);
+        }
+    }
 }
 
 /// Factor on the products of queries and keys, and what they are capped to.
@@ -50,14 +137,13 @@ pub(crate) trait Arithmetic<E, const L: usize> {
         E: 'q;
 
     /// Attends with all vectors over the tiles of a part, from nothing: `states` is `[vectors, state_len]`.
-    fn attend<'t>(
+    fn attend(
         &mut self,
         how: How,
-        tiles: impl Iterator<Item = Tile<'t, E>>,
+        tiles: &Tiles<'_, E>,
         vectors: &[Bounds<L>],
         states: &mut [[f32; L]],
-    ) where
-        E: 't;
+    );
 }
 
 /// Does a task: attends with the rows of some runs over a part, from nothing, or with those of one run over all that
@@ -230,42 +316,9 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
     ) where
         A: Arithmetic<E, L>,
     {
-        let shape = job.shape;
-        let seen = self.seen.start.max(part * PART)..self.seen.end.min((part + 1) * PART);
-        let blocks = self.blocks;
-        // Of runs that share the part, others may go on for longer than the one whose blocks these are.
-        let fetched = self.seen.end.min(blocks.len() * shape.block_size);
-        let fetch_tile = |start: usize| {
-            if kv_head == 0 && start < fetched {
-                fetch_positions(
-                    job,
-                    blocks,
-                    seen.start.max(start)..fetched.min(start + TILE),
-                );
-            }
-        };
-        if part == self.seen.start / PART {
-            fetch_tile(seen.start / TILE * TILE);
-        }
-        let mut slots = [0; PART];
-        find_slots(job, blocks, part, &seen, &mut slots);
-        let first = seen.start / TILE * TILE; // parts begin with a tile
-        let tiles = (first..seen.end).step_by(TILE).map(|start| {
-            fetch_tile(start + TILE);
-            let near = seen.start.max(start)..seen.end.min(start + TILE);
-            let slots: &[usize; TILE] = slots[start - part * PART..]
-                .first_chunk()
-                .expect("TILE divides PART");
-            let at = slots.map(|slot| slot * shape.kv_heads + kv_head);
-            Tile {
-                start,
-                near: near.start - start..near.end - start,
-                keys: at.map(|row| &job.keys[row * shape.dim_k..][..shape.dim_k]),
-                values: at.map(|row| &job.values[row * shape.dim_v..][..shape.dim_v]),
-            }
-        });
+        let tiles = Tiles::of(job, (self.blocks, &self.seen), kv_head, part);
         let how = (job.scaling, job.softcap);
-        self.arithmetic.attend(how, tiles, &self.vectors, states);
+        self.arithmetic.attend(how, &tiles, &self.vectors, states);
     }
 
     /// What was `found` in the first parts, `[parts, count, query heads, state_len]`, becomes `sums`.
@@ -481,16 +534,16 @@ fn give_rows<E: Element, A: Arithmetic<E, L>, const L: usize>(
     });
 }
 
-/// Where the keys of the part stand in the cache; beside `seen`, the nearest of those in it.
+/// Where keys stand in the cache, from position `first` on; beside `seen`, the nearest of those in it.
 #[inline(always)]
 fn find_slots<E>(
     job: &Job<'_, E>,
     blocks: &[u32],
-    part: usize,
+    first: usize,
     seen: &Range<usize>,
     slots: &mut [usize; PART],
 ) {
-    let (size, first) = (job.shape.block_size, part * PART);
+    let size = job.shape.block_size;
     let mut position = seen.start;
     while position < seen.end {
         let count = (size - position % size).min(seen.end - position);

@@ -11,12 +11,12 @@
 //!   bits of a row are the same in every batch and with any number of threads.
 //! * **A lane is a row.** Vectors hold one number each of 8 or 16 rows that read the same keys: the query heads
 //!   that share a KV head, drafts, and all sequences that stand on the same blocks. A key is then multiplied with
-//!   all of them at once, as in a product of matrices.
+//!   all of them at once, as in a product of matrices. With AVX-512 BF16 a lane is a key, and rows take turns.
 //! * **One source, three builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA and for
 //!   whatever the target has, chosen when it runs: all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
-//!   once at the end. Not so with AMX, which multiplies bfloat16 itself: there the weights are rounded before they
-//!   meet the values, as torch and flash-attn do, and values have to be finite.
+//!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
+//!   they meet the values, as torch and flash-attn do, and values have to be finite.
 //! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
 //!   all of them while they are in the processor's cache ([`Step::share`]).
 //! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
@@ -45,6 +45,9 @@
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod amx;
 mod attention;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // memory is read and written as vectors
+mod bf16;
 mod element;
 mod error;
 mod floats;

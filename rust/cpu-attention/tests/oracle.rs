@@ -337,11 +337,14 @@ proptest! {
     #[test]
     fn products_of_bfloat16_are_near(world in worlds()) {
         let rounded = world.rounded();
-        let attention = Attention::with_isa(1, Isa::Amx).expect("it fits");
-        let out = rounded.attend_in(&attention, 0);
-        for (found, exact) in out.iter().zip(rounded.oracle()) {
-            let found = f64::from(found.widen());
-            prop_assert!((found - exact).abs() < 8e-3 + exact.abs() / 200.0, "{} is not {}", found, exact);
+        let oracle = rounded.oracle();
+        for (threads, isa) in [(1, Isa::Amx), (2, Isa::Avx512Bf16)] {
+            let attention = Attention::with_isa(threads, isa).expect("it fits");
+            let out = rounded.attend_in(&attention, 0);
+            for (found, exact) in out.iter().zip(&oracle) {
+                let found = f64::from(found.widen());
+                prop_assert!((found - exact).abs() < 8e-3 + exact.abs() / 200.0, "{} is not {}", found, exact);
+            }
         }
     }
 
