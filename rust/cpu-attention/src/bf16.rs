@@ -7,7 +7,9 @@
 //! of the keys, and keys that it does not see weigh nothing.
 
 use std::arch::x86_64::*;
+use std::cell::Cell;
 use std::f32::consts::LOG2_E;
+use std::mem::take;
 use std::ops::Range;
 
 use crate::amx::{capped, exp2};
@@ -35,6 +37,12 @@ pub(crate) struct Bf16 {
     dim_v: usize,
     /// Tiles that are kept for the next vector of rows.
     num_kept: usize,
+    memory: Memory,
+}
+
+/// What it computes with: room for that much, or more.
+#[derive(Default)]
+struct Memory {
     /// `[vectors, lanes, dim_k / 2]`: two neighbouring dimensions each.
     queries: Vec<u32>,
     /// `[tiles, halves, dim_k / 2]` of keys.
@@ -47,6 +55,24 @@ pub(crate) struct Bf16 {
     weights: Vec<Line<u32>>,
     /// `[rows, vectors]` of elements, in the order of `values`.
     sums: Vec<Line<f32>>,
+}
+
+thread_local! {
+    /// From task to task of a thread: a decode step has some hundred, and to ask for memory takes as long as to turn keys.
+    static KEPT: Cell<Memory> = Cell::default();
+}
+
+impl Drop for Bf16 {
+    fn drop(&mut self) {
+        KEPT.set(take(&mut self.memory));
+    }
+}
+
+/// Room for `count`, at least.
+fn make_room<T: Copy>(memory: &mut Vec<T>, count: usize, nothing: T) {
+    if memory.len() < count {
+        memory.resize(count, nothing);
+    }
 }
 
 impl Bf16 {
@@ -84,23 +110,24 @@ impl Arithmetic<u16, LANES> for Bf16 {
     #[inline(always)]
     fn new(shape: &CacheShape, num_vectors: usize, num_tiles: usize) -> Self {
         let num_kept = if num_vectors > 1 { num_tiles } else { 1 };
+        let mut memory = KEPT.take();
+        let (zeros, pairs) = (Line([0; LANES]), shape.dim_k / 2);
+        make_room(&mut memory.queries, num_vectors * LANES * pairs, 0);
+        make_room(&mut memory.keys, num_kept * HALVES * pairs, zeros);
+        let per_tile = PAIRS * vectors_of(shape.dim_v);
+        make_room(&mut memory.values, num_kept * per_tile, zeros);
         Self {
             dim_k: shape.dim_k,
             dim_v: shape.dim_v,
             num_kept,
-            queries: vec![0; num_vectors * LANES * shape.dim_k / 2],
-            keys: vec![Line([0; LANES]); num_kept * HALVES * shape.dim_k / 2],
-            values: vec![Line([0; LANES]); num_kept * PAIRS * vectors_of(shape.dim_v)],
-            scores: vec![],
-            weights: vec![],
-            sums: vec![],
+            memory,
         }
     }
 
     #[inline(always)]
     fn take_queries<'q>(&mut self, number: usize, queries: impl Iterator<Item = &'q [u16]>) {
         let size = self.dim_k / 2;
-        let rows = self.queries[number * LANES * size..].chunks_exact_mut(size);
+        let rows = self.memory.queries[number * LANES * size..].chunks_exact_mut(size);
         for (row, query) in rows.zip(queries) {
             for (pair, &[low, high]) in row.iter_mut().zip(query.as_chunks().0) {
                 *pair = u32::from(low) | u32::from(high) << 16;
@@ -116,19 +143,18 @@ impl Arithmetic<u16, LANES> for Bf16 {
         vectors: &[Bounds<LANES>],
         states: &mut [[f32; LANES]],
     ) {
-        let most_rows = vectors[0].num_rows;
-        let lines = |count: usize| count * most_rows * PART / TILE;
-        self.scores.resize(lines(HALVES), Line([0.0; LANES]));
-        self.weights.resize(lines(1), Line([0; LANES]));
-        self.sums
-            .resize(most_rows * vectors_of(self.dim_v), Line([0.0; LANES]));
+        let (most_rows, per_row) = (vectors[0].num_rows, PART / TILE);
+        let (zeros, memory) = (Line([0.0; LANES]), &mut self.memory);
+        make_room(&mut memory.scores, most_rows * per_row * HALVES, zeros);
+        make_room(&mut memory.weights, most_rows * per_row, Line([0; LANES]));
+        make_room(&mut memory.sums, most_rows * vectors_of(self.dim_v), zeros);
         let num_tiles = tiles.len();
         for tile in 0..num_tiles {
             tiles.fetch_after(tile);
             let place = self.keys_of(tile);
             // SAFETY: the machine has these instructions, as was looked up before this was chosen.
             unsafe {
-                turn_keys(&tiles.keys(tile), &mut self.keys[place]);
+                turn_keys(&tiles.keys(tile), &mut self.memory.keys[place]);
                 self.score(0, most_rows, tile);
             }
         }
@@ -152,18 +178,18 @@ impl Arithmetic<u16, LANES> for Bf16 {
                     }
                 }
                 self.soften(how, tiles.start, bounds, begin..end, header);
-                self.sums.fill(Line([0.0; LANES]));
+                self.memory.sums.fill(zeros);
                 for tile in 0..num_tiles {
                     let place = self.values_of(tile);
                     if number == 0 {
-                        turn_values(&tiles.values(tile), &mut self.values[place]);
+                        turn_values(&tiles.values(tile), &mut self.memory.values[place]);
                     }
                     if (begin..end).contains(&tile) {
                         self.weigh(bounds.num_rows, tile);
                     }
                 }
                 let rows = sums.as_flattened_mut().chunks_exact_mut(self.dim_v);
-                let found = self.sums.chunks_exact(vectors_of(self.dim_v));
+                let found = self.memory.sums.chunks_exact(vectors_of(self.dim_v));
                 for (row, found) in rows.zip(found).take(bounds.num_rows) {
                     give(found, row);
                 }
@@ -178,11 +204,11 @@ impl Bf16 {
     #[inline]
     fn score(&mut self, vector: usize, num_rows: usize, tile: usize) {
         let size = self.dim_k / 2;
-        let keys = &self.keys[self.keys_of(tile)];
-        let queries = &self.queries[vector * LANES * size..][..num_rows * size];
+        let keys = &self.memory.keys[self.keys_of(tile)];
+        let queries = &self.memory.queries[vector * LANES * size..][..num_rows * size];
         let per_row = HALVES * PART / TILE;
         let groups = queries.chunks(TOGETHER * size);
-        let scores = self.scores.chunks_mut(TOGETHER * per_row);
+        let scores = self.memory.scores.chunks_mut(TOGETHER * per_row);
         for (queries, scores) in groups.zip(scores) {
             let scores = scores.chunks_mut(per_row);
             let scores = scores.map(|row| &mut row[tile * HALVES..][..HALVES]);
@@ -207,8 +233,8 @@ impl Bf16 {
         header: &mut [[f32; LANES]],
     ) {
         let per_row = PART / TILE;
-        let rows = self.scores.chunks_exact_mut(HALVES * per_row);
-        let rows = rows.zip(self.weights.chunks_exact_mut(per_row));
+        let rows = self.memory.scores.chunks_exact_mut(HALVES * per_row);
+        let rows = rows.zip(self.memory.weights.chunks_exact_mut(per_row));
         for (lane, (scores, weights)) in rows.take(bounds.num_rows).enumerate() {
             let whole = |tile: usize| bounds.is_whole(start + tile * TILE);
             let sees = [bounds.lows, bounds.highs].map(|ends| ends[lane] - start as i32);
@@ -230,10 +256,10 @@ impl Bf16 {
     #[inline]
     fn weigh(&mut self, num_rows: usize, tile: usize) {
         let per_row = vectors_of(self.dim_v);
-        let values = &self.values[self.values_of(tile)];
+        let values = &self.memory.values[self.values_of(tile)];
         let tiles = PART / TILE;
-        let groups = self.sums[..num_rows * per_row].chunks_mut(TOGETHER * per_row);
-        for (sums, weights) in groups.zip(self.weights.chunks(TOGETHER * tiles)) {
+        let groups = self.memory.sums[..num_rows * per_row].chunks_mut(TOGETHER * per_row);
+        for (sums, weights) in groups.zip(self.memory.weights.chunks(TOGETHER * tiles)) {
             let weights = |row: usize| &weights[row * tiles + tile];
             match sums.len() / per_row {
                 1 => weigh::<1>(weights, values, sums),
