@@ -22,13 +22,12 @@ from typing import Any
 from benches.engine.serve import Asked
 
 PLACES = (
-    ("h11 and uvicorn: HTTP", ("h11/", "uvicorn/")),
+    ("h11 and uvicorn: HTTP, and the send", ("h11/", "uvicorn/")),
     ("pydantic and json", ("pydantic/", "pydantic_core/", "json/")),
     ("starlette and fastapi", ("starlette/", "fastapi/", "anyio/")),
     ("pyengine/server: chunks of answers", ("pyengine/server/",)),
     ("pyengine/engine: outputs to streams", ("pyengine/engine/",)),
-    ("sockets: the system's send", ("asyncio/selector_events.py", "socket.py", "ssl.py")),
-    ("asyncio: the next event, and its turn", ("asyncio/", "selectors.py")),
+    ("uvloop: the next event, and its turn", ("asyncio/", "uvloop/")),
 )
 """Where the innermost frame of a sample lies that is of any of these."""
 OTHER = "else"
