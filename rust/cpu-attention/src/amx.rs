@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use crate::kernel::{self, Arithmetic, Bounds, HEADER, How, TILE, state_len};
 use crate::lanes::{Vector, transpose_16};
-use crate::softmax::cap;
+use crate::softmax::capped;
 use crate::step::{CacheShape, PART};
 use crate::tiles::{Line, ROWS, Rows, STRIDE, Tiles, WIDTH, load, multiply_add, store, zero};
 
@@ -289,12 +289,9 @@ impl Part<'_> {
         let scores = &scores[tiles.start * TILE..tiles.end * TILE];
         let weights = &mut weights[tiles.start * TILE / 2..tiles.end * TILE / 2];
         for (weights, scores) in weights.iter_mut().zip(scores.as_chunks::<2>().0) {
-            let [low, high] = scores.each_ref().map(|score| {
-                let score = __m512::load(&score.0);
-                let is_seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(score, nothing);
-                let (power, scale) = exp2(_mm512_fmsub_ps(score, factor, reference));
-                _mm512_maskz_mul_ps(is_seen, power, scale)
-            });
+            let [low, high] = scores
+                .each_ref()
+                .map(|score| weight(__m512::load(&score.0), factor, reference));
             total = _mm512_add_ps(_mm512_add_ps(total, low), high);
             // SAFETY: both are 64 bytes.
             let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };
@@ -376,15 +373,6 @@ impl Part<'_> {
     }
 }
 
-/// Scores as they are compared, for powers of 2.
-#[inline(always)]
-pub(crate) fn capped(how: How, scores: &mut [f32; ROWS]) {
-    let factor = cap(how, scores);
-    for score in scores {
-        *score *= factor;
-    }
-}
-
 /// What a lane does not see of the tile from `start` on becomes minus infinity.
 #[target_feature(enable = "avx512f")]
 #[inline]
@@ -401,11 +389,20 @@ fn hide(scores: &mut [Line<f32>], start: usize, bounds: &Bounds<ROWS>) {
     }
 }
 
+/// `2 ^ (score * factor - reference)`; 0 for what is not seen, whose score is minus infinity.
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(crate) fn weight(score: __m512, factor: __m512, reference: __m512) -> __m512 {
+    let is_seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(score, _mm512_set1_ps(f32::NEG_INFINITY));
+    let (power, scale) = exp2(_mm512_fmsub_ps(score, factor, reference));
+    _mm512_maskz_mul_ps(is_seen, power, scale)
+}
+
 /// `2 ^ x` for `x` of at most 0, as [`crate::lanes::exp2`] has it but to 1e-4, a twentieth of what rounding to bfloat16
 /// costs: two factors.
 #[target_feature(enable = "avx512f")]
 #[inline]
-pub(crate) fn exp2(x: __m512) -> (__m512, __m512) {
+fn exp2(x: __m512) -> (__m512, __m512) {
     let round = _mm512_set1_ps(12_583_039.0);
     let x = _mm512_max_ps(_mm512_set1_ps(-126.0), x);
     let shifted = _mm512_add_ps(x, round);

@@ -12,9 +12,10 @@ use std::f32::consts::LOG2_E;
 use std::mem::take;
 use std::ops::Range;
 
-use crate::amx::{capped, exp2};
+use crate::amx::weight;
 use crate::kernel::{Arithmetic, Bounds, HEADER, How, TILE, Tiles, state_len};
 use crate::lanes::{Vector, transpose_16};
+use crate::softmax::capped;
 use crate::step::{CacheShape, PART};
 use crate::tiles::Line;
 
@@ -178,7 +179,7 @@ impl Arithmetic<u16, LANES> for Bf16 {
                     }
                 }
                 self.soften(how, tiles.start, bounds, begin..end, header);
-                self.memory.sums.fill(zeros);
+                self.memory.sums[..bounds.num_rows * vectors_of(self.dim_v)].fill(zeros);
                 for tile in 0..num_tiles {
                     let place = self.values_of(tile);
                     if number == 0 {
@@ -339,15 +340,12 @@ fn is_factor(how: How) -> bool {
 fn soften(how: How, largest: f32, scores: &[Line<f32>], weights: &mut [Line<u32>]) -> (f32, f32) {
     let factor = if is_factor(how) { how.0 * LOG2_E } else { 1.0 };
     let reference = largest * factor;
-    let (nothing, mut total) = (_mm512_set1_ps(f32::NEG_INFINITY), _mm512_setzero_ps());
+    let mut total = _mm512_setzero_ps();
     let (factors, references) = (_mm512_set1_ps(factor), _mm512_set1_ps(reference));
     for (weights, scores) in weights.iter_mut().zip(scores.as_chunks::<HALVES>().0) {
-        let [low, high] = scores.each_ref().map(|score| {
-            let score = __m512::load(&score.0);
-            let is_seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(score, nothing);
-            let (power, scale) = exp2(_mm512_fmsub_ps(score, factors, references));
-            _mm512_maskz_mul_ps(is_seen, power, scale)
-        });
+        let [low, high] = scores
+            .each_ref()
+            .map(|score| weight(__m512::load(&score.0), factors, references));
         total = _mm512_add_ps(_mm512_add_ps(total, low), high);
         // SAFETY: both are 64 bytes.
         let pairs: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(high, low)) };

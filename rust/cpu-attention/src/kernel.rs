@@ -28,7 +28,7 @@ pub(crate) struct Tiles<'t, E> {
     kv_head: usize,
     /// Positions of the part that any row sees.
     seen: Range<usize>,
-    /// The last position that is brought into the cache.
+    /// The end of what is brought into the processor's cache.
     fetched: usize,
     /// Where the first tile begins.
     pub(crate) start: usize,

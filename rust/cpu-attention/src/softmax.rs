@@ -33,7 +33,7 @@ pub(crate) fn attend_tile<V: Vector<L>, const L: usize, const N: usize>(
 
 /// Caps scores, if that is asked for; what they are to be multiplied with, for powers of 2.
 #[inline(always)]
-pub(crate) fn cap((scaling, softcap): How, scores: &mut [f32]) -> f32 {
+fn cap((scaling, softcap): How, scores: &mut [f32]) -> f32 {
     let Some(cap) = softcap else {
         return scaling * LOG2_E;
     };
@@ -41,6 +41,16 @@ pub(crate) fn cap((scaling, softcap): How, scores: &mut [f32]) -> f32 {
         *score = cap * (*score * scaling / cap).tanh();
     }
     LOG2_E
+}
+
+/// Scores as they are compared, for powers of 2.
+#[cfg(target_arch = "x86_64")] // the others scale as they look for the largest
+#[inline(always)]
+pub(crate) fn capped(how: How, scores: &mut [f32]) {
+    let factor = cap(how, scores);
+    for score in scores {
+        *score *= factor;
+    }
 }
 
 /// Multiplies scores; the largest of each lane.
