@@ -247,8 +247,7 @@ class Engine:
             self._failed(cast(list[Sample], now.step.jobs), num_tokens, error)
             return StepResult()
         self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
-        if self._faults.is_searching:
-            self._faults.succeeded(cast(list[Sample], now.step.jobs))
+        self._faults.succeeded(cast(list[Sample], now.step.jobs))
         return self._collect(now, results, rejected)
 
     def _commit(self, submitted: SubmittedStep, results: StepResults) -> Collection[int]:

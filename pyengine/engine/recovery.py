@@ -93,8 +93,10 @@ class FaultFinder:
         return self._at_fault(last) if is_proven else Verdict()
 
     def succeeded(self, samples: Iterable[Sample]) -> None:
-        """A step with these samples went well."""
+        """Take note of a step with these samples that went well, during a search or not."""
         self._num_failed = 0
+        if not self._suspects:
+            return
         self._can_hold = True
         took_part = _states(samples)
         for one in took_part:

@@ -1,7 +1,7 @@
 """A request on which the forward pass fails ends alone; the others get their tokens."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -174,6 +174,39 @@ def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFix
     bench.assert_all_free()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_good", [1, 20])
+def test_bad_requests_hours_apart_each_fail_alone(num_good: int, depth: int) -> None:
+    bench = poisoned(depth=depth)
+    for round in range(8):
+        bench.submit({f"bad {round}": [POISON, round]})
+        assert bench.run()[f"bad {round}"].error == "PoisonError: no such token"
+        for at in range(num_good):
+            bench.submit({"good": PROMPTS[str(at)]})
+            assert bench.run()["good"].outputs[0].token_ids == continued(PROMPTS[str(at)], 8)
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_after_bad_requests_long_ago_an_innocent_beside_one_is_served(
+    is_first: bool, depth: int
+) -> None:
+    bench = poisoned(depth=depth)
+    for _ in range(3):
+        bench.submit({"bad": [POISON]})
+        assert bench.run()["bad"].error is not None
+        for at in range(50):
+            bench.submit({"good": PROMPTS[str(at % 31)]})
+            assert bench.run()["good"].error is None
+    both = {"bad": [POISON], "innocent": PROMPTS["0"]}
+    bench.submit(both if is_first else dict(reversed(both.items())))
+    done = bench.run()
+    assert done["bad"].error is not None
+    assert done["innocent"].outputs[0].token_ids == continued(PROMPTS["0"], 8)
+    bench.assert_all_free()
+
+
 def test_suspects_that_are_aborted_hold_nobody_back() -> None:
     bench = poisoned()
     bench.submit(PROMPTS)
@@ -195,10 +228,10 @@ class Search:
         self.bench.submit({name: [1, 2, 3] for name in names})
         self.states = self.bench.states
 
-    def fails(self, names: str) -> Verdict:
+    def fails(self, names: Iterable[str]) -> Verdict:
         return self.finder.failed([self.states[name].samples[0] for name in names])
 
-    def goes_well(self, names: str) -> None:
+    def goes_well(self, names: Iterable[str]) -> None:
         self.finder.succeeded([self.states[name].samples[0] for name in names])
 
     def held(self) -> str:
@@ -246,6 +279,22 @@ def test_who_went_while_the_step_ran_may_have_been_at_fault() -> None:
     search.bench.abort(["b"])
     assert search.fails("ab") == Verdict()
     assert search.fails("a") == Verdict(search.states["a"])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_what_is_found_in_a_row_without_a_step_that_goes_well_is_not_the_requests(
+    num_steps: int,
+) -> None:
+    search = Search("good", *"abcd")
+    verdicts = []
+    for name in "abcd":
+        search.fails(name)
+        verdicts.append(search.fails(name))
+        assert not search.finder.is_searching
+        for _ in range(num_steps):
+            search.goes_well(["good"])
+    assert [one.culprit for one in verdicts] == [search.states[name] for name in "abcd"]
+    assert [one.is_hopeless for one in verdicts] == [False] * 3 + [num_steps == 0]
 
 
 def test_a_new_search_counts_anew() -> None:
