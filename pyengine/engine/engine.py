@@ -59,7 +59,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A look at the engine. `counters` are the block manager's and only grow."""
+    """A look at the engine. `counters` only grow: the block manager's, and what forks share."""
 
     ledger: Ledger
     counters: dict[str, int]
@@ -520,9 +520,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The ledger and the counters as of now."""
+        counters = self._manager.stats().as_dict()
+        for name, number in self._scheduler.reuse.as_dict().items():
+            counters[name] = counters.get(name, 0) + number
         return EngineStats(
             ledger=self._manager.ledger(),
-            counters=self._manager.stats().as_dict(),
+            counters=counters,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_preemptions=self._scheduler.num_preemptions,

@@ -34,6 +34,7 @@ import numpy.typing as npt
 from pyengine.cache import BlockManager, NoBudget, NoRoom, Prefilled, Redirect
 from pyengine.cache import Sequence as CachedSequence
 from pyengine.core.errors import ConfigurationError, PyEngineError
+from pyengine.scheduler.reuse import ReuseCounters
 from pyengine.scheduler.step import Job, ScheduledStep
 from pyengine.scheduler.waiting import WaitingQueue
 
@@ -79,6 +80,13 @@ class _Decodes(NamedTuple):
     sequences: Sequence[CachedSequence] = ()
 
 
+class _Attached(NamedTuple):
+    """What was attached to a job before its first chunk was planned."""
+
+    num_tokens: int = 0
+    num_blocks: int = 0
+
+
 class Scheduler:
     """Decides what each step computes. Who waits and who runs is in order."""
 
@@ -97,6 +105,7 @@ class Scheduler:
         """All who run were decoded by the newest step, and nobody has come or gone since."""
         self._arrivals = 0
         self._num_preemptions = 0
+        self._reuse = ReuseCounters(manager.block_size, manager.trash_block)
 
     @property
     def num_waiting(self) -> int:
@@ -117,6 +126,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Preemptions so far."""
         return self._num_preemptions
+
+    @property
+    def reuse(self) -> ReuseCounters:
+        """What is to be added to the counters of the block manager."""
+        return self._reuse
 
     @property
     def has_work(self) -> bool:
@@ -146,6 +160,7 @@ class Scheduler:
             job.sequence.append([token])
             job.order = (*parent.order[:2], job.index)
             job.num_tokens, job.num_computed = prompt + 1, parent.num_computed
+            self._reuse.add_fork(job.sequence)
             insort(self._running, job, key=_by_order)
             job.is_running = True
         self._is_steady = False
@@ -297,26 +312,27 @@ class Scheduler:
             self._waiting.discard(job)
             job.is_running = True
             seats -= job.num_seats
-            num_cached = attached + answer.num_cached_tokens
+            num_cached = attached.num_tokens + answer.num_cached_tokens
             entry = step.add_prefill(job, answer.num_tokens, num_cached)
+            entry.num_attached, entry.num_attached_blocks = attached
             if not entry.samples:
                 reserve += self._blocks_to_come(job)
             job = next(candidates, None)
         return None
 
-    def _attach(self, job: Job) -> int:
-        """Let a job stand on cached blocks that it may read only in part; returns their tokens."""
+    def _attach(self, job: Job) -> _Attached:
+        """Attach cached blocks to a job that may read the cache only in part."""
         request = job.request
         if request.read_cache:  # the plan matches and charges in one call
-            return 0
+            return _Attached()
         _give_back(job)  # an interrupt may have left some
         most = request.readable_tokens()
         if not most:
-            return 0
+            return _Attached()
         tokens = request.prompt_token_ids[:most]
         with self._manager.match_prefix(tokens, namespace=request.namespace) as lease:
             job.sequence.attach(lease)
-            return lease.num_tokens
+            return _Attached(lease.num_tokens, self._reuse.num_blocks(lease.blocks))
 
     def _candidates(self, without: Collection[Job]) -> Iterator[Job]:
         """Who may be admitted, in order; each has been admitted when the next one is asked for."""
@@ -413,6 +429,8 @@ class Scheduler:
                 request.scheduled_time = step.planned_time
             if request.num_preemptions == 0:
                 request.num_cached_tokens += entry.num_cached
+            if entry.num_attached:
+                self._reuse.add_attached(entry.num_attached, entry.num_attached_blocks)
         return redirects
 
     def rollback(self, step: ScheduledStep) -> None:

@@ -81,6 +81,9 @@ class Entry:
     num_tokens: int
     num_cached: int
     samples: bool
+    num_attached: int = 0
+    """Of the cached tokens, those of blocks that were attached before the step was planned."""
+    num_attached_blocks: int = 0
 
     @property
     def request(self) -> Request:

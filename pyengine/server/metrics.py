@@ -44,6 +44,7 @@ FINISH_REASONS = ("error", "abort", "length", "stop")
 """The worst one first."""
 _MOST_TOKENS = 1 << 17
 """Of a request, where the engine does not say."""
+_SHARED_BLOCKS = ("hit_blocks", "present_blocks", "merged_blocks", "forked_blocks")
 _CUT_SHORT = FINISH_REASONS[:2]
 
 
@@ -341,12 +342,13 @@ class EngineMetrics:
     def _ours(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters
         for name, value in counters.items():
-            help = f"Of the block manager: {name} (docs/block-manager.md, Counters)."
+            help = f"{name}: docs/metrics.md and docs/block-manager.md, Counters."
             yield self._counter(f"pyengine:kv_{name}", help, value)
-        shared = sum(counters[name] for name in ("hit_blocks", "present_blocks", "merged_blocks"))
+        shared = sum(counters[name] for name in _SHARED_BLOCKS)
+        saved = counters["cached_tokens"] + counters["forked_tokens"]
         per_block = bytes_per_block(self._about) or 0
         for name, help, value in (
-            ("prefill_tokens_saved", "Tokens adopted and not computed.", counters["cached_tokens"]),
+            ("prefill_tokens_saved", "Tokens cached or forked, and not computed.", saved),
             ("kv_bytes_saved", "KV that was not stored twice, in bytes.", shared * per_block),
         ):
             yield self._counter(f"pyengine:{name}", help, value)

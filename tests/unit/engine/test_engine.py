@@ -80,6 +80,21 @@ def test_n_samples_compute_their_prompt_once(sharing: bool) -> None:
     bench.assert_all_free()
 
 
+@pytest.mark.parametrize("groups", [(None,), (None, 6)])
+@pytest.mark.parametrize("n", [1, 16])
+def test_the_counters_have_what_samples_share(n: int, groups: tuple[int | None, ...]) -> None:
+    bench = make_bench(256, 4, groups=groups)
+    prompt = [*range(10, 30), 7]
+    (output,) = bench.generate([prompt], SamplingParams(n=n, seed=5, max_tokens=3, ignore_eos=True))
+    counters = bench.engine.stats().counters
+    assert len(output.outputs) == n
+    assert counters["forked_tokens"] == (n - 1) * 21
+    # The last, partial block is copied. A window of 6 sees 2 more.
+    assert counters["forked_blocks"] == (n - 1) * (5 if groups == (None,) else 5 + 2)
+    assert counters["cached_tokens"] == 0
+    assert counters["prompt_tokens"] == 21
+
+
 def test_n_samples_under_pressure_end_and_abort() -> None:
     bench = make_bench(12, 4, max_num_batched_tokens=16, max_num_seqs=8)
     params = SamplingParams(n=4, seed=1, max_tokens=12, ignore_eos=True)

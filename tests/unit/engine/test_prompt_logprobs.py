@@ -115,6 +115,40 @@ def test_a_prefix_that_was_computed_without_them_is_computed_again_from_there() 
     assert found.num_cached_tokens == 16
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", [(None,), (None, 6)])
+def test_the_counters_have_what_they_read(groups: tuple[int | None, ...], depth: int) -> None:
+    shots = list(range(60))
+    bench = make_bench(512, BLOCK, groups=groups, depth=depth)
+    found = [
+        output
+        for at in range(6)
+        for output in bench.generate([[*shots, 60 + at]], asked(max_tokens=1))
+    ]
+    cached = sum(one.num_cached_tokens for one in found)
+    counters = bench.engine.stats().counters
+    assert cached > 5 * 50
+    assert counters["cached_tokens"] == cached
+    assert counters["prompt_tokens"] == 6 * 61
+    assert counters["computed_tokens"] == 6 * 61 - cached == work(bench)
+    if groups == (None,):
+        assert counters["hit_blocks"] * BLOCK in (cached, cached + 5)  # one token each is replayed
+    else:
+        assert cached // BLOCK < counters["hit_blocks"] < 2 * cached // BLOCK
+
+
+def test_the_counters_have_what_a_step_that_was_rolled_back_read_once() -> None:
+    prompt = list(range(50))
+    bench = make_bench(256, BLOCK)
+    bench.generate([prompt], asked(max_tokens=1))
+    before = bench.engine.stats().counters
+    bench.runner.fault = Fault(len(bench.runner.computed), RuntimeError("by chance"))
+    (found,) = bench.generate([prompt], asked(max_tokens=1))
+    after = bench.engine.stats().counters
+    assert after["cached_tokens"] - before["cached_tokens"] == found.num_cached_tokens >= 45
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 50
+
+
 def test_other_namespaces_are_not_read() -> None:
     prompt = list(range(50))
     bench = make_bench(256, BLOCK)

@@ -124,7 +124,8 @@ def agree(run: Run, scraped: Scraped) -> None:
         "vllm:num_requests_running": 0,
         "vllm:num_requests_waiting": 0,
         "vllm:kv_cache_usage_perc": 0,
-        "pyengine:prefill_tokens_saved_total": stats.counters["cached_tokens"],
+        "pyengine:prefill_tokens_saved_total": stats.counters["cached_tokens"]
+        + stats.counters["forked_tokens"],
         "pyengine:kv_merged_blocks_total": stats.counters["merged_blocks"],
     }
     assert {name: scraped.value(name) for name in expected} == expected
