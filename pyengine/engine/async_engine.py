@@ -20,7 +20,7 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
 from pyengine.engine.frontend import Frontend
-from pyengine.engine.intake import ModelFacts, refuse_taken
+from pyengine.engine.intake import ModelFacts, refuse_submitted, refuse_taken
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import RequestState
 from pyengine.engine.stream import Mail, OutputStream
@@ -134,14 +134,19 @@ class AsyncEngine(Frontend):
     def submit(self, requests: Sequence[RequestState]) -> OutputStream:
         """Queue requests that were made by `request`, all or none of them, at once.
 
-        Whoever does not read the stream to its end closes it. Raises what `generate` raises.
+        Whoever does not read the stream to its end closes it. Raises what `generate` raises, and
+        `InvalidRequestError` for a request that was submitted before. A call that raises has
+        changed nothing.
         """
         self._shared.refuse_fork()
-        stream = OutputStream(requests, self._mail, self._leave)
         with self._lock:
             self._refuse_new()
+            refuse_submitted(requests)
             refuse_taken(requests, self._live)
             self._refuse_too_many(len(requests))
+            stream = OutputStream(requests, self._mail, self._leave)
+            for one in requests:
+                one.is_submitted = True
             self._live.update({one.request_id: one for one in requests})
             self._shared.submit(requests)
         self._wake.set()

@@ -151,6 +151,15 @@ class Intake:
         return state
 
 
+def refuse_submitted(requests: Sequence[RequestState]) -> None:
+    """Raise `InvalidRequestError` for a request that an engine has taken before."""
+    for one in requests:
+        if one.is_submitted:
+            raise InvalidRequestError(
+                f"request {one.request_id!r} was submitted before: make a new one for each call"
+            )
+
+
 def refuse_taken(requests: Sequence[RequestState], live: Container[str]) -> None:
     """Raise `InvalidRequestError` for an id among `live` ones, or twice among these."""
     names = set[str]()

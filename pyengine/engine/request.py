@@ -244,6 +244,7 @@ class RequestState(Request):
         "error",
         "finished_time",
         "first_token_time",
+        "is_submitted",
         "num_failures",
         "params",
         "place",
@@ -280,6 +281,8 @@ class RequestState(Request):
         self.samples: list[Sample] = []
         self.tokenizer: Any = None
         self.sink: OutputSink | None = None
+        self.is_submitted = False
+        """Whether an engine has taken it: it is for one call."""
         self.place = 0
         self.deadline: float | None = None
         self.error: str | None = None

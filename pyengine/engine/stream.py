@@ -1,6 +1,7 @@
 """Outputs on their way from the engine's thread to readers on event loops."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from threading import Event
 from time import monotonic
@@ -67,8 +68,9 @@ class OutputStream:
     """The outputs of requests that one caller has submitted together, of any of them as they come.
 
     For one task, which reads it with `async for`; `RequestOutput.index` says which request an item
-    is of. It ends when all have ended. Raises the error of the first that fails. Whoever stops
-    reading calls `close`.
+    is of. Of requests with unread items, the one that has waited longest is read first. It ends
+    when all have ended, and needs no `close` then. Raises the error of the first that fails. Call
+    `close` to stop reading before the end.
     """
 
     def __init__(
@@ -82,8 +84,11 @@ class OutputStream:
         self._leave = leave
         self._loop: asyncio.AbstractEventLoop | None = None
         self._future: asyncio.Future[None] | None = None
-        self._unread: dict[OutputCollector, None] = {}
-        """Those who have something to read: one thread puts them in, one takes them out."""
+        self._unread: OrderedDict[OutputCollector, None] = OrderedDict()
+        """Those who have something to read, first in, first out: one thread puts them in, one takes
+        them out, each in one call of C."""
+        self._num_left = len(requests)
+        """Requests whose last item, or whose error, was not read yet."""
         for place, request in enumerate(requests):
             request.place = place
             request.sink = OutputCollector(request.params.output_kind, self._notify)
@@ -102,19 +107,29 @@ class OutputStream:
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """See the class."""
         self._loop = asyncio.get_running_loop()
-        left = len(self._requests)
-        while left:
+        while self._num_left:
             while not self._unread:
                 self._future = self._loop.create_future()
                 if not self._unread:  # a step may have ended just now
                     await self._future
-            collector, _ = self._unread.popitem()
-            item = collector.get()
+            collector, _ = self._unread.popitem(last=False)
+            try:
+                item = collector.get()
+            except Exception:
+                self._count_end()
+                raise
             if item is not None:
                 if collector.has_item:
                     self._unread[collector] = None
-                left -= item.finished
+                if item.finished:
+                    self._count_end()
                 yield item
+
+    def _count_end(self) -> None:
+        """Note that a request's last item was read; with the last request's, leave."""
+        self._num_left -= 1
+        if not self._num_left:
+            self.close()
 
     def close(self) -> None:
         """End what has not ended. May be called more than once."""

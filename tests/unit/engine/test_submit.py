@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from pyengine.core import InvalidRequestError, QueueFullError, RequestFailedError, SamplingParams
+from pyengine.core.errors import DeviceMemoryError
 from pyengine.core.sampling_params import RequestOutputKind
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY
-from tests.support.fake_runner import continued
+from tests.support.fake_runner import Fault, continued
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)
 DELTAS = SamplingParams(
@@ -63,6 +64,115 @@ def test_if_one_id_is_in_use_none_is_queued(ids: tuple[str, ...], model: FakeMod
             other.close()
             again = [item async for item in engine.submit([engine.request([1], GREEDY, "a")])]
             assert again[-1].finished
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_request_that_was_submitted_before_fails_that_call_alone(
+    others: int, model: FakeModel
+) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            request = engine.request([1, 2], DELTAS)
+            stream = engine.submit([request])
+            again = [*(engine.request([3], DELTAS, "other") for _ in range(others)), request]
+            with pytest.raises(InvalidRequestError, match="was submitted before"):
+                engine.submit(again)
+            found = [token async for item in stream for token in item.outputs[0].token_ids]
+            assert found == continued([1, 2], 20)
+            stream.close()
+            with pytest.raises(InvalidRequestError, match="was submitted before"):
+                engine.submit(again)
+            for at in range(others):  # it was not queued, and may be
+                (item,) = [item async for item in engine.submit(again[at : at + 1])][-1:]
+                assert item.finished
+
+    asyncio.run(main())
+
+
+def test_a_request_twice_in_one_call_fails_that_call_alone(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            request = engine.request([1, 2], GREEDY)
+            with pytest.raises(InvalidRequestError, match="in use"):
+                engine.submit([request, request])
+            items = [item async for item in engine.submit([request])]
+            assert items[-1].outputs[0].token_ids == continued([1, 2], 8)
+
+    asyncio.run(main())
+
+
+def test_one_that_was_refused_for_the_queue_may_be_submitted_again(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine(max_num_waiting=2) as engine, asyncio.timeout(10):
+            requests = [engine.request([at], GREEDY) for at in range(3)]
+            with pytest.raises(InvalidRequestError, match="3 requests at once"):
+                engine.submit(requests)
+            assert [one.sink for one in requests] == [None] * 3
+            items = [item async for item in engine.submit(requests[:2])]
+            assert items[-1].finished
+
+    asyncio.run(main())
+
+
+def test_what_comes_first_is_read_first(model: FakeModel) -> None:
+    """Of many prompts whose reader is slow, none waits for others that came later."""
+
+    async def main() -> list[int]:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            stream = engine.submit([engine.request([at], DELTAS) for at in range(8)])
+            order = []
+            async for item in stream:
+                order.append(item.index)
+                await asyncio.sleep(0.002)  # steps go on meanwhile, for all of them
+            return order
+
+    order = asyncio.run(main())
+    assert order[:8] == list(range(8))
+    assert max(order.count(at) for at in range(8)) - min(order.count(at) for at in range(8)) <= 2
+
+
+def test_a_stream_that_was_read_to_its_end_is_over(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            for _ in range(3):  # the id is free again, and nobody has closed anything
+                stream = engine.submit([engine.request(one, DELTAS, f"{one}") for one in PROMPTS])
+                async for item in stream:
+                    last = item
+                assert last.finished
+                assert engine._live == {}
+                assert [item async for item in stream] == []
+                stream.close()
+
+    asyncio.run(main())
+
+
+def test_a_stream_may_be_left_and_read_on(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            stream = engine.submit([engine.request(one, DELTAS) for one in PROMPTS])
+            num_ended = 0
+            while num_ended < len(PROMPTS):
+                async for item in stream:
+                    num_ended += item.finished
+                    break
+            assert engine._live == {}
+
+    asyncio.run(main())
+
+
+def test_an_error_that_is_the_streams_last_item_ends_it(model: FakeModel) -> None:
+    async def main() -> None:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            model.bench.runner.fault = Fault(0, DeviceMemoryError("by hand"))
+            request = engine.request([1], GREEDY)
+            stream = engine.submit([request])
+            with pytest.raises(DeviceMemoryError):
+                async for _ in stream:
+                    pass
+            assert request.finished_time is not None
+            assert engine._live == {}
 
     asyncio.run(main())
 
