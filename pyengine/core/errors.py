@@ -6,10 +6,13 @@ message names the value that was found and the way out.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pyengine.core.outputs import RequestOutput
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 class PyEngineError(Exception):
@@ -89,3 +92,27 @@ class WorkerError(PyEngineError):
 
 class EngineDeadError(PyEngineError):
     """The engine lost a worker process or its device and has ended: make a new one."""
+
+
+def copy_error(error: _E) -> _E:
+    """Return an exception that says the same and may be raised in another thread.
+
+    Raising an exception changes its traceback, so each reader raises one of its own. The copy
+    begins with the traceback and the cause of `error`.
+    """
+    kind = type(error)
+    try:
+        made = copy(error)
+        is_same = type(made) is kind and made.args == error.args
+    except Exception:  # it cannot be made of its arguments
+        is_same = False
+    if not is_same:
+        made = kind.__new__(kind, *error.args)
+        vars(made).update(vars(error))
+    notes = vars(error).get("__notes__")
+    if notes is not None:
+        vars(made)["__notes__"] = list(notes)
+    made.__traceback__ = error.__traceback__
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made

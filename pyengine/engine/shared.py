@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
-from pyengine.core.errors import ConfigurationError, EngineDeadError
+from pyengine.core.errors import ConfigurationError, EngineDeadError, copy_error
 from pyengine.core.frame_room import with_frame_room
 from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
@@ -233,17 +233,16 @@ class SharedEngine:
         self._engine.abort([state])
 
     def _fail_all(self, error: Exception) -> None:
-        """Tell everybody that the step has failed for all; nothing stays behind."""
+        """Tell each reader that the step has failed for all; nothing stays behind."""
         live = set(self._engine.unfinished)
         while self._inbox:  # what comes from now on is for the next step
             live.add(self._inbox.popleft()[1])
-        sinks = [state.sink for state in live]
+        sinks = dict.fromkeys([state.sink for state in live if state.sink is not None])
         for state in live:
             state.sink = None
         self._engine.abort(live)
         for sink in sinks:
-            if sink is not None:
-                sink.fail(error)
+            sink.fail(copy_error(error))
 
     def _wake_another(self) -> None:
         """Let somebody else drive, if somebody waits."""

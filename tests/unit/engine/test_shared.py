@@ -1,6 +1,7 @@
 """What many threads bring to one engine, at every moment of what another one does."""
 
 import sys
+import traceback
 from itertools import count
 from threading import Event, Thread
 from types import FrameType
@@ -8,6 +9,7 @@ from types import FrameType
 import pytest
 
 from pyengine.core import SamplingParams
+from pyengine.core.errors import BrokenLogitsError
 from pyengine.engine import Prompt, RequestState
 from pyengine.engine.shared import SharedEngine, _Turn
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
@@ -53,6 +55,71 @@ def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None
                 shared.run_until(lambda: bool(sink.items), Event())  # noqa: B023
                 assert sink.items[0].outputs[0].token_ids == continued([3], 8)
         bench.assert_all_free()
+
+
+class OddError(Exception):
+    """It cannot be made of its message alone."""
+
+    def __init__(self, *, number: int) -> None:
+        super().__init__(f"odd number {number}")
+        self.number = number
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("all of it"),
+        KeyError("a", 1),
+        OSError(28, "No space left on device", "/nowhere"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        BrokenLogitsError([3, 4], 8),
+        OddError(number=7),
+    ],
+    ids=repr,
+)
+def test_each_reader_has_an_exception_of_its_own(error: Exception) -> None:
+    bench = make_bench()
+    shared = SharedEngine(bench.engine)
+    error.__cause__ = cause = RuntimeError("why")
+    error.add_note("a note")
+    states = [request(bench, [at]) for at in range(3)]
+    shared.submit([state for state, _ in states])
+    try:
+        fail(error)
+    except Exception as caught:
+        shared._fail_all(caught)
+    found = [sink.error for _, sink in states]
+    assert len({id(one) for one in [error, *found]}) == 4
+    length = len(traceback.extract_tb(error.__traceback__))
+    for one in found:
+        assert one is not None
+        assert type(one) is type(error)
+        assert (str(one), one.args) == (str(error), error.args)
+        assert vars(one) == vars(error)
+        assert one.__cause__ is cause
+        assert traceback.extract_tb(one.__traceback__)[-1].name == "fail"  # where it came from
+        for _ in range(3):
+            with pytest.raises(type(error)):
+                raise one
+        one.add_note("of this reader")
+    assert len(traceback.extract_tb(error.__traceback__)) == length
+    assert vars(error)["__notes__"] == ["a note"]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_readers_of_one_call_have_one_exception() -> None:
+    bench = make_bench()
+    shared = SharedEngine(bench.engine)
+    (one, sink), (other, _) = request(bench, [1]), request(bench, [2])
+    other.sink = sink
+    told: list[Exception] = []
+    sink.fail = told.append  # type: ignore[method-assign]
+    shared.submit([one, other])
+    shared._fail_all(ValueError("all of it"))
+    assert len(told) == 1
 
 
 def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stops() -> None:
