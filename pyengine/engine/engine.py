@@ -29,7 +29,7 @@ from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.intake import Intake, ModelFacts, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.recovery import FaultFinder, LimitRecovery
+from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery
 from pyengine.engine.request import OutputSink, RequestState, Sample
 from pyengine.engine.view import EngineView, view_of
 from pyengine.scheduler import Scheduler, StalledError
@@ -119,6 +119,8 @@ class Engine:
         self._in_flight: SubmittedStep | None = None
         """The step that runs while the caller has the results of the one before."""
         self._faults = FaultFinder()
+        self.failures = FailureLog()
+        """Of steps: which tracebacks were logged."""
         self._memory = LimitRecovery(scheduler.limits)
         self._observers: list[EngineObserver] = []
         self._num_new_tokens = 0
@@ -248,6 +250,8 @@ class Engine:
             return StepResult()
         self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
         self._faults.succeeded(cast(list[Sample], now.step.jobs))
+        if not self._faults.is_searching:
+            self.failures.succeeded()
         return self._collect(now, results, rejected)
 
     def _commit(self, submitted: SubmittedStep, results: StepResults) -> Collection[int]:
@@ -335,7 +339,10 @@ class Engine:
         if verdict.culprit is not None:
             self._fail(verdict.culprit, error)
         else:
-            _log.warning("a step failed and is tried again with others: %r", error)
+            traceback = self.failures.unlogged(error)
+            _log.warning(
+                "a step failed and is tried again with others: %r", error, exc_info=traceback
+            )
 
     def _shrink(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
         """Go on with smaller steps after one of `num_tokens` tokens that did not fit."""

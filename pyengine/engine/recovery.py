@@ -140,6 +140,28 @@ class FaultFinder:
             self._held = set(suspects[len(suspects) // 2 :])
 
 
+class FailureLog:
+    """Which failures were logged with their tracebacks: each of them once in a search.
+
+    A search for the request at fault repeats the same failure in many steps.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[type[BaseException], str]] = set()
+
+    def unlogged(self, error: BaseException) -> BaseException | None:
+        """Return `error` as logging's `exc_info`, None if its like was logged."""
+        key = (type(error), str(error))
+        if key in self._logged:
+            return None
+        self._logged.add(key)
+        return error
+
+    def succeeded(self) -> None:
+        """Take note of a step that went well outside of a search: later failures are new ones."""
+        self._logged.clear()
+
+
 class LimitRecovery:
     """The largest step after one was too large for the device's memory: smaller, then larger again.
 

@@ -161,10 +161,12 @@ class SharedEngine:
                         wait()
                         continue
                     self.step()
-                except EngineDeadError:
+                except EngineDeadError as error:
+                    _log.error("no step can run any more: %s", error, exc_info=error)
                     return
                 except Exception as error:  # every request has been told
-                    _log.error("a step failed for all requests: %r", error)
+                    traceback = self._engine.failures.unlogged(error)
+                    _log.error("a step failed for all requests: %r", error, exc_info=traceback)
                 hand_on()
         finally:
             self._turn.give_back(sys._getframe())

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import operator
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -21,6 +22,7 @@ from pyengine.core import (
     RequestOutput,
     SamplingParams,
 )
+from pyengine.core.errors import DeviceMemoryError
 from pyengine.core.sampling_params import RequestOutputKind
 from pyengine.engine import AsyncEngine
 from tests.support.callers import FakeModel
@@ -380,6 +382,28 @@ def test_one_on_which_the_model_fails_is_told_and_alone(model: FakeModel) -> Non
             assert (await other).outputs[0].token_ids == continued(good, 8)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [DeviceMemoryError("by hand"), ValueError("by hand")])
+def test_what_ends_all_requests_is_logged_with_its_traceback_once(
+    error: Exception, model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise error
+
+    model.bench.runner.run = failing  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with model.async_engine() as engine:
+            readers = [last_of(engine.generate([at], GREEDY)) for at in range(9)]
+            found = await asyncio.gather(*readers, return_exceptions=True)
+            assert {type(one) for one in found} >= {type(error)}
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert "a step failed for all requests" in caplog.text
+    found = [one.exc_info[1] for one in caplog.records if one.exc_info]
+    assert found == [error]
 
 
 def test_a_dead_engine_says_so_to_everybody(model: FakeModel) -> None:

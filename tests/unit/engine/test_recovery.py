@@ -207,6 +207,43 @@ def test_after_bad_requests_long_ago_an_innocent_beside_one_is_served(
     bench.assert_all_free()
 
 
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The errors whose tracebacks were logged."""
+    return [repr(one.exc_info[1]) for one in caplog.records if one.exc_info and one.exc_info[1]]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_traceback_of_a_failing_step_is_logged_once(
+    depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = poisoned(depth=depth)
+    for _ in range(2):  # again for a failure after steps that went well
+        caplog.clear()
+        bench.submit({"bad": [POISON], **PROMPTS})
+        with caplog.at_level(logging.WARNING):
+            bench.run()
+        assert caplog.text.count("a step failed") > 4  # so often it was tried
+        assert caplog.text.count("request 'bad' failed") == 1
+        assert tracebacks(caplog) == ["PoisonError('no such token')"]
+        assert "in failing" in caplog.text  # the line that raised it
+        bench.submit({"good": PROMPTS["0"]})
+        bench.run()
+
+
+def test_another_error_of_the_same_search_has_its_traceback_logged_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = poisoned()
+    bench.submit({"good": PROMPTS["0"]})
+    bench.engine.step()
+    bench.runner.fault = Fault(len(bench.runner.computed), ValueError("by chance"))
+    with caplog.at_level(logging.WARNING):
+        bench.engine.step()
+        bench.submit({"bad": [POISON]})
+        bench.run()
+    assert tracebacks(caplog) == ["ValueError('by chance')", "PoisonError('no such token')"]
+
+
 def test_suspects_that_are_aborted_hold_nobody_back() -> None:
     bench = poisoned()
     bench.submit(PROMPTS)
