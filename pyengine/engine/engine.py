@@ -494,7 +494,12 @@ class Engine:
         return live
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        """End a request that cannot be served, because of `error`."""
+        """End a request that cannot be served, because of `error`.
+
+        Not one that has ended since the step was planned: its row counts for nothing.
+        """
+        if self._requests.get(state.request_id) is not state:
+            return
         _log.warning("request %r failed: %r", state.request_id, error)
         if self._unread is not None:
             self._unread.read()
