@@ -49,6 +49,8 @@ class AsyncEngine(Frontend):
         self._lock = Lock()
         """Of what follows; held for moments."""
         self._live: dict[str, RequestState] = {}
+        self._waiting: set[RequestState] = set()
+        """Those that no step has computed yet, and some that have begun or ended since."""
         self._is_closing = self._is_draining = False
         self._wake = Event()
         self._mail = Mail(lambda: self._engine.is_running)
@@ -148,6 +150,8 @@ class AsyncEngine(Frontend):
             for one in requests:
                 one.is_submitted = True
             self._live.update({one.request_id: one for one in requests})
+            if self._max_num_waiting is not None:
+                self._waiting.update(requests)
             self._shared.submit(requests)
         self._wake.set()
         return stream
@@ -160,20 +164,32 @@ class AsyncEngine(Frontend):
             for one in requests:
                 if self._live.get(one.request_id) is one:
                     del self._live[one.request_id]
+            self._waiting.difference_update(requests)
         unfinished = [one for one in requests if one.finished_time is None]
         if unfinished:
             self._shared.abort(unfinished)
             self._wake.set()
 
     def _refuse_too_many(self, count: int) -> None:
-        most, waiting = self._max_num_waiting, self._shared.num_waiting
-        if most is None or waiting + count <= most:
+        most = self._max_num_waiting
+        if most is None or len(self._waiting) + count <= most:
             return
         if count > most:
             raise InvalidRequestError(
                 f"{count} requests at once and max_num_waiting={most}: submit fewer at a time"
             )
-        raise QueueFullError(f"{waiting} requests wait and max_num_waiting={most}: try again later")
+        self._waiting = {one for one in self._waiting if self._waits(one)}
+        waiting = len(self._waiting)
+        if waiting + count > most:
+            raise QueueFullError(
+                f"{waiting} requests wait and max_num_waiting={most}: try again later"
+            )
+
+    @staticmethod
+    def _waits(request: RequestState) -> bool:
+        """Whether no step has computed anything of a request; not so after a preemption."""
+        has_begun = request.scheduled_time is not None or request.samples[0].is_running
+        return not has_begun and request.finished_time is None
 
     def _refuse_new(self) -> None:
         if self._engine.death:
@@ -191,6 +207,8 @@ class AsyncEngine(Frontend):
         self._shared.refuse_fork()
         with self._lock:
             state = self._live.get(request_id)
+            if state is not None:
+                self._waiting.discard(state)
         if state is None or state.finished_time is not None:
             return False
         self._shared.abort([state])

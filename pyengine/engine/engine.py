@@ -139,11 +139,6 @@ class Engine:
         return self._in_flight is not None
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that hold no blocks."""
-        return self._scheduler.num_waiting
-
-    @property
     def num_new_tokens(self) -> int:
         """Tokens generated so far, by all requests."""
         return self._num_new_tokens

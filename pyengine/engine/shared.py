@@ -185,11 +185,6 @@ class SharedEngine:
             self._turn.give_back(sys._getframe())
             self._wake_another()
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that no step has computed yet, those in the inbox included."""
-        return self._engine.num_waiting + len(self._inbox)
-
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         self.refuse_fork()

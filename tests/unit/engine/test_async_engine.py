@@ -281,6 +281,95 @@ def test_a_queue_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     model.bench.assert_all_free()
 
 
+class Gate:
+    """Lets steps of a model begin, or holds them up."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.is_open, self.is_held = threading.Event(), threading.Event()
+        self.is_open.set()
+        run = model.bench.runner.run
+
+        def gated(*step: Any) -> Any:
+            if not self.is_open.is_set():
+                self.is_held.set()
+                assert self.is_open.wait(10)
+            return run(*step)
+
+        model.bench.runner.run = gated  # type: ignore[method-assign]
+
+    async def close(self) -> None:
+        """Hold up the next step, and wait until it is there."""
+        self.is_held.clear()
+        self.is_open.clear()
+        while not self.is_held.is_set():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted"])
+def test_who_has_gone_waits_no_more(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: not when the step that runs is over."""
+    model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=1, max_model_len=1000)
+    gate = Gate(model)
+
+    async def main() -> None:
+        async with model.async_engine(max_num_waiting=2) as engine, asyncio.timeout(10):
+            running = engine.submit([engine.request([1], LONG)])
+            await anext(aiter(running))
+            early = engine.submit([engine.request([2], GREEDY, "early")])
+            while engine.stats().num_waiting < 1:  # it is in the queue, the next one in the inbox
+                await asyncio.sleep(0.001)
+            await gate.close()
+            late = engine.submit([engine.request([3], GREEDY, "late")])
+            with pytest.raises(QueueFullError, match="2 requests wait and max_num_waiting=2"):
+                engine.submit([engine.request([4], GREEDY)])
+            for stream, name in ((early, "early"), (late, "late")):
+                if how == "closed":
+                    stream.close()
+                else:
+                    assert await engine.abort(name)
+            streams = [engine.submit([engine.request([at], GREEDY)]) for at in (4, 5)]
+            with pytest.raises(QueueFullError, match="2 requests wait and max_num_waiting=2"):
+                engine.submit([engine.request([6], GREEDY)])
+            gate.is_open.set()
+            running.close()
+            for at, stream in zip((4, 5), streams, strict=True):
+                items = [item async for item in stream]
+                assert items[-1].outputs[0].token_ids == continued([at], 8)
+
+    asyncio.run(main())
+    model.bench.assert_all_free()
+
+
+def test_who_runs_or_was_preempted_does_not_count_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = FakeModel(monkeypatch, num_blocks=12, max_model_len=48)
+    gate = Gate(model)
+    most = SamplingParams(temperature=0, ignore_eos=True, max_tokens=38)
+
+    async def main() -> None:
+        async with model.async_engine(max_num_waiting=1) as engine, asyncio.timeout(10):
+            streams = []
+            for prompt in ([1, 2], [3, 4], [5, 6]):
+                streams.append(engine.submit([engine.request(prompt, most)]))
+                await anext(aiter(streams[-1]))
+            while not engine.stats().num_waiting:
+                await asyncio.sleep(0)
+            await gate.close()
+            streams.append(engine.submit([engine.request([7, 8], most)]))
+            with pytest.raises(QueueFullError, match="1 requests wait and max_num_waiting=1"):
+                engine.submit([engine.request([9], most)])
+            gate.is_open.set()
+            for prompt, stream in zip(([1, 2], [3, 4], [5, 6], [7, 8]), streams, strict=True):
+                items = [item async for item in stream]
+                assert items[-1].outputs[0].token_ids == continued(prompt, 38)
+            assert engine.stats().num_preemptions > 0
+            assert not engine._waiting or not any(map(engine._waits, engine._waiting))
+
+    asyncio.run(main())
+    model.bench.assert_all_free()
+
+
 def test_smaller_priorities_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeModel(monkeypatch, num_blocks=512, max_num_seqs=1, max_model_len=1000)
 
