@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Never
 
 from pyengine.cache import TraceError
@@ -34,7 +34,6 @@ class Frontend:
         self._team = parts.team
         self._description = parts.description
         self._default_params = parts.default_params
-        self._ids = count()
 
     def __reduce__(self) -> Never:
         raise TypeError(
@@ -113,7 +112,7 @@ class Frontend:
         """A request that was checked and is not queued yet."""
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
-        name = f"{next(self._ids)}" if request_id is None else request_id
+        name = token_hex(16) if request_id is None else request_id  # nobody can guess the next one
         return self._engine.intake.request(name, prompt, params, priority=priority)
 
     def _end_processes(self) -> None:

@@ -91,6 +91,29 @@ def test_a_request_that_was_submitted_before_fails_that_call_alone(
     asyncio.run(main())
 
 
+def test_ids_that_the_engine_makes_are_never_those_of_callers(model: FakeModel) -> None:
+    """Whatever ids they give, and whatever they have seen of the engine's."""
+
+    async def main() -> None:
+        async with model.async_engine() as engine, asyncio.timeout(10):
+            made = engine.request([1], GREEDY).request_id
+            number = int(made, 16) if len(made) > 8 else int(made)
+            guesses = [*map(str, range(9)), *(f"{number + at:x}" for at in range(9))]
+            held = engine.submit([engine.request([at], LONG, one) for at, one in enumerate(guesses)])
+            own = engine.submit([engine.request(one, GREEDY) for one in PROMPTS])
+            names = {item.request_id async for item in own}
+            assert len(names) == 3 and not names & {*guesses, made}
+            held.close()
+
+    asyncio.run(main())
+
+
+def test_ids_of_two_engines_differ(model: FakeModel) -> None:
+    with model.async_engine() as one, model.async_engine() as other:
+        made = [engine.request([1], GREEDY).request_id for engine in (one, other) for _ in range(9)]
+    assert len(set(made)) == 18
+
+
 def test_a_request_twice_in_one_call_fails_that_call_alone(model: FakeModel) -> None:
     async def main() -> None:
         async with model.async_engine() as engine, asyncio.timeout(10):
