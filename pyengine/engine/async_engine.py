@@ -1,13 +1,12 @@
 """Many callers on an event loop: one thread owns the engine, each caller reads its own outputs."""
 
 import asyncio
-import atexit
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TypeVar
+from weakref import finalize
 
 from pyengine.core.errors import (
     EngineClosedError,
@@ -19,17 +18,15 @@ from pyengine.core.fields import is_real
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings, takes_settings
+from pyengine.engine.engine_thread import EngineThread
 from pyengine.engine.frontend import Frontend
 from pyengine.engine.intake import ModelFacts, refuse_submitted, refuse_taken
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import RequestState
-from pyengine.engine.stream import Mail, OutputStream
+from pyengine.engine.stream import OutputStream
 from pyengine.engine.view import EngineView
 
 T = TypeVar("T")
-
-_ENDING_TIME = 5.0
-"""Seconds that `close` waits for the step that runs."""
 
 
 class AsyncEngine(Frontend):
@@ -40,34 +37,23 @@ class AsyncEngine(Frontend):
     loop is called once, whatever the number of its callers, and a caller that reads slowly finds
     what has come meanwhile merged into one item. Nobody waits for a reader, but steps that do not
     overlap let the event loops hand on what there is first, for 5 ms at most.
+
+    The thread ends with `close`, at the end of a `with` block, with the interpreter, or when this
+    object and all of its streams have been dropped.
     """
 
     @takes_settings
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self._max_num_waiting = settings.max_num_waiting
-        self._lock = Lock()
-        """Of what follows; held for moments."""
-        self._live: dict[str, RequestState] = {}
+        self._thread = EngineThread(self._shared)
+        self._lock, self._live = self._thread.lock, self._thread.live
         self._waiting: set[RequestState] = set()
         """Those that no step has computed yet, and some that have begun or ended since."""
-        self._is_closing = self._is_draining = False
-        self._wake = Event()
-        self._mail = Mail(lambda: self._engine.is_running)
-        self._thread = Thread(target=self._serve, name="pyengine-engine", daemon=True)
+        self._is_draining = False
         self._thread.start()
-        # A thread in the middle of a step when the interpreter goes would take the process along.
-        atexit.register(self.close)
-
-    def _serve(self) -> None:
-        self._shared.drive(lambda: self._is_closing, self._wait, self._mail.hand_on)
-        self._shared.end(self._unfinished())
-        self._mail.deliver()
-
-    def _wait(self) -> None:
-        self._mail.deliver()
-        self._wake.wait()
-        self._wake.clear()
+        self._end = finalize(self, self._thread.end)
+        self._end.atexit = False  # the thread has its own
 
     async def generate(
         self,
@@ -146,14 +132,14 @@ class AsyncEngine(Frontend):
             refuse_submitted(requests)
             refuse_taken(requests, self._live)
             self._refuse_too_many(len(requests))
-            stream = OutputStream(requests, self._mail, self._leave)
+            stream = OutputStream(requests, self._thread.mail, self._leave)
             for one in requests:
                 one.is_submitted = True
             self._live.update({one.request_id: one for one in requests})
             if self._max_num_waiting is not None:
                 self._waiting.update(requests)
             self._shared.submit(requests)
-        self._wake.set()
+        self._thread.wake()
         return stream
 
     def _leave(self, requests: Sequence[RequestState]) -> None:
@@ -168,7 +154,7 @@ class AsyncEngine(Frontend):
         unfinished = [one for one in requests if one.finished_time is None]
         if unfinished:
             self._shared.abort(unfinished)
-            self._wake.set()
+            self._thread.wake()
 
     def _refuse_too_many(self, count: int) -> None:
         most = self._max_num_waiting
@@ -194,7 +180,7 @@ class AsyncEngine(Frontend):
     def _refuse_new(self) -> None:
         if self._engine.death:
             raise EngineDeadError(self._engine.death)
-        if self._is_closing:
+        if self._thread.is_ending:
             raise EngineClosedError("the engine was closed: make a new one")
         if self._is_draining:
             raise EngineClosedError("the engine takes no more requests: it is being drained")
@@ -212,7 +198,7 @@ class AsyncEngine(Frontend):
         if state is None or state.finished_time is not None:
             return False
         self._shared.abort([state])
-        self._wake.set()
+        self._thread.wake()
         return True
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -224,22 +210,18 @@ class AsyncEngine(Frontend):
         with self._lock:
             self._is_draining = True
         end = math.inf if timeout is None else monotonic() + timeout
-        while (left := self._unfinished()) and not self._engine.death:
+        while (left := self._thread.unfinished()) and not self._engine.death:
             if monotonic() >= end:
                 self._shared.abort(left)
-                self._wake.set()
+                self._thread.wake()
                 return False
             await asyncio.sleep(min(0.01, max(0.0, end - monotonic())))
         return True
 
-    def _unfinished(self) -> list[RequestState]:
-        with self._lock:
-            return [one for one in self._live.values() if one.finished_time is None]
-
     async def between_steps(self, do: Callable[[], T]) -> T:
         """What `do` gives, called in the engine's thread between two steps; they wait for it."""
         look = self._shared.look(lambda _: do())
-        self._wake.set()
+        self._thread.wake()
         return await asyncio.wrap_future(look)
 
     @property
@@ -271,7 +253,7 @@ class AsyncEngine(Frontend):
         self._shared.refuse_fork()
         if self._engine.death:
             raise EngineDeadError(self._engine.death)
-        if not self._thread.is_alive() and not self._is_closing:
+        if not self._thread.is_alive and not self._thread.is_ending:
             raise EngineDeadError("the engine's thread has ended: make a new engine")
 
     def close(self) -> None:
@@ -279,13 +261,12 @@ class AsyncEngine(Frontend):
         if self._shared.is_elsewhere:  # the engine goes on where it was made
             return
         with self._lock:
-            if self._is_closing:
+            if self._thread.is_ending:
                 return
-            self._is_closing = True
-        self._wake.set()
-        self._thread.join(_ENDING_TIME)
+            self._thread.is_ending = True
+        self._thread.close()
+        self._end.detach()
         self._end_processes()
-        atexit.unregister(self.close)
 
     def __enter__(self) -> "AsyncEngine":
         return self

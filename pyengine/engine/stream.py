@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from threading import Event
 from time import monotonic
+from weakref import ref
 
 from pyengine.core.outputs import RequestOutput
 from pyengine.engine.collector import OutputCollector
@@ -89,9 +90,10 @@ class OutputStream:
         them out, each in one call of C."""
         self._num_left = len(requests)
         """Requests whose last item, or whose error, was not read yet."""
+        notify = _of(self)
         for place, request in enumerate(requests):
             request.place = place
-            request.sink = OutputCollector(request.params.output_kind, self._notify)
+            request.sink = OutputCollector(request.params.output_kind, notify)
 
     def _notify(self, collector: OutputCollector) -> None:
         """There is something to read. Called in the engine's thread."""
@@ -134,3 +136,18 @@ class OutputStream:
     def close(self) -> None:
         """End what has not ended. May be called more than once."""
         self._leave(self._requests)
+
+
+def _of(stream: OutputStream) -> Callable[[OutputCollector], None]:
+    """Return its `_notify`, without a reference to the stream.
+
+    A stream holds its `AsyncEngine`, whose thread holds the requests and these their collectors.
+    """
+    held = ref(stream)
+
+    def notify(collector: OutputCollector) -> None:
+        there = held()
+        if there is not None:
+            there._notify(collector)
+
+    return notify

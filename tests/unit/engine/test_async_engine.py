@@ -2,9 +2,11 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
 from time import monotonic, sleep
@@ -449,6 +451,76 @@ def test_closing_ends_everything_and_every_reader(model: FakeModel) -> None:
             await last_of(engine.generate([1], GREEDY))
 
     asyncio.run(main())
+
+
+def threads() -> list[threading.Thread]:
+    """The threads of engines."""
+    return [one for one in threading.enumerate() if one.name == "pyengine-engine"]
+
+
+def has_ended(engine: "weakref.ref[AsyncEngine]") -> bool:
+    """Whether an engine and its thread go, in time."""
+    end = monotonic() + 10
+    while (threads() or engine() is not None) and monotonic() < end:
+        gc.collect()
+        sleep(0.005)
+    return not threads() and engine() is None
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_one_that_is_dropped_ends(has_run: bool, model: FakeModel) -> None:
+    engine = model.async_engine()
+    if has_run:
+        asyncio.run(last_of(engine.generate([1], GREEDY)))
+    held = weakref.ref(engine)
+    assert len(threads()) == 1
+    del engine
+    assert has_ended(held)
+
+
+@pytest.mark.parametrize("how", ["never read", "left", "generator", "closed"])
+def test_one_that_is_dropped_with_what_runs_ends(how: str, model: FakeModel) -> None:
+    async def main() -> "weakref.ref[AsyncEngine]":
+        engine = model.async_engine()
+        if how == "generator":
+            await anext(engine.generate([1], LONG))
+            return weakref.ref(engine)
+        stream = engine.submit([engine.request([1], LONG)])
+        if how == "left":
+            async for _ in stream:
+                break
+        if how == "closed":
+            stream.close()
+        return weakref.ref(engine)
+
+    assert has_ended(asyncio.run(main()))
+
+
+def test_one_that_is_dropped_serves_its_readers_to_the_end(model: FakeModel) -> None:
+    engine = model.async_engine()
+    held = weakref.ref(engine)
+    streams = [engine.submit([engine.request([1], LONG)]), engine.generate([2], LONG)]
+    del engine
+
+    async def main() -> list[RequestOutput]:
+        return [await last_of(aiter(stream)) for stream in streams]
+
+    outputs = asyncio.run(main())
+    assert [one.outputs[0].token_ids for one in outputs] == [
+        continued([1], 190),
+        continued([2], 190),
+    ]
+    streams.clear()
+    assert has_ended(held)
+
+
+def test_many_that_are_dropped_leave_no_threads(model: FakeModel) -> None:
+    for _ in range(20):
+        engine = model.async_engine()
+        asyncio.run(last_of(engine.generate([1], GREEDY)))
+    held = weakref.ref(engine)
+    del engine
+    assert has_ended(held)
 
 
 def test_one_on_which_the_model_fails_is_told_and_alone(model: FakeModel) -> None:

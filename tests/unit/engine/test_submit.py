@@ -99,7 +99,9 @@ def test_ids_that_the_engine_makes_are_never_those_of_callers(model: FakeModel) 
             made = engine.request([1], GREEDY).request_id
             number = int(made, 16) if len(made) > 8 else int(made)
             guesses = [*map(str, range(9)), *(f"{number + at:x}" for at in range(9))]
-            held = engine.submit([engine.request([at], LONG, one) for at, one in enumerate(guesses)])
+            held = engine.submit(
+                [engine.request([at], LONG, one) for at, one in enumerate(guesses)]
+            )
             own = engine.submit([engine.request(one, GREEDY) for one in PROMPTS])
             names = {item.request_id async for item in own}
             assert len(names) == 3 and not names & {*guesses, made}
