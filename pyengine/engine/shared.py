@@ -256,21 +256,33 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self._claims: dict[int, FrameType] = {}
-        """Who has it, under the number that counts."""
-        self._number = 0
+        self._claims: dict[int, FrameType | None] = {0: None}
+        """Claims by number. The largest number counts; None: that call has given the turn back.
+
+        A claim that is over stays over, so whoever finds it so may claim the next number, however
+        late: of several calls the dictionary takes one, and a claim under a number that is no
+        longer the largest counts for nothing. Each access is one call of C, so that no other
+        thread comes between.
+        """
 
     def take(self, call: FrameType) -> bool:
         """Whether it is the turn of `call`, a frame of this thread, now or was already."""
-        number = self._number
-        holder = self._claims.setdefault(number, call)  # one call of C: nobody comes between
-        if holder is call:
-            return True
-        if _is_running(holder) or self._claims.setdefault(number + 1, call) is not call:
-            return False
-        self._number = number + 1
-        self._claims.pop(number, None)
-        return True
+        while True:
+            number = max(self._claims)
+            holder = self._claims.get(number)
+            if holder is call:
+                return True
+            if holder is not None and _is_running(holder):
+                return False
+            number += 1
+            if self._claims.setdefault(number, call) is not call:
+                continue
+            if max(self._claims) == number:
+                for old in tuple(self._claims):
+                    if old < number:
+                        self._claims.pop(old, None)
+                return True
+            self._claims.pop(number, None)  # others have had it since
 
     def wait_for(self, call: FrameType) -> None:
         """Take it as soon as nobody has it."""
@@ -279,8 +291,9 @@ class _Turn:
 
     def give_back(self, call: FrameType) -> None:
         """Let others have it, if it was the turn of `call`."""
-        if self._claims.get(self._number) is call:
-            del self._claims[self._number]
+        number = max(self._claims)
+        if self._claims.get(number) is call:
+            self._claims[number] = None
 
 
 def _is_running(call: FrameType) -> bool:

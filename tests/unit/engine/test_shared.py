@@ -14,7 +14,7 @@ from pyengine.engine import Prompt, RequestState
 from pyengine.engine.shared import SharedEngine, _Turn
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
 from tests.support.fake_runner import Fault, continued
-from tests.support.moments import interrupt, moments
+from tests.support.moments import Moment, interrupt, moments
 
 _NAMES = count()
 
@@ -207,3 +207,111 @@ def test_the_turn_is_free_once_the_call_that_has_it_is_over() -> None:
     assert turn.take(sys._getframe())
     turn.give_back(calls[0])
     assert turn.take(sys._getframe())
+
+
+def ended() -> FrameType:
+    """The frame of a call that is over."""
+    return sys._getframe()
+
+
+def alive(turn: _Turn, frames: list[FrameType]) -> list[FrameType]:
+    """Of these calls those that have the turn."""
+    return [frame for frame in frames if turn.take(frame)]
+
+
+def test_two_calls_never_have_the_turn_whatever_comes_between() -> None:
+    """Beside a call that takes it: the one that has it gives it back and ends, another takes it."""
+    here = sys._getframe()
+
+    def contend() -> None:
+        others.append(sys._getframe())
+        turn.give_back(holder)
+        results.append(turn.take(others[0]))
+        is_asked.set()
+        assert is_over.wait(10)
+
+    def beside() -> None:
+        threads.append(Thread(target=contend))
+        threads[0].start()
+        assert is_asked.wait(10)
+
+    turn = _Turn()
+    for moment in moments({_Turn.take.__code__}, beside):
+        turn, holder = _Turn(), ended()
+        assert turn.take(holder)
+        is_asked, is_over = Event(), Event()
+        others: list[FrameType] = []
+        results: list[bool] = []
+        threads: list[Thread] = []
+        with moment.watched():
+            mine = turn.take(here)
+        if moment.has_come:
+            assert [mine, *results].count(True) == 1, "nobody has it, or two"
+            assert alive(turn, [here, *others]) == ([here] if mine else others)
+            is_over.set()
+            threads[0].join()
+            turn.give_back(here)
+            assert turn.take(here)  # the other call has ended
+        turn.give_back(here)
+
+
+def test_a_call_that_is_interrupted_while_it_takes_the_turn_does_not_keep_it() -> None:
+    """From one that has ended without giving it back: at whatever line the interrupt comes."""
+
+    def take(moment: Moment) -> None:
+        frame = sys._getframe()
+        try:
+            with moment.watched():
+                assert turn.take(frame)
+        except KeyboardInterrupt:
+            pass  # and another one comes before it gives the turn back
+
+    turn = _Turn()
+    for moment in moments({_Turn.take.__code__}, interrupt):
+        for holds in (True, False):
+            turn = _Turn()
+            if holds:
+                assert turn.take(ended())
+            take(moment)
+            frame = sys._getframe()
+            for _ in range(3):
+                assert turn.take(frame), "nobody can have it any more"
+                turn.give_back(frame)
+            assert len(turn._claims) <= 2  # frames of calls that are over are not kept
+
+
+def test_many_threads_that_end_without_giving_it_back() -> None:
+    turn, inside, overlaps, count_of = _Turn(), [0], [0], [0]
+
+    def call() -> bool:
+        frame = sys._getframe()
+        if not turn.take(frame):
+            return False
+        inside[0] += 1
+        overlaps[0] += inside[0] > 1
+        for _ in range(20):
+            count_of[0] += 1
+        overlaps[0] += inside[0] > 1
+        inside[0] -= 1
+        if count_of[0] % 3:
+            turn.give_back(frame)
+        return True
+
+    def work() -> None:
+        left = 2000
+        while left:
+            left -= call()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not any(thread.is_alive() for thread in threads)
+    assert (overlaps[0], count_of[0]) == (0, 4 * 2000 * 20)
+    assert len(turn._claims) <= 2
