@@ -17,7 +17,7 @@ from pyengine.engine.grammars import Grammars
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import EndConditions, RequestState, Sample
-from pyengine.sampling import SamplingState, tokens_of_words
+from pyengine.sampling import SamplingState, sample_seed, tokens_of_words
 
 _PROMPT_LOGITS = 1 << 26
 """Logits of a prompt's positions that a step computes at most: 256 MiB in float32."""
@@ -146,7 +146,7 @@ class Intake:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))
         state.samples.append(Sample(state, 0, sampling, ends))
         for index in range(1, params.n):
-            sample = Sample(state, index, sampling.sibling(seed + index), ends)
+            sample = Sample(state, index, sampling.sibling(sample_seed(seed, index)), ends)
             state.samples.append(sample)
         return state
 

@@ -11,6 +11,7 @@ from pyengine.sampling.logprobs import (
 from pyengine.sampling.sampler import PendingSample, Sampled, Sampler
 from pyengine.sampling.state import SamplingState, tokens_of_words
 from pyengine.sampling.structured import MaskFiller, TokenMasks, TokenMatcher
+from pyengine.sampling.uniform import sample_seed
 
 __all__ = [
     "MaskFiller",
@@ -25,6 +26,7 @@ __all__ = [
     "TokenMasks",
     "TokenMatcher",
     "prompt_logprobs",
+    "sample_seed",
     "tokens_of_words",
     "upload",
 ]

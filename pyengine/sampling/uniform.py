@@ -15,6 +15,8 @@ Positions: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
+_SAMPLES = 0x5851F42D4C957F2D
+"""Sets the stream of samples' seeds apart from those of draws: the multiplier of Knuth's MMIX."""
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -26,6 +28,18 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Return the seed of the sample at `index` of a request with this seed.
+
+    The first sample has the seed of its request. The others have elements of a SplitMix64 stream
+    that depends on it, so that requests whose seeds lie close together have no sample in common.
+    """
+    if index == 0:
+        return seed & _MASK64
+    stream = mix64(seeds_of([seed ^ _SAMPLES])) + seeds_of([index]) * _GOLDEN_GAMMA
+    return int(mix64(stream)[0])
 
 
 def seeds_of(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:

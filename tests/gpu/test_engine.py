@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, RequestOutput, SamplingParams
+from pyengine.sampling import sample_seed
 from tests.gpu.answers import GREEDY, answer, oracle, tokens
 from tests.gpu.compare import compare, rounded
 from tests.gpu.conftest import InChild
@@ -159,7 +160,7 @@ def samples(place: Place, is_used: bool) -> Numbers:
     computed = llm.stats().counters["computed_tokens"]
     assert computed == len(prompt) + count * 23
     apart = mode.llm().generate(
-        [prompt] * count, [drawn(1, seed + at) for at in range(count)], use_tqdm=False
+        [prompt] * count, [drawn(1, sample_seed(seed, at)) for at in range(count)], use_tqdm=False
     )
     equal = [
         one.token_ids == other.outputs[0].token_ids

@@ -1,11 +1,14 @@
 """The loop around a fake runner whose logits depend on exactly what the paged cache holds."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.core import InvalidRequestError, SamplingParams
 from pyengine.engine import Prompt
+from pyengine.sampling import sample_seed
 from tests.support.engines import EOS, GREEDY, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault, continued, logits_of
 from tests.support.tokenizers import Fast, byte_level
@@ -73,7 +76,8 @@ def test_n_samples_compute_their_prompt_once(sharing: bool) -> None:
     assert len({tuple(one.token_ids) for one in output.outputs}) > 4
     for index, one in enumerate(output.outputs):  # each is what its seed gives alone
         alone = make_bench(64, 4).generate(
-            [prompt], SamplingParams(seed=5 + index, max_tokens=6, ignore_eos=True)
+            [prompt],
+            SamplingParams(seed=sample_seed(5, index), max_tokens=6, ignore_eos=True),
         )
         assert one.token_ids == alone[0].outputs[0].token_ids
         assert one.logprobs is not None and len(one.logprobs) == 6
@@ -217,6 +221,18 @@ def test_seeds_are_the_requests_own() -> None:
     together, alone = drawn([1, 2, 3], 0), drawn([2], 5)
     assert together["2"] == alone["2"]
     assert len({tuple(tokens) for tokens in together.values()}) == 3
+
+
+def test_samples_of_neighbouring_seeds_have_nothing_in_common() -> None:
+    bench = make_bench(256, 4)
+    params = [SamplingParams(n=4, seed=seed, max_tokens=8, ignore_eos=True) for seed in (1, 2, 3)]
+    found = [bench.generate([[1, 2, 3]], one)[0].outputs for one in params]
+    answers = [tuple(one.token_ids) for several in found for one in several]
+    assert len(set(answers)) == 12
+    for number in (1, 2, 3):  # the first ones are the same, however many there are
+        fewer = replace(params[0], n=number)
+        again = bench.generate([[1, 2, 3]], fewer)[0].outputs
+        assert [tuple(one.token_ids) for one in again] == answers[:number]
 
 
 def test_without_a_seed_the_engines_seed_decides() -> None:

@@ -1,6 +1,6 @@
 import numpy as np
 
-from pyengine.sampling.uniform import mix64, uniforms
+from pyengine.sampling.uniform import mix64, sample_seed, uniforms
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
@@ -61,3 +61,38 @@ def test_streams_of_neighbouring_seeds_share_nothing() -> None:
 
 def test_no_numbers() -> None:
     assert uniforms([], []).shape == (0,)
+
+
+def test_seeds_of_samples_are_those_of_no_other_requests_samples() -> None:
+    """Also of seeds that lie close together or a multiple of the increment apart."""
+    near = [*range(-200, 200), 2**63 - 1, 2**64 - 1]
+    shifted = [(GOLDEN_GAMMA * at + 7) % 2**64 for at in range(300)]
+    seeds = {seed % 2**64 for seed in [*near, *shifted]}
+    derived = [sample_seed(seed, index) for seed in seeds for index in range(64)]
+    assert len(set(derived)) == len(derived)
+    assert all(0 <= one < 2**64 for one in derived)
+    numbers = uniforms(derived, [0] * len(derived)).tolist()
+    assert len(set(numbers)) == len(numbers)
+    observed, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert ((observed - len(numbers) / 20) ** 2 / (len(numbers) / 20)).sum() < 43.8
+
+
+def test_the_first_sample_has_the_seed_of_its_request() -> None:
+    for seed in (0, 1, 7, 2**63, -1):
+        assert sample_seed(seed, 0) == seed % 2**64
+        assert sample_seed(seed - 2**64, 5) == sample_seed(seed, 5)
+
+
+def test_seeds_of_samples_stay_the_same() -> None:
+    """Results of a seed are compared between versions: vectors, computed by Python's integers."""
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    for seed in (0, 1, 2, 2**63):
+        for index in (1, 2, 15):
+            assert sample_seed(seed, index) == mix(
+                (mix(seed ^ 0x5851F42D4C957F2D) + index * GOLDEN_GAMMA) % 2**64
+            )
