@@ -7,6 +7,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 """Why a completion ended: a stop condition, a length limit, the caller's own wish or a deadline,
 or because the forward pass failed on it (`RequestOutput.error` says how)."""
 
+CONTEXT_FULL = "max_model_len"
+"""The stop reason of a completion that ends because prompt and answer fill the context."""
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -39,7 +42,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended it; ``None`` for end of sequence.
 
-    "deadline" where it was aborted because its time was over.
+    "deadline" where it was aborted because its time was over; "max_model_len" where it ended with
+    fewer tokens than ``max_tokens``, or without one, because prompt and answer fill the context.
     """
 
     @property

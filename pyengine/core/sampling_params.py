@@ -154,7 +154,8 @@ class SamplingParams:
     """Go on after the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
     """How many tokens to generate at most; 0: the prompt is computed and nothing else, for its
-    log-probabilities; ``None``: up to the model's positions."""
+    log-probabilities; ``None``: up to the model's positions. If the context holds fewer, the
+    answer ends there, with the ``stop_reason`` "max_model_len"."""
     min_tokens: int = 0
     """How many tokens must be generated before any stop condition is looked at."""
     logprobs: int | None = None

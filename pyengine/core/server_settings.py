@@ -61,6 +61,12 @@ class ServerSettings:
     ssl_keyfile: Path | None = _server(None, "file of the private key, for https")
     ssl_certfile: Path | None = _server(None, "file of the certificate, for https")
     max_body_mib: float = _server(32.0, "largest body of a request, in MiB; larger ones get 413")
+    max_answer_tokens: int | None = _server(
+        None,
+        "tokens of an answer at most; requests that ask for more get 400; without it as many as "
+        "the context holds",
+        least=1,
+    )
     body_timeout: float = _server(
         60.0, "seconds in which headers, and then the body of a request must have come"
     )

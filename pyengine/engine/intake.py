@@ -11,6 +11,7 @@ import numpy as np
 
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.fields import is_real
+from pyengine.core.outputs import CONTEXT_FULL
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.foreign import tokenizer_errors
 from pyengine.engine.grammars import Grammars
@@ -120,6 +121,7 @@ class Intake:
             stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
             eos_ids=eos_ids,
             max_output=max_output,
+            length_reason=None if params.max_tokens == max_output else CONTEXT_FULL,
         )
         wants_logits = params.prompt_logprobs is not None
         state = RequestState(

@@ -41,11 +41,15 @@ class OutputSink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndConditions:
-    """What ends a sample: token ids, and its length. The same for all samples of a request."""
+    """What ends a sample: token ids, and its length. The same for all samples of a request.
+
+    `length_reason` is the stop reason of a sample that has all `max_output` tokens.
+    """
 
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     max_output: int
+    length_reason: str | None = None
 
 
 class Sample(Job):
@@ -152,7 +156,7 @@ class Sample(Job):
         elif self.sampling.matcher is not None and self.sampling.matcher.is_finished:
             self.finish("stop")
         elif num_output >= self._ends.max_output:
-            self.finish("length", None)
+            self.finish("length", self._ends.length_reason)
         return self.finish_reason is not None
 
     def extend(self, tokens: list[int]) -> None:

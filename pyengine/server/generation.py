@@ -16,6 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pyengine.core.errors import InvalidRequestError
+from pyengine.core.fields import shown
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.structured_outputs import StructuredOutputs
@@ -119,6 +120,46 @@ def check_count(n: int | None, num_prompts: int) -> None:
         )
 
 
+def within_limit(body: SamplingFields, params: SamplingParams, limit: int | None) -> SamplingParams:
+    """The parameters of a request where no answer may have more than `limit` tokens.
+
+    A request that names no length gets at most the limit. Raises `ApiError` for one that asks for
+    more.
+    """
+    name, length = _length_field(body)
+    if limit is None:
+        return params
+    if length is not None and length > limit:
+        raise ApiError(
+            400,
+            f"{name}={shown(length)}: an answer of this server has at most {limit} tokens",
+            param=name,
+            code="max_answer_tokens",
+        )
+    longest = limit if params.max_tokens is None else min(limit, params.max_tokens)
+    return replace(params, max_tokens=longest)
+
+
+def check_length(body: SamplingFields, request: RequestState) -> None:
+    """Raise `ApiError` if the context does not hold as many tokens as the client asks for."""
+    (name, length), most = _length_field(body), request.samples[0].max_output
+    if length is not None and length > most:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        raise ApiError(
+            400,
+            f"{name}={shown(length)}: the prompt has {num_prompt_tokens} tokens and the context "
+            f"{num_prompt_tokens + most}, so at most {most} tokens of answer fit; ask for fewer",
+            param=name,
+            code="context_length_exceeded",
+        )
+
+
+def _length_field(body: SamplingFields) -> tuple[str, int | None]:
+    """The field in which a client says how long an answer may be, and its value."""
+    length = getattr(body, "max_completion_tokens", None)
+    return ("max_tokens", body.max_tokens) if length is None else ("max_completion_tokens", length)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call that runs: its names, when it came, and what it gives."""
@@ -162,9 +203,10 @@ async def begin(
     model = context.check_model(body.model)
     name, key = name_of(request, body), key_of(request.scope)
     salt = context.salt(key, body.cache_salt)
+    params = within_limit(body, params, context.settings.max_answer_tokens)
 
     def made(prompts: Sequence[Sequence[int]]) -> list[RequestState]:
-        return [
+        requests = [
             context.engine.request(
                 ids,
                 params,
@@ -174,6 +216,9 @@ async def begin(
             )
             for place, ids in enumerate(prompts)
         ]
+        for one in requests:
+            check_length(body, one)
+        return requests
 
     threads = context.tokenizers
     if params.structured_outputs is None:

@@ -47,6 +47,7 @@ def test_keys_are_not_shown() -> None:
         ({"root_path": "llm"}, "root_path='llm'"),
         ({"root_path": "/"}, "root_path='/'"),
         ({"keep_alive": 0}, "keep_alive=0"),
+        ({"max_answer_tokens": 0}, "max_answer_tokens=0"),
     ],
 )
 def test_values_that_cannot_be(settings: dict[str, Any], words: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyengine.core import InvalidRequestError, SamplingParams
 from pyengine.engine import Prompt
 from pyengine.sampling import sample_seed
-from tests.support.engines import EOS, GREEDY, make_bench
+from tests.support.engines import EOS, GREEDY, Sink, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault, continued, logits_of
 from tests.support.tokenizers import Fast, byte_level
 
@@ -170,6 +170,26 @@ def test_length_is_capped_by_the_pool_and_the_model() -> None:
     assert len(output.token_ids) == 6
     assert output.finish_reason == "length"
     bench.assert_all_free()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("max_tokens", "num_tokens", "stop_reason"),
+    [(5, 5, None), (6, 6, None), (7, 6, "max_model_len"), (None, 6, "max_model_len")],
+)
+def test_an_answer_that_the_context_cut_says_so(
+    max_tokens: int | None, num_tokens: int, stop_reason: str | None, streams: bool
+) -> None:
+    """The reason is `max_tokens` only where all of them came."""
+    bench, sink = make_bench(max_model_len=16), Sink(streams)
+    state = bench.engine.add_request(
+        "one", Prompt(token_ids=[1] * 10), greedy(max_tokens=max_tokens), sink=sink
+    )
+    bench.states["one"] = state
+    whole = bench.run()["one"].outputs[0]
+    for output in (whole, sink.items[-1].outputs[0]):
+        assert (output.finish_reason, output.stop_reason) == ("length", stop_reason)
+    assert len(whole.token_ids) == num_tokens
 
 
 def test_logprobs_are_the_models() -> None:

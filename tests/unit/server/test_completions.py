@@ -8,7 +8,7 @@ import pytest
 
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine import AsyncEngine
-from tests.support.serving import MAX_MODEL_LEN, Client, alone
+from tests.support.serving import MAX_MODEL_LEN, Client, alone, make_client
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}
 LONG = {"ignore_eos": True, "max_tokens": 40}
@@ -210,6 +210,41 @@ def test_a_prompt_alone_may_fill_the_model(client: Client) -> None:
     assert "at most 1023 fit" in error["message"]
     error = client.refusal("/v1/completions", {"prompt": [5] * 1025, "max_tokens": 0})
     assert "1025 tokens; at most 1024 fit" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_context_holds_are_refused(stream: bool, client: Client) -> None:
+    prompt = [5] * (MAX_MODEL_LEN - 8)
+    body = {"prompt": prompt, "ignore_eos": True, "stream": stream}
+    error = client.refusal("/v1/completions", {**body, "max_tokens": 9})
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    assert "max_tokens=9" in error["message"] and "at most 8" in error["message"]
+    assert f"{len(prompt)} tokens" in error["message"]
+    client.refusal("/v1/completions", {**body, "prompt": [[5], prompt], "max_tokens": 9})
+    client.refusal("/v1/completions", {**body, "max_tokens": 2**63 - 1})
+
+
+def test_a_prompt_that_is_truncated_leaves_more_for_the_answer(client: Client) -> None:
+    body = {"prompt": [5] * 2000, "truncate_prompt_tokens": MAX_MODEL_LEN - 4, "ignore_eos": True}
+    assert client.complete(**body, max_tokens=4)["usage"]["completion_tokens"] == 4
+    client.refusal("/v1/completions", {**body, "max_tokens": 5})
+
+
+def test_the_longest_answer_of_a_server(engine: AsyncEngine) -> None:
+    """Requests that ask for more are refused; those that do not say get no more."""
+    client = make_client(engine, max_answer_tokens=5)
+    error = client.refusal("/v1/completions", {"prompt": [5], "max_tokens": 6})
+    assert (error["param"], error["code"]) == ("max_tokens", "max_answer_tokens")
+    assert "max_tokens=6" in error["message"] and "at most 5" in error["message"]
+    for asked, num_tokens in ((5, 5), (None, 5), (0, 0)):
+        answer = client.complete([5], max_tokens=asked, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == num_tokens
+        assert answer["choices"][0]["finish_reason"] == "length"
+    message = [{"role": "user", "content": "x"}]
+    answer = client.chat(message, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 5
+    chat = {"messages": message, "max_completion_tokens": 6}
+    assert client.refusal("/v1/chat/completions", chat)["param"] == "max_completion_tokens"
 
 
 def test_prompt_logprobs_by_token_id(client: Client, engine: AsyncEngine) -> None:
