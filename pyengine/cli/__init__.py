@@ -33,10 +33,14 @@ def main(factory: "EngineFactory | None" = None) -> None:
     _prepare_streams()
     try:
         from pyengine.cli.app import app
-        from pyengine.cli.options import report
+        from pyengine.cli.status import report
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
+        if sys.argv[1:3] == ["trace", "replay"]:  # the base install has all that this needs
+            from pyengine.cli.replay import run_bare
+
+            raise SystemExit(run_bare(sys.argv[3:])) from None
         from pyengine.core.distribution import needs_engine_extra
 
         print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)

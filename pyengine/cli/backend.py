@@ -15,14 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import typer
-
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
 
 if TYPE_CHECKING:
+    import typer
+
     from pyengine.engine import AsyncEngine
 
 _E = TypeVar("_E")
@@ -152,7 +152,7 @@ def _settled(engine: _E) -> _E:
     return engine
 
 
-def factory_of(context: typer.Context) -> EngineFactory:
+def factory_of(context: "typer.Context") -> EngineFactory:
     """The factory a caller handed in as the context object, else the one of real engines."""
     factory: EngineFactory | None = context.find_root().obj
     return factory or open_llm

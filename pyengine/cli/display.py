@@ -4,6 +4,7 @@ Answers go to standard output as they are. A terminal gets no control character 
 escape sequence in a prompt, an answer or a file's name is written out instead.
 """
 
+import math
 import os
 import sys
 import time
@@ -11,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TextIO
 
-import typer
-
 from pyengine.cli.backend import Engine, ended
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
+
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+"""ANSI sequences for a terminal."""
 
 
 def printable(text: str) -> str:
@@ -28,19 +30,19 @@ def printable(text: str) -> str:
 
 def write(text: str, *, bold: bool = False) -> None:
     """Write to standard output, at once."""
-    _write(sys.stdout, text, {"bold": True} if bold else {})
+    _write(sys.stdout, text, _BOLD if bold else "")
 
 
 def note(text: str, *, dim: bool = False) -> None:
     """Write a line to standard error."""
-    _write(sys.stderr, f"{text}\n", {"dim": True} if dim else {})
+    _write(sys.stderr, f"{text}\n", _DIM if dim else "")
 
 
-def _write(stream: TextIO, text: str, style: dict[str, bool]) -> None:
+def _write(stream: TextIO, text: str, style: str) -> None:
     if stream.isatty():
         text = printable(text)
         if style and not os.environ.get("NO_COLOR"):
-            text = typer.style(text, **style)
+            text = f"{style}{text}{_PLAIN}"
     try:
         stream.write(text)
         stream.flush()
@@ -68,42 +70,48 @@ def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 @dataclass
 class Meter:
-    """What a run costs: counters and clock as they were before it, and its results' tokens.
+    """What a run costs: counters as they were before it, and its results' tokens and times.
 
-    As text it is the closing line. `tok/s` is new tokens over the wall time since the start,
-    prefill included; `shared` blocks in a step, `merged` after it. Where there were drafts it says
-    how many were right, and how many tokens a decode with drafts gave.
+    As text it is the closing line. `tok/s` is the rate of decodes alone: the tokens after the first
+    of each answer, over the time in which any answer had its first token and not yet its last.
+    `shared` are blocks in a step, `merged` after it. Where there were drafts it says how many were
+    right, and how many tokens a decode with drafts gave.
     """
 
     engine: Engine
     counters: Mapping[str, int]
     num_drafts: int
-    started: float
     tokens: dict[str, int] = field(
-        default_factory=lambda: {"prompt": 0, "cached": 0, "new": 0}, init=False
+        default_factory=lambda: {"prompt": 0, "cached": 0, "new": 0, "decoded": 0}, init=False
     )
+    decoding: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """For each result the times of its first and of its last token."""
 
     @classmethod
     def start(cls, engine: Engine) -> Self:
-        """Read the engine's counters and the clock."""
+        """Read the engine's counters."""
         stats = engine.stats()
-        return cls(engine, dict(stats.counters), stats.num_drafts, time.perf_counter())
+        return cls(engine, dict(stats.counters), stats.num_drafts)
 
     def add(self, result: RequestOutput) -> None:
         """Count a result that is finished or was cut short."""
         self.tokens["prompt"] += len(result.prompt_token_ids)
         self.tokens["cached"] += result.num_cached_tokens
-        self.tokens["new"] += sum(len(out.token_ids) for out in result.outputs)
+        num_new = [len(out.token_ids) for out in result.outputs]
+        self.tokens["new"] += sum(num_new)
+        first, last = result.metrics.first_token_time, result.metrics.finished_time
+        if first is not None:
+            self.tokens["decoded"] += sum([max(0, count - 1) for count in num_new])
+            self.decoding.append((first, time.monotonic() if last is None else last))
 
     def __str__(self) -> str:
         """The closing line."""
-        seconds = time.perf_counter() - self.started
         stats, tokens = self.engine.stats(), self.tokens
         blocks = {name: stats.counters[name] - before for name, before in self.counters.items()}
         parts = [
             f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached)",
             f"{tokens['new']} new tokens",
-            f"{tokens['new'] / max(seconds, 1e-9):.1f} tok/s",
+            *self._rate(),
             f"{blocks['allocated_blocks']} blocks used",
             f"{blocks['in_flight_blocks']} shared in flight",
             f"{blocks['merged_blocks']} merged",
@@ -114,6 +122,15 @@ class Meter:
             parts.append(f"{right} of {drafted} drafts right")
             parts.append(f"{1 + right / num_drafts:.2f} tokens per decode with drafts")
         return " · ".join(parts)
+
+    def _rate(self) -> list[str]:
+        """The rate of decodes in words; empty where no answer has a second token."""
+        seconds, end = 0.0, -math.inf
+        for first, last in sorted(self.decoding):
+            seconds += max(0.0, last - max(first, end))
+            end = max(end, last)
+        count = self.tokens["decoded"]
+        return [f"{count / max(seconds, 1e-9):.1f} tok/s"] if count else []
 
 
 @dataclass(frozen=True)

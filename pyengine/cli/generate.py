@@ -12,7 +12,7 @@ import typer
 
 from pyengine.cli.backend import Engine, ended, factory_of
 from pyengine.cli.display import Meter, note, stream_answer
-from pyengine.cli.options import FAILED, INTERRUPTED, command
+from pyengine.cli.options import command
 from pyengine.cli.prompts import (
     AnyPrompt,
     Template,
@@ -22,6 +22,7 @@ from pyengine.cli.prompts import (
     to_engine,
 )
 from pyengine.cli.results import Batch, Printed, Results, opened
+from pyengine.cli.status import FAILED, INTERRUPTED
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
@@ -48,7 +49,9 @@ def generate(
     ] = False,
     record: Annotated[
         Path | None,
-        typer.Option(help="Record the block manager here, for `pyengine trace replay`."),
+        typer.Option(
+            help="Record the block manager here, for `pyengine trace replay`; a new file."
+        ),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -107,7 +110,7 @@ def _check_apart(files: Mapping[str, Path | None]) -> None:
 
 
 def _check_recording(path: Path | None) -> None:
-    """See that a recording can be written, and will replace nothing but a recording."""
+    """See that a recording can be written, and replaces nothing."""
     if path is None:
         return
     is_new = not os.path.lexists(path)
@@ -123,8 +126,9 @@ def _check_recording(path: Path | None) -> None:
         raise InvalidRequestError(
             f"cannot write {path}: {error.strerror}; give a file in a folder that exists"
         ) from error
-    if start not in (b"", RECORDING):
-        raise InvalidRequestError(f"{path} is no recording, and would be lost: give another file")
+    if start:
+        found = "holds a recording" if start == RECORDING else "is no recording"
+        raise InvalidRequestError(f"{path} {found}, and would be lost: give another file")
 
 
 def _answer_one(engine: Engine, prompt: object, params: SamplingParams) -> None:

@@ -1,10 +1,9 @@
-"""What commands share: options from the settings' fields, and what is said when a thing fails."""
+"""Shared by all commands: options from the settings' fields, and how failures are reported."""
 
 import inspect
-import os
-import sys
+import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from pathlib import Path
@@ -12,19 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from pyengine.cli.display import note
-from pyengine.core.errors import InvalidRequestError, PyEngineError
+from pyengine.cli.status import report
+from pyengine.core.errors import InvalidRequestError
 from pyengine.core.option import option_of
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
 from pyengine.core.structured_outputs import MAX_FORMAT_BYTES, StructuredOutputs
-
-FAILED = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
-CLOSED_PIPE = 141
-"""Exit statuses; the last two are what a shell reports of SIGINT and SIGPIPE."""
 
 
 @contextmanager
@@ -39,40 +32,6 @@ def guarded() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         raise typer.Exit(report(error)) from error
-
-
-def report(error: BaseException) -> int:
-    """Say what went wrong; the exit status. A defect is raised again.
-
-    After an error of the system standard output is given up: its last flush would fail once more.
-    """
-    if _is_interrupted(error):
-        _say("\ninterrupted")
-        return INTERRUPTED
-    if isinstance(error, PyEngineError):
-        _say(f"error: {error}")
-        return BAD_INPUT if isinstance(error, InvalidRequestError) else FAILED
-    if not isinstance(error, OSError):
-        raise error
-    with suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):
-        return CLOSED_PIPE
-    where = f": {error.filename}" if error.filename else ""
-    _say(f"error: {error.strerror or error}{where}")
-    return FAILED
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        note(text)
-
-
-def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind it: libraries that are interrupted raise errors of their own."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +148,12 @@ def _form(values: Mapping[str, Any]) -> StructuredOutputs | None:
     if len(given) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidRequestError(f"{flags} together: an answer has one form; give one of them")
+    if len(given.get("choice", ())) == 1:  # `--choice red blue` makes a prompt of `blue`
+        (text,) = given["choice"]
+        raise InvalidRequestError(
+            f"--choice {text}: there is nothing to choose. The option takes one text and is given "
+            f"again for each: --choice {shlex.quote(text)} --choice ...; other texts are prompts"
+        )
     for name, value in given.items():
         content = _text_of(value) if isinstance(value, Path) else value
         field: dict[str, Any] = {"json" if name == "json_schema" else name: content}

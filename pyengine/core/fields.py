@@ -1,14 +1,17 @@
 """Fields of frozen settings: what each may hold, and how it is refused."""
 
+import difflib
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from pyengine.core.errors import InvalidRequestError
 
 _Item = TypeVar("_Item")
+_Class = TypeVar("_Class", bound=type[Any])
 
 INT64_MAX = 2**63 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -102,3 +105,36 @@ class Rule:
         if not self.holds(number):
             raise refuse(name, value, self.allowed)
         return number
+
+
+def refuses_unknown(what: str) -> Callable[[_Class], _Class]:
+    """A class decorator for dataclasses: an unknown name is refused with the nearest field.
+
+    `what` is what the message calls a field. Raises `InvalidRequestError`.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        init = cls.__init__
+
+        @wraps(init)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            try:
+                init(self, *args, **given)
+            except TypeError:
+                known = [field.name for field in fields(cls)]
+                unknown = next((name for name in given if name not in known), None)
+                if unknown is None:
+                    raise
+                message = f"there is no {what} {unknown!r}: {nearest(unknown, known)}"
+                raise InvalidRequestError(message) from None
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint at the field that an unknown name means."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"

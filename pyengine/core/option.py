@@ -5,7 +5,6 @@ Imports the standard library only.
 """
 
 import dataclasses
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from pyengine.core.errors import ConfigurationError
-from pyengine.core.fields import shown
+from pyengine.core.fields import nearest, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +155,7 @@ def _refuse_unknown(settings: Any, given: dict[str, Any]) -> None:
     known = [one.name for one in dataclasses.fields(settings)]
     for name in given:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
-            raise ConfigurationError(f"there is no setting {name!r}: {hint}")
+            raise ConfigurationError(f"there is no setting {name!r}: {nearest(name, known)}")
 
 
 def _signature(settings: Any, init: Callable[..., None]) -> inspect.Signature:

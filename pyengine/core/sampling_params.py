@@ -15,6 +15,7 @@ from pyengine.core.fields import (
     is_real,
     items_of,
     refuse,
+    refuses_unknown,
     text_item,
     token_item,
 )
@@ -114,11 +115,13 @@ _RULES: Mapping[str, Rule] = {
 }
 
 
+@refuses_unknown("sampling parameter")
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Settings of one request, by vLLM's names and with its defaults.
 
-    Raises :class:`InvalidRequestError` for a value outside its range or of another type.
+    Raises :class:`InvalidRequestError` for a value outside its range or of another type, and for
+    an unknown name, with the nearest one that is known.
     ``stop`` and ``bad_words`` take a string, ``stop_token_ids`` and ``allowed_token_ids`` an id,
     or any iterable of them; they are read back as tuples.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from pyengine.core.errors import InvalidRequestError
-from pyengine.core.fields import items_of, refuse, text_item
+from pyengine.core.fields import items_of, refuse, refuses_unknown, text_item
 
 FormatKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
 
@@ -17,6 +17,7 @@ MAX_FORMAT_DEPTH = 64
 MAX_CHOICES = 1_024
 
 
+@refuses_unknown("form of structured outputs")
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """The form that an answer must have; exactly one field is given. By vLLM's names.

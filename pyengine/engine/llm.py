@@ -17,7 +17,16 @@ from pyengine.engine.chat import Message, as_conversations
 from pyengine.engine.collector import OutputCollector
 from pyengine.engine.engine import Engine
 from pyengine.engine.frontend import Frontend
-from pyengine.engine.prompts import Prompt, PromptLike, as_list, match_params, parse_prompt
+from pyengine.engine.prompts import (
+    Prompt,
+    PromptLike,
+    TokenIds,
+    as_list,
+    match_params,
+    parse_prompt,
+    text_from,
+    tokens_of,
+)
 from pyengine.engine.request import RequestState
 from pyengine.engine.shared import held_interrupts
 
@@ -150,6 +159,21 @@ class LLM(Frontend):
         parsed = parse_prompt(prompt, self.tokenizer)
         (params,) = match_params(sampling_params, 1, self._default_params)
         return self._stream(self._request(parsed, params, priority=priority))
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, one of transformers; None for a model without one."""
+        return self.tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, as `generate` makes them of a prompt.
+
+        Raises `InvalidRequestError` where the model has no tokenizer.
+        """
+        return tokens_of(text, self.tokenizer, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises `InvalidRequestError` where the model has no tokenizer."""
+        return text_from(token_ids, self.tokenizer, skip_special_tokens=skip_special_tokens)
 
     def _stream(self, state: RequestState) -> Iterator[RequestOutput]:
         wake = Event()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.fields import is_integer
 from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.foreign import encode_text
+from pyengine.engine.foreign import encode_text, tokenizer_errors
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]
@@ -114,12 +115,44 @@ def salted(prompt: Prompt, cache_salt: Any) -> Prompt:
 
 
 def _encode(text: str, tokenizer: Any) -> Sequence[int]:
+    return cast(Sequence[int], np.array(tokens_of(text, tokenizer), dtype=np.int64))
+
+
+def tokens_of(text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text, with or without those that the tokenizer adds.
+
+    Raises `InvalidRequestError` for what is no text, and without a tokenizer.
+    """
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{shown(text)} is no text")
     if tokenizer is None:
         raise InvalidRequestError(
             f"the prompt {text[:40]!r} is text and this model has no tokenizer: give token ids"
         )
     refuse_surrogates(text)
-    return cast(Sequence[int], np.array(encode_text(text, tokenizer.encode), dtype=np.int64))
+    encode = tokenizer.encode
+    if not add_special_tokens:
+        encode = partial(encode, add_special_tokens=False)
+    return encode_text(text, encode)
+
+
+def text_from(token_ids: TokenIds, tokenizer: Any, *, skip_special_tokens: bool = False) -> str:
+    """The text of token ids, spaces as they are.
+
+    Raises `InvalidRequestError` for what is no list of token ids, and without a tokenizer.
+    """
+    ids = np.asarray(_token_ids(token_ids))
+    if tokenizer is None:
+        raise InvalidRequestError("this model has no tokenizer, so its token ids have no text")
+    if len(ids) and int(ids.min()) < 0:
+        raise InvalidRequestError(f"token id {ids.min()} is outside of any vocabulary")
+    with tokenizer_errors():
+        text: str = tokenizer.decode(
+            ids.tolist(),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+    return text
 
 
 def refuse_surrogates(text: str) -> None:

@@ -216,8 +216,8 @@ async def begin(
             )
             for place, ids in enumerate(prompts)
         ]
-        for one in requests:
-            check_length(body, one)
+        for made_request in requests:
+            check_length(body, made_request)
         return requests
 
     threads = context.tokenizers

@@ -24,7 +24,7 @@ def _output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestO
         ],
         finished=True,
         num_cached_tokens=cached,
-        metrics=RequestMetrics(0.0),
+        metrics=RequestMetrics(0.0, 1.0, first_token_time=3.0, finished_time=5.0),
     )
 
 

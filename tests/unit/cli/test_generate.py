@@ -7,7 +7,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
+from pyengine.cli.display import Meter
+from pyengine.cli.generate import RECORDING
 from pyengine.core.errors import ModelLoadError
+from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pyengine.core.settings import EngineSettings
 from tests.unit.cli.fakes import FakeEngine
 
@@ -24,8 +27,35 @@ def test_one_prompt_streams_and_closes_with_one_line_of_figures() -> None:
     assert len(figures) == 1
     prompt, new, rate, used, shared, merged = figures[0].split(" · ")
     assert (prompt, new) == ("4 prompt tokens (0 cached)", "4 new tokens")
-    assert rate.endswith(" tok/s") and float(rate.split()[0]) > 0
+    assert rate == "1.5 tok/s"  # three tokens after the first, in two seconds
     assert (used, shared, merged) == ("3 blocks used", "0 shared in flight", "2 merged")
+
+
+def timed(count: int, first: float | None, last: float | None) -> RequestOutput:
+    """A result with two answers of `count` tokens each."""
+    answers = [CompletionOutput(index, "", [1] * count) for index in range(2)]
+    metrics = RequestMetrics(0.0, 0.0, first_token_time=first, finished_time=last)
+    return RequestOutput("0", None, [1], None, answers, True, 0, metrics)
+
+
+@pytest.mark.parametrize(
+    ("results", "rate"),
+    [
+        ([timed(3, 10.0, 12.0)], "2.0 tok/s"),
+        ([timed(3, 10.0, 12.0), timed(3, 11.0, 14.0)], "2.0 tok/s"),  # 8 tokens in 4 seconds
+        ([timed(3, 10.0, 12.0), timed(3, 20.0, 22.0)], "2.0 tok/s"),  # not while it waits
+        ([timed(3, 10.0, 14.0), timed(3, 11.0, 12.0)], "2.0 tok/s"),  # one within the other
+        ([timed(1, 10.0, 12.0)], None),
+        ([timed(0, None, 12.0)], None),
+    ],
+)
+def test_the_rate_is_that_of_decodes_alone(results: list[RequestOutput], rate: str | None) -> None:
+    """A long prompt makes an answer late, not slow."""
+    meter = Meter.start(FakeEngine())
+    for result in results:
+        meter.add(result)
+    parts = str(meter).split(" · ")
+    assert [part for part in parts if part.endswith("tok/s")] == ([rate] if rate else [])
 
 
 class DraftingEngine(FakeEngine):
@@ -202,6 +232,19 @@ def test_a_recording_is_begun_before_the_engine_runs(tmp_path: Path, prompts: li
     result = run(FakeEngine(), *prompts, "--record", str(file))
     assert result.exit_code == 0, result.output
     assert file.read_bytes() == b"recorded"
+
+
+def test_an_older_recording_is_kept(tmp_path: Path) -> None:
+    """As results are: a file that holds something is not written over."""
+    file, engine = tmp_path / "run.kvtrace", FakeEngine()
+    file.write_bytes(RECORDING + b"older")
+    result = run(engine, "one", "--record", str(file))
+    assert result.exit_code == 2
+    assert f"{file} holds a recording" in result.stderr and "another file" in result.stderr
+    assert file.read_bytes() == RECORDING + b"older"
+    assert engine.settings is None and not engine.seen
+    file.write_bytes(b"")
+    assert run(engine, "one", "--record", str(file)).exit_code == 0
 
 
 def test_a_recording_that_cannot_be_written_runs_nothing(tmp_path: Path) -> None:

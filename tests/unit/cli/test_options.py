@@ -191,6 +191,25 @@ def test_the_form_of_an_answer(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hi", "--choice", "red", "blue"],
+        ["--choice", "red", "blue", "hi"],
+        ["--choice", "red", "blue"],
+        ["--choice", "red", "--file", "prompts"],
+    ],
+)
+def test_a_choice_of_one_text_is_refused_with_how_several_are_given(arguments: list[str]) -> None:
+    engine = FakeEngine()
+    result = run(engine, "generate", *arguments)
+    assert result.exit_code == 2
+    assert "--choice red: there is nothing to choose" in result.stderr
+    assert "--choice red --choice ..." in result.stderr
+    assert engine.settings is None
+    assert run(engine, "chat", "--choice", "red").exit_code == 2
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--json-schema", "{folder}/none"], "cannot read {folder}/none: No such file"),

@@ -317,13 +317,8 @@ def test_two_options_never_name_the_same_file(prompts: Path, one: str, other: st
     assert engine.settings is None and prompts.read_bytes() == before
 
 
-def test_a_recording_replaces_recordings_only(prompts: Path, tmp_path: Path) -> None:
-    old = tmp_path / "old.kvtrace"
-    old.write_bytes(b"kvtrace\n1234")
+def test_a_recording_replaces_no_other_file(prompts: Path) -> None:
     arguments = ["generate", "hi", "--record"]
-    result = CliRunner().invoke(app, [*arguments, str(old)], obj=FakeEngine().open)
-    assert result.exit_code == 0, result.output
-    assert old.read_bytes() == b"recorded"
     result = CliRunner().invoke(app, [*arguments, str(prompts)], obj=FakeEngine().open)
     assert result.exit_code == 2 and "is no recording" in result.stderr
     assert prompts.read_text().splitlines() == WORDS

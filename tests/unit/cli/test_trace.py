@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pyengine.cache import BlockManager
-from pyengine.cli import trace
+from pyengine.cli import replay
 from pyengine.cli.app import app
 from tests.support.blocks import computed
 
@@ -83,13 +83,13 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
 
     class Report:
         def __init__(self, path: Path) -> None:
-            self._real = trace_replay(path)
+            self._real = recorded_replay(path)
 
         def __getattr__(self, name: str) -> object:
             return Parted if name == "divergence" else getattr(self._real, name)
 
-    trace_replay = trace.replay
-    monkeypatch.setattr(trace, "replay", Report)
+    recorded_replay = replay.replay
+    monkeypatch.setattr(replay, "replay", Report)
     result = run(file)
     assert result.exit_code == 1
     assert result.stderr == (
@@ -171,6 +171,42 @@ def test_a_huge_file_takes_no_memory_of_its_size(tmp_path: Path, start: bytes) -
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert run(huge).exit_code == 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+
+
+BASE_INSTALL = (
+    "import sys; sys.modules.update(dict.fromkeys(['torch', 'typer', 'click', 'rich', 'tqdm']))\n"
+    "from pyengine.cli import main\n"
+    "sys.argv = ['pyengine', 'trace', 'replay', *sys.argv[1:]]; main()"
+)
+"""A process in which only what the base install brings can be imported."""
+
+
+def run_bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BASE_INSTALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_base_install_replays(file: Path) -> None:
+    """The block manager needs neither torch nor typer, nor does a recording of it."""
+
+    def lines(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.startswith("  seconds")]
+
+    bare, whole = run_bare(str(file)), run(file)
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert lines(bare.stdout) == lines(whole.stdout)
+
+
+def test_the_base_install_says_what_is_wrong(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no recording")
+    bare, whole = run_bare(str(tmp_path / "text")), run(tmp_path / "text")
+    assert (bare.returncode, bare.stderr) == (whole.exit_code, whole.stderr) != (0, "")
+    bare = run_bare(str(tmp_path / "none"))
+    assert bare.returncode == 2 and "cannot read" in bare.stderr
+    for arguments in ((), (str(file), str(file)), ("--nothing", str(file))):
+        bare = run_bare(*arguments)
+        assert bare.returncode == 2 and "usage: pyengine trace replay" in bare.stderr
+    assert run_bare("--help").returncode == 0
 
 
 def test_torch_is_not_imported(file: Path) -> None:

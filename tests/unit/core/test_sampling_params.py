@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import math
 import pickle
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -271,6 +272,19 @@ def test_frozen_means_frozen() -> None:
             setattr(params, field, "b")
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("temprature", "'temprature': did you mean temperature?"),
+        ("max_token", "'max_token': did you mean max_tokens?"),
+        ("zzz", "'zzz': known are n, temperature, top_p"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_with_the_nearest(name: str, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"no sampling parameter {re.escape(words)}"):
+        SamplingParams(**{"top_p": 0.5, name: 1})
 
 
 def test_copies_are_equal() -> None:

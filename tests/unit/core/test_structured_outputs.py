@@ -83,3 +83,8 @@ def test_refusals_say_what_is_wrong(given: dict[str, Any], words: str | None) ->
 def test_sampling_params_take_nothing_else() -> None:
     with pytest.raises(InvalidRequestError, match="must be a StructuredOutputs"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InvalidRequestError, match="'choices': did you mean choice"):
+        StructuredOutputs(choices=["a"])  # type: ignore[call-arg]

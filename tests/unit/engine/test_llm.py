@@ -18,7 +18,7 @@ from pyengine.engine import llm as llm_module
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY
 from tests.support.fake_runner import continued
-from tests.support.tokenizers import Fast, byte_level
+from tests.support.tokenizers import Decoder, Fast, byte_level
 
 
 @pytest.fixture(params=[1, 2], ids=["one step", "two steps"])
@@ -349,3 +349,39 @@ def test_megabytes_of_text_are_refused(megabytes: int, monkeypatch: pytest.Monke
     with pytest.raises(InvalidRequestError, match=r"the prompt has \d+ tokens; .* shorten"):
         model.llm().generate(["a b " * 250_000 * megabytes], GREEDY, use_tqdm=False)
     assert model.bench.runner.computed == []
+
+
+class Adding(Decoder):
+    """A tokenizer that adds a token before each text, if it may."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + super().encode(text)
+
+
+def test_an_llm_has_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Adding(byte_level(300).tokenizer)
+    llm = FakeModel(monkeypatch, tokenizer=tokenizer).llm()
+    assert llm.get_tokenizer() is tokenizer
+    text = "Tokyo is , in Japan . "
+    ids = tokenizer.encode(text)
+    assert llm.encode(text) == ids
+    assert llm.encode(text, add_special_tokens=False) == ids[1:]
+    assert llm.decode(ids) == f"<|end|>{text}"
+    assert llm.decode(np.array(ids), skip_special_tokens=True) == text
+    assert llm.decode([]) == ""
+    bad: Any
+    for bad in ("text", [1.5], [-1], None):
+        with pytest.raises(InvalidRequestError):
+            llm.decode(bad)
+    for bad in (5, [1], "\ud800"):
+        with pytest.raises(InvalidRequestError):
+            llm.encode(bad)
+
+
+def test_without_a_tokenizer_texts_are_refused(model: FakeModel) -> None:
+    llm = model.llm()
+    assert llm.get_tokenizer() is None
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        llm.encode("text")
+    with pytest.raises(InvalidRequestError, match="no tokenizer"):
+        llm.decode([1])
