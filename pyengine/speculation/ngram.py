@@ -2,74 +2,103 @@
 
 Saxena, "Prompt Lookup Decoding" (2023). The longest n-gram of up to `longest` tokens at the end of
 prompt and answer is looked for in them, and of equal ones the latest is taken.
+
+There is no index: each draft compares all tokens, in NumPy. A token has four bytes here and some
+thousands in the KV cache, which every decode step reads, so the search is cheap beside the step. An
+index of n-grams takes three quarters of a second to build for 128k tokens, all of it in one step.
 """
 
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
 
 
 class NgramDrafter:
-    """Drafts from the request's own tokens. O(`longest`) per token, and as much memory."""
+    """Drafts from the request's own tokens, by a search of them all."""
 
     def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
         """N-grams of `shortest` to `longest` tokens are looked for."""
         self._lengths = range(shortest, longest + 1)
-        self._seen: dict[Context, _Seen] = {}
+        self._histories: dict[Context, _History] = {}
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
 
     def _draft(self, context: Context, most: int) -> Draft:
-        seen = self._seen.get(context)
-        if seen is None:
-            prompt = [int(token) for token in context.request.prompt_token_ids]
-            seen = self._seen[context] = _Seen(prompt, self._lengths)
-        seen.extend(context.token_ids[len(seen.tokens) - seen.num_prompt :])
-        return seen.draft(most)
+        history = self._histories.get(context)
+        if history is None:
+            history = self._histories[context] = _History(context.request.prompt_token_ids)
+        history.extend(context.token_ids[history.num_output :])
+        return history.draft(most, self._lengths)
 
     def forget(self, context: Context) -> None:
         """See `Drafter.forget`."""
-        self._seen.pop(context, None)
+        self._histories.pop(context, None)
 
 
-class _Seen:
-    """The tokens of one sample, and where each n-gram was last followed by another token."""
+class _History:
+    """The tokens of one sample, int32, in an array with capacity for more."""
 
-    __slots__ = ("_at_end", "_ends", "_lengths", "num_prompt", "tokens")
+    __slots__ = ("_array", "_count", "_num_prompt")
 
-    def __init__(self, prompt: list[int], lengths: range) -> None:
-        self.tokens: list[int] = []
-        self.num_prompt = len(prompt)
-        self._lengths = lengths[::-1]
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._at_end: list[tuple[int, ...]] = []
-        """The n-grams at the end, longest first."""
-        self.extend(prompt)
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._array = np.asarray(prompt, dtype=np.int32)
+        self._count = self._num_prompt = len(self._array)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens after the prompt."""
+        return self._count - self._num_prompt
 
     def extend(self, new: Sequence[int]) -> None:
-        """Take tokens in; those n-grams are noted that have one after them now."""
-        tokens, ends, lengths = self.tokens, self._ends, self._lengths
-        longest = lengths[0]
-        for token in new:
-            end = len(tokens)
-            for ngram in self._at_end:
-                ends[ngram] = end
-            tokens.append(token)
-            last = tuple(tokens[-longest:])
-            self._at_end = [last[-length:] for length in lengths if length <= len(last)]
+        """Append tokens. The array grows by an eighth, so a token costs the same at any length."""
+        count = self._count + len(new)
+        if count > len(self._array):
+            larger = np.empty(count + count // 8 + 64, dtype=np.int32)
+            larger[: self._count] = self._array[: self._count]
+            self._array = larger
+        self._array[self._count : count] = new
+        self._count = count
 
-    def draft(self, most: int) -> Draft:
+    def draft(self, most: int, lengths: range) -> Draft:
         """What followed the longest n-gram at the end that was there before.
 
         Where what followed reaches the end, it goes on with itself: a text that repeats.
         """
-        for ngram in self._at_end:
-            end = self._ends.get(ngram)
-            if end is not None:
-                following = self.tokens[end : end + most]
-                while len(following) < most:
-                    following += following[: most - len(following)]
-                return Draft(following, len(ngram))
-        return NO_DRAFT
+        end, length = self._latest_match(lengths)
+        if not length:
+            return NO_DRAFT
+        following: list[int] = self._array[end : min(end + most, self._count)].tolist()
+        while len(following) < most:
+            following += following[: most - len(following)]
+        return Draft(following, length)
+
+    def _latest_match(self, lengths: range) -> tuple[int, int]:
+        """Where the longest n-gram at the end stood last, and its length; 0 where it did not.
+
+        The place is that of the token after it.
+        """
+        tokens, count = self._array[: self._count], self._count
+        end = found = 0
+        equal: npt.NDArray[np.bool_] | None = None
+        """For the places from `length` on, whether the n-gram of that length ends before them."""
+        for length in range(1, min(lengths[-1], count - 1) + 1):
+            same = tokens[: count - length] == tokens[count - length]
+            equal = same if equal is None else np.logical_and(equal[1:], same, out=same)
+            if length < lengths[0]:
+                continue
+            latest = _last_true(equal)
+            if latest is None:
+                break
+            end, found = latest + length, length
+        return end, found
+
+
+def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
+    """The place of the last true flag; None where there is none."""
+    place = len(flags) - 1 - int(flags[::-1].argmax())
+    return place if flags[place] else None
