@@ -1,15 +1,17 @@
-"""GET /health, /ping, /version, /v1/models: is it there, and what is it?"""
+"""GET /health, /ping, /version, /v1/models, /v1/models/NAME: is it there, and what is it?"""
 
 from fastapi import APIRouter, Response
 
 from pyengine.core.distribution import package_version
-from pyengine.server.context import Context
+from pyengine.server.context import Context, ServerContext
 from pyengine.server.errors import ApiError
 from pyengine.server.responses import ModelCard, ModelList
 
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 @router.get("/health", response_class=Response)
 @router.get("/ping", response_class=Response)
 async def health(context: Context) -> Response:
@@ -29,15 +31,21 @@ async def version() -> dict[str, str]:
 @router.get("/v1/models")
 async def models(context: Context) -> ModelList:
     """The model that is served, by each of its names."""
-    cards = [
-        ModelCard(
-            id=name,
-            object="model",
-            created=context.created,
-            owned_by="pyengine",
-            root=str(context.engine.model_path),
-            max_model_len=context.max_model_len,
-        )
-        for name in context.names
-    ]
-    return ModelList(object="list", data=cards)
+    return ModelList(object="list", data=[_card(name, context) for name in context.names])
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, context: Context) -> ModelCard:
+    """The model that is served, by one of its names."""
+    return _card(context.check_model(name), context)
+
+
+def _card(name: str, context: ServerContext) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=context.created,
+        owned_by="pyengine",
+        root=str(context.engine.model_path),
+        max_model_len=context.max_model_len,
+    )

@@ -2,12 +2,18 @@
 
 from pyengine.core.distribution import package_version
 from pyengine.engine import AsyncEngine
-from tests.support.serving import MAX_MODEL_LEN, Client, make_client
+from tests.support.serving import MAX_MODEL_LEN, Client, error_of, make_client
 
 
 def test_health_and_ping_are_empty(client: Client) -> None:
     for path in ("/health", "/ping"):
         response = client.get(path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
+def test_head_is_as_get_without_a_body(client: Client) -> None:
+    for path in ("/health", "/ping"):
+        response = client.run(lambda one, path=path: one.head(path))
         assert (response.status_code, response.content) == (200, b"")
 
 
@@ -29,6 +35,16 @@ def test_the_model_has_every_name_it_was_given(engine: AsyncEngine) -> None:
 def test_without_a_name_it_is_the_models_own(client: Client, engine: AsyncEngine) -> None:
     (card,) = client.get("/v1/models").json()["data"]
     assert card["id"] == engine.describe()["model"]
+
+
+def test_a_model_by_its_name(engine: AsyncEngine) -> None:
+    client = make_client(engine, served_model_name=("mine", "owner/yours"))
+    cards = client.get("/v1/models").json()["data"]
+    for card in cards:
+        assert client.get(f"/v1/models/{card['id']}").json() == card
+    for name in ("gpt-9", "owner", "mine/"):
+        error = error_of(client.get(f"/v1/models/{name}"), 404)
+        assert error["code"] == "model_not_found" and error["param"] == "model"
 
 
 def test_the_description_names_every_route(client: Client) -> None:
