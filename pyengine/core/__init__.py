@@ -3,6 +3,7 @@
 from pyengine.core.errors import (
     BrokenLogitsError,
     ConfigurationError,
+    ContextLengthError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -26,6 +27,7 @@ __all__ = [
     "BrokenLogitsError",
     "CompletionOutput",
     "ConfigurationError",
+    "ContextLengthError",
     "EngineClosedError",
     "EngineDeadError",
     "FinishReason",

@@ -23,6 +23,10 @@ class InvalidRequestError(PyEngineError, ValueError):
     """A request that can never be served; refused at submission, before anything runs."""
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt that is longer than the model's context, or than what the pool holds of it."""
+
+
 class QueueFullError(PyEngineError):
     """As many requests wait as may; none was taken. Try again later, or somewhere else."""
 

@@ -84,6 +84,11 @@ class ServerSettings:
         convert=lambda texts: tuple(texts or ()),
         panel="Server",
     )
+    strict: bool = _server(
+        False,
+        "refuse fields of requests that have no effect here, instead of naming them in the header "
+        "x-pyengine-ignored",
+    )
     log_format: LogFormat = _server(
         "text",
         "a line for each request that has ended: text, json or none; no prompts, ever",

@@ -1,7 +1,7 @@
 """The loop that joins the rooms; `LLM`, its offline face, and `AsyncEngine` for many callers."""
 
 from pyengine.engine.async_engine import AsyncEngine
-from pyengine.engine.chat import ChatOptions, render_chat
+from pyengine.engine.chat import ChatOptions, render_chat, template_reads, unread_keys
 from pyengine.engine.engine import Engine, EngineObserver, EngineStats, StepResult
 from pyengine.engine.executor import Executor
 from pyengine.engine.foreign import encode_text, tokenizer_errors
@@ -34,5 +34,7 @@ __all__ = [
     "StepResult",
     "encode_text",
     "render_chat",
+    "template_reads",
     "tokenizer_errors",
+    "unread_keys",
 ]

@@ -17,6 +17,12 @@ Message: TypeAlias = Mapping[str, Any]
 _MESSAGE_KEYS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 )
+_INERT_KEYS = frozenset(("annotations", "cache_control", "id", "refusal"))
+"""Keys of messages as servers write them, without effect where the template does not read them."""
+_PART_KEYS = frozenset(("type", "text"))
+_INERT_PART_KEYS = frozenset(("annotations", "cache_control", "id", "prompt_cache_breakpoint"))
+"""The same of parts of a content."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED = frozenset(
     [
         "add_generation_prompt",
@@ -200,14 +206,20 @@ def _message(position: int, message: Any, template: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"message {position} is {shown(message)}: a message has 'role' and 'content'"
         )
-    for key in message:
-        if key not in _MESSAGE_KEYS and not (isinstance(key, str) and _reads(template, key)):
+    _check_role(position, message["role"], template)
+    plain = {}
+    for key, value in message.items():
+        is_known = key in _MESSAGE_KEYS or (isinstance(key, str) and template_reads(template, key))
+        if not is_known and key not in _INERT_KEYS:
             raise InvalidRequestError(
                 f"message {position} has the key {key!r}, which the chat template does not "
                 f"read; known are {', '.join(sorted(_MESSAGE_KEYS))}"
             )
-    plain = {key: value for key, value in message.items() if value is not None}
+        if is_known and value is not None:
+            plain[key] = value
     content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and not calls:
+        content = message.get("refusal")
     if content is not None:
         plain["content"] = _content(position, content, template)
     elif not calls:
@@ -220,31 +232,81 @@ def _message(position: int, message: Any, template: str) -> dict[str, Any]:
     return plain
 
 
-def _reads(template: str, key: str) -> bool:
+def _check_role(position: int, role: str, template: str) -> None:
+    """Raise for a role that neither the API nor the template names.
+
+    Many templates write any role as it comes, so a misspelt role would change the prompt.
+    """
+    refuse_surrogates(role)
+    if role not in _ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", template):
+        raise InvalidRequestError(
+            f"message {position} has the role {shown(role)}: it must be one of "
+            f"{', '.join(_ROLES)}, or a role that the chat template names"
+        )
+
+
+def template_reads(template: str, name: str) -> bool:
     """Whether the name occurs in the template, not as a part of another one."""
-    return re.search(rf"(?<!\w){re.escape(key)}(?!\w)", template) is not None
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
+
+
+def unread_keys(messages: Sequence[Any], template: str) -> list[str]:
+    """The keys of messages, and of parts of their content, that `render_chat` takes and the
+    template does not read, each once: `messages.id`, `messages.content.id`.
+
+    Messages may be of any form: what cannot be rendered is left to `render_chat`.
+    """
+    found: dict[str, None] = {}
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        found.update(dict.fromkeys(_unread_of_message(message, template)))
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            keys = _INERT_PART_KEYS & set(part) if isinstance(part, Mapping) else ()
+            found.update(dict.fromkeys(f"messages.content.{key}" for key in sorted(keys)))
+    return list(found)
+
+
+def _unread_of_message(message: Message, template: str) -> list[str]:
+    given = {key for key, value in message.items() if value is not None}
+    if not (message.get("content") or message.get("tool_calls")):
+        given.discard("refusal")  # it is the content
+    keys = sorted(given & {*_INERT_KEYS, "reasoning", "reasoning_content"})
+    return [f"messages.{key}" for key in keys if not template_reads(template, key)]
 
 
 def _content(position: int, content: Any, template: str) -> str | list[Any]:
     """The content of a message, text; given in parts, as OpenAI's API takes it, a line for each.
 
-    A template that walks through parts gets them as they are.
+    A template that walks through parts gets them, as texts.
     """
-    parts = content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
-    texts: list[str] = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            found = f"a part of type {kind!r}" if kind not in (None, "text") else shown(content)
-            raise InvalidRequestError(
-                f"the content of message {position} is {found}: this engine takes text, as a "
-                "string or as parts of type 'text'"
-            )
-        texts.append(text)
-    if parts is content and _WALKS_PARTS.search(template):
-        return [dict(part) for part in parts]
+    if not isinstance(content, list | tuple):
+        return _part(position, {"type": "text", "text": content}, content)
+    texts = [_part(position, part, content) for part in content]
+    if _WALKS_PARTS.search(template):
+        return [{"type": "text", "text": text} for text in texts]
     return "\n".join(texts)
+
+
+def _part(position: int, part: Any, content: Any) -> str:
+    """The text of a part of a message's content."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    key = kind if kind in ("text", "refusal") else None
+    text = None if key is None else part.get(key)
+    if not isinstance(text, str):
+        found = f"a part of type {kind!r}" if kind not in (None, "text") else shown(content)
+        raise InvalidRequestError(
+            f"the content of message {position} is {found}: this engine takes text, as a "
+            "string or as parts of type 'text'"
+        )
+    for name in part:
+        if name not in _PART_KEYS | _INERT_PART_KEYS | {key}:
+            raise InvalidRequestError(
+                f"a part of the content of message {position} has the key {name!r}, which would "
+                f"change nothing: leave it out; known are {', '.join(sorted(_PART_KEYS))}"
+            )
+    return text
 
 
 def _tool_calls(position: int, calls: Any) -> list[dict[str, Any]]:

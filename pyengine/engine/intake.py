@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.core.errors import InvalidRequestError
+from pyengine.core.errors import ContextLengthError, InvalidRequestError
 from pyengine.core.fields import is_real
 from pyengine.core.outputs import CONTEXT_FULL
 from pyengine.core.sampling_params import SamplingParams
@@ -66,9 +66,10 @@ class Intake:
         longest = facts.max_model_len - (params.max_tokens != 0)
         if len(ids) > longest:
             condition = "with one token of output " if params.max_tokens != 0 else ""
-            raise InvalidRequestError(
+            raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens; {condition}at most {longest} fit "
-                f"({facts.limited_by}); shorten the prompt"
+                f"({facts.limited_by}); the maximum context length is {facts.max_model_len} "
+                "tokens: shorten the prompt"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= facts.vocab_size:
             position = int(((ids < 0) | (ids >= facts.vocab_size)).argmax())

@@ -15,6 +15,7 @@ from pyengine.server import chat, completions, control, health, tokens
 from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import handle_errors
+from pyengine.server.ignored import IGNORED_HEADER
 from pyengine.server.limits import BodyGuard, DrainGuard
 from pyengine.server.observation import Observation
 from pyengine.server.rendering import TokenizerThreads
@@ -77,6 +78,7 @@ def create_app(
             allow_origins=settings.cors_origin,
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=["x-request-id", IGNORED_HEADER],
         )
     return app
 

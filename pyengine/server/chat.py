@@ -7,14 +7,15 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
-from pyengine.core.errors import InvalidRequestError
+from pyengine.core.errors import ContextLengthError
 from pyengine.core.outputs import CompletionOutput, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import ChatOptions, render_chat
+from pyengine.engine import ChatOptions, render_chat, unread_keys
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
+from pyengine.server.fields import CHAT
 from pyengine.server.generation import (
     Call,
     Tally,
@@ -23,6 +24,7 @@ from pyengine.server.generation import (
     check_count,
     sampling_params,
 )
+from pyengine.server.ignored import check_ignored, ignored_fields
 from pyengine.server.json_route import JsonRoute
 from pyengine.server.logprobs import chat_logprobs, prompt_logprobs
 from pyengine.server.requests import ChatCompletionRequest, ChatOptionFields, Tool
@@ -37,6 +39,7 @@ from pyengine.server.responses import (
     TextItems,
     ToolCall,
 )
+from pyengine.server.template_variables import TemplateVariables
 from pyengine.server.tools import Offered, ParsedCall, offered
 
 router = APIRouter(route_class=JsonRoute)
@@ -51,15 +54,21 @@ async def chat_completions(
     body: ChatCompletionRequest, request: Request, context: Context
 ) -> Response:
     """Answer a conversation."""
+    template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
+    variables = TemplateVariables.of(body, template, context.settings)
+    ignored = [*ignored_fields(CHAT, body), *variables.ignored]
+    check_ignored(ignored, CHAT, context.settings)
     check_count(body.n, 1)
     tools = offered(body)
     params = _params(body, tools, context.engine.get_default_sampling_params())
-    options = chat_options(body, context.settings, body.tools if tools.names else None)
+    options = chat_options(body, variables, context.settings, body.tools if tools.names else None)
 
     def encoded(tokenizer: Any) -> list[list[int]]:
+        ignored.extend(unread_keys(body.messages, template))
+        check_ignored(ignored, CHAT, context.settings)
         return [render(body.messages, tokenizer, options, context.longest_text)]
 
-    start = begin(context, request, body, params, encoded)
+    start = begin(context, request, body, params, encoded, ignored)
     return await answer(request, body, start, _Writer(body, tools))
 
 
@@ -77,24 +86,24 @@ def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams
         "max_tokens": most,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
+    if body.detokenize is False and tools.names:
+        raise ApiError(
+            400,
+            "detokenize: false gives no text, and calls of tools are found in it: leave it out",
+            param="detokenize",
+        )
     if tools.schema is not None:
         own["structured_outputs"] = StructuredOutputs(json=tools.schema)
     return sampling_params(body, default, own)
 
 
 def chat_options(
-    body: ChatOptionFields, settings: ServerSettings, tools: Sequence[Tool] | None
+    body: ChatOptionFields,
+    variables: TemplateVariables,
+    settings: ServerSettings,
+    tools: Sequence[Tool] | None,
 ) -> ChatOptions:
-    """How the conversation becomes a prompt. Raises `ApiError` for variables nobody may set."""
-    variables = body.chat_template_kwargs
-    for name in variables or ():
-        if name not in settings.template_variable:
-            raise ApiError(
-                400,
-                f"chat_template_kwargs[{name[:80]!r}]: this server lets requests set "
-                f"{', '.join(settings.template_variable) or 'none'}",
-                param="chat_template_kwargs",
-            )
+    """How the conversation becomes a prompt."""
     begins_turn = body.add_generation_prompt
     return ChatOptions(
         add_generation_prompt=not body.continue_final_message
@@ -102,7 +111,7 @@ def chat_options(
         else begins_turn,
         continue_final_message=body.continue_final_message,
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        variables=variables,
+        variables=variables.values,
         seconds=settings.template_timeout,
     )
 
@@ -113,16 +122,16 @@ def render(
     """The token ids of a conversation. Raises `InvalidRequestError`."""
     length = sum(len(text) for text in _texts(messages))
     if length > longest_text:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the messages have {length} characters, and of no text do more than {longest_text} "
-            "fit into the model: shorten them"
+            "fit into the model's maximum context length: shorten them"
         )
     # The openai client sends its own messages back with nulls, lm-eval names the type of them all.
     plain = [
         {
             key: value
             for key, value in message.items()
-            if value is not None and (key, value) != ("type", "text")
+            if value is not None and not (key == "type" and value in ("text", "message"))
         }
         for message in messages
     ]

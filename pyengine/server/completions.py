@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pyengine.core.outputs import CompletionOutput, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.server.context import Context
+from pyengine.server.fields import COMPLETIONS
 from pyengine.server.generation import (
     Call,
     Tally,
@@ -18,6 +19,7 @@ from pyengine.server.generation import (
     encode,
     sampling_params,
 )
+from pyengine.server.ignored import check_ignored, ignored_fields
 from pyengine.server.json_route import JsonRoute
 from pyengine.server.logprobs import completion_logprobs, prompt_logprobs
 from pyengine.server.requests import CompletionRequest
@@ -40,6 +42,8 @@ _ALWAYS_SET = {"index", "text", "finish_reason", "stop_reason"}
 )
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
     """Continue prompts."""
+    ignored = ignored_fields(COMPLETIONS, body)
+    check_ignored(ignored, COMPLETIONS, context.settings)
     prompts = _several(body.prompt)
     check_count(body.n, len(prompts))
     params = _params(body, context.engine.get_default_sampling_params())
@@ -54,10 +58,11 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
         if body.echo:
             most = context.max_model_len - 1
             kept = [list(params.truncated(one, most)) for one in several]
-            echoes.extend([_Echo.of(tokenizer, one) for one in kept])
+            has_text = body.detokenize is not False
+            echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in kept])
         return several
 
-    start = begin(context, request, body, params, encoded)
+    start = begin(context, request, body, params, encoded, ignored)
     return await answer(request, body, start, _Writer(body, params.n, echoes))
 
 

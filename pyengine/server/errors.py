@@ -4,14 +4,16 @@ import difflib
 import logging
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pyengine.core.errors import (
+    ContextLengthError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -20,7 +22,7 @@ from pyengine.core.errors import (
     QueueFullError,
     ReplicaLostError,
 )
-from pyengine.server.requests import ChatCompletionRequest, CompletionRequest
+from pyengine.server.fields import CHAT, COMPLETIONS, OTHER_NAMES, Effect, rules_of
 from pyengine.server.responses import ErrorInfo, ErrorResponse
 
 _log = logging.getLogger(__name__)
@@ -31,33 +33,6 @@ _TYPES = {
     408: "timeout_error",
     503: "overloaded_error",
 }
-_UNKNOWN: Mapping[str, str] = {
-    "best_of": "ask for n answers and take the best",
-    "chat_template": "templates are not taken from requests; the model's own is used",
-    "extra_body": "the openai client sends its content as fields of the request; send those",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "guided_choice": 'use structured_outputs: {"choice": [...]}',
-    "guided_decoding_backend": "there is one",
-    "guided_grammar": 'use structured_outputs: {"grammar": "..."}',
-    "guided_json": 'use structured_outputs: {"json": ...} or response_format',
-    "guided_regex": 'use structured_outputs: {"regex": "..."}',
-    "image_url": "this server takes text",
-    "images": "this server takes text",
-    "input": "use prompt, or messages with /v1/chat/completions",
-    "inputs": "use prompt, or messages with /v1/chat/completions",
-    "length_penalty": "there is no beam search",
-    "max_length": "use max_tokens",
-    "max_new_tokens": "use max_tokens",
-    "max_output_tokens": "use max_tokens",
-    "num_beams": "there is no beam search",
-    "prompt_embeds": "this server takes text and token ids",
-    "reasoning_effort": "use chat_template_kwargs, if the model's template reads it",
-    "stop_sequences": "use stop",
-    "suffix": "text cannot be filled in between",
-    "use_beam_search": "there is no beam search",
-}
-"""What was meant by fields that others know, and what to do here."""
 _LATER: Mapping[type[PyEngineError], tuple[str, int | None]] = {
     EngineClosedError: ("draining", 10),
     EngineDeadError: ("engine_dead", None),
@@ -109,6 +84,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextLengthError():
+            return ApiError(400, str(error), code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(400, str(error))
         case PyEngineError() if type(error) in _LATER:
@@ -127,9 +104,9 @@ def handle_errors(app: FastAPI) -> None:
     async def of_ours(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    async def of_validation(_: Request, error: Exception) -> Response:
+    async def of_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _of_validation(error.errors()).response()
+        return _of_validation(error.errors(), request).response()
 
     async def of_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -147,19 +124,13 @@ def handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, of_ours)
 
 
-def _of_validation(errors: Sequence[Any]) -> ApiError:
+def _of_validation(errors: Sequence[Any], request: Request) -> ApiError:
     """The error that says most, of those that pydantic found."""
     unknown = [one for one in errors if one["type"] == "extra_forbidden"]
     first = unknown[0] if unknown else _telling(errors)
     path = _path(first["loc"])
     if unknown:
-        name = str(first["loc"][-1])
-        return ApiError(
-            400,
-            f"there is no field {path!r}, and nothing was run: {_hint(name)}",
-            param=path,
-            code="unknown_parameter",
-        )
+        return _of_unknown(path, first["loc"][1:], request)
     if not path:
         found = first["input"]
         is_form = isinstance(found, bytes)
@@ -189,12 +160,49 @@ def _path(location: Sequence[Any]) -> str:
     return path
 
 
-def _hint(name: str) -> str:
-    if name in _UNKNOWN:
-        return _UNKNOWN[name]
-    elsewhere = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
-    if name in elsewhere:
-        return f"{name} is for {elsewhere[name]}"
-    known = [*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields]
-    nearest = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else "leave it out"
+def _of_unknown(path: str, location: Sequence[Any], request: Request) -> ApiError:
+    """The error about a field that a route does not have."""
+    name, route = str(location[-1]), request.url.path.removeprefix(request.scope["root_path"])
+    is_within = len(location) > 1
+    refusal = None if is_within else rules_of(route).get(name)
+    if refusal is not None:
+        message = f"{name!r} cannot be served, and nothing was run: {refusal.note}"
+        return ApiError(400, message, param=path, code="unsupported_parameter")
+    body = getattr(request.scope.get("route"), "body_field", None)
+    forms = [] if body is None else _forms_within(body.field_info.annotation)
+    known = _known_names(forms, location[:-1])
+    hint = OTHER_NAMES.get(name) or (None if is_within else _hint_of_other_routes(name, route))
+    if hint is None:
+        nearest = difflib.get_close_matches(name, [other for other in known if other != name], n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+    message = f"there is no field {path!r}, and nothing was run: {hint}"
+    return ApiError(400, message, param=path, code="unknown_parameter")
+
+
+def _hint_of_other_routes(name: str, route: str) -> str | None:
+    """The hint for a field of another route."""
+    for other in (CHAT, COMPLETIONS):
+        rule = rules_of(other).get(name)
+        if rule is not None and rules_of(route):
+            return rule.note if rule.effect is Effect.REFUSED else f"{name} is for {other}"
+    return None
+
+
+def _known_names(forms: list[Any], location: Sequence[Any]) -> list[str]:
+    """The names of the fields at this location within the forms of a body."""
+    for part in location:
+        forms = [
+            inner
+            for outer in forms
+            for name, field in outer.model_fields.items()
+            if part in (name, field.alias)
+            for inner in _forms_within(field.annotation)
+        ]
+    return [field.alias or name for form in forms for name, field in form.model_fields.items()]
+
+
+def _forms_within(annotation: Any) -> list[Any]:
+    """The models that a type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [form for inner in get_args(annotation) for form in _forms_within(inner)]

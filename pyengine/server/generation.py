@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pyengine.core.errors import InvalidRequestError
+from pyengine.core.errors import ContextLengthError, InvalidRequestError
 from pyengine.core.fields import shown
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
@@ -24,6 +24,7 @@ from pyengine.engine import RequestState, encode_text
 from pyengine.server.auth import key_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
+from pyengine.server.ignored import IGNORED_HEADER
 from pyengine.server.requests import MAX_ITEMS, SamplingFields
 from pyengine.server.responses import PromptTokensDetails, ServerModel, Usage
 from pyengine.server.served import ServedStream
@@ -40,13 +41,13 @@ _FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
-    "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
     "max_tokens",
     "min_tokens",
     "prompt_logprobs",
+    "detokenize",
     "skip_special_tokens",
     "bad_words",
     "allowed_token_ids",
@@ -65,6 +66,9 @@ def sampling_params(
     """
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    if body.stop is not None:
+        several = [body.stop] if isinstance(body.stop, str) else body.stop
+        given["stop"] = [text for text in several if text]  # an empty string has no effect
     if body.logit_bias is not None:
         given["logit_bias"] = _bias(body.logit_bias)
     form = _form(body)
@@ -162,18 +166,20 @@ def _length_field(body: SamplingFields) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that runs: its names, when it came, and what it gives."""
+    """A call that runs: its names, when it came, what it gives, and its fields without effect."""
 
     context: ServerContext
     name: str
     model: str
     created: int
     stream: ServedStream
+    ignored: Sequence[str] = ()
 
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer."""
-        return {"x-request-id": self.name}
+        ignored = {IGNORED_HEADER: ", ".join(self.ignored)} if self.ignored else {}
+        return {"x-request-id": self.name, **ignored}
 
     def leave(self) -> None:
         """End what has not ended."""
@@ -195,10 +201,12 @@ async def begin(
     body: SamplingFields,
     params: SamplingParams,
     encoded: Callable[[Any], list[list[int]]],
+    ignored: Sequence[str],
 ) -> Call:
     """Make the requests of a call, off the event loop, and queue them.
 
-    `encoded` gives the token ids of its prompts by a tokenizer.
+    `encoded` gives the token ids of its prompts by a tokenizer; `ignored` are its fields without
+    effect.
     """
     model = context.check_model(body.model)
     name, key = name_of(request, body), key_of(request.scope)
@@ -225,7 +233,8 @@ async def begin(
         requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)))
     else:  # a grammar may take a while to compile, and tokenizers are for all
         requests = await asyncio.to_thread(made, await threads.run(encoded))
-    return Call(context, name, model, int(time.time()), context.submit(name, key, requests))
+    stream = context.submit(name, key, requests)
+    return Call(context, name, model, int(time.time()), stream, ignored)
 
 
 def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) -> list[int]:
@@ -233,9 +242,10 @@ def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) 
     if tokenizer is None:
         raise InvalidRequestError("the prompt is text and this model has no tokenizer: send ids")
     if len(text) > context.longest_text:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the prompt has {len(text)} characters, and of no text do more than "
-            f"{context.longest_text} fit into the model: shorten it"
+            f"{context.longest_text} fit into the model, whose maximum context length is "
+            f"{context.max_model_len} tokens: shorten it"
         )
     return encode_text(text, partial(tokenizer.encode, add_special_tokens=special))
 

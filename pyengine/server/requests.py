@@ -1,13 +1,15 @@
 """What clients send: the fields of each route and their types.
 
-Names are those of OpenAI's API, and of vLLM where that has more. An unknown field is refused. What
-a sampling parameter may be is checked by `SamplingParams`; here is what it may weigh: the lengths
-of lists and texts.
+Names are those of OpenAI's API, and of vLLM where that has more. An unknown field is refused;
+`fields` says which of the known ones have no effect. What a sampling parameter may be is checked by
+`SamplingParams`; here is what it may weigh: the lengths of lists and texts.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from pyengine.server.fields import CHAT, COMPLETIONS, rules_of
 
 MAX_ITEMS = 1024
 """Items of any list in a request, token ids of a prompt aside; also n times the prompts."""
@@ -15,7 +17,8 @@ MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
 
 Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops: TypeAlias = Annotated[list[Text], Field(max_length=MAX_STOPS)]
+StopText: TypeAlias = Annotated[str, Field(max_length=1024)]
+Stops: TypeAlias = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
 Ids: TypeAlias = Annotated[list[int], Field(max_length=MAX_ITEMS)]
 TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 RequestId: TypeAlias = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
@@ -34,6 +37,12 @@ class ClientModel(BaseModel):
     """Of what clients send: types as they are, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _inert(name: str, route: str = COMPLETIONS) -> Any:
+    """A field that is known and has no effect, or none for some of its values."""
+    rule = rules_of(route)[name]
+    return Field(None, description=f"{rule.effect_in_words}: {rule.note}")
 
 
 class StreamOptions(ClientModel):
@@ -69,7 +78,39 @@ class StructuredOutputFields(ClientModel):
     json_object: bool | None = None
 
 
-class SamplingFields(ClientModel):
+class InertFields(ClientModel):
+    """Fields that have no effect here, whatever their value or for some of them."""
+
+    best_of: int | None = _inert("best_of")
+    length_penalty: float | None = _inert("length_penalty")
+    logprob_token_ids: Ids | None = _inert("logprob_token_ids")
+    media_io_kwargs: dict[str, Any] | None = _inert("media_io_kwargs")
+    metadata: dict[str, str] | None = _inert("metadata")
+    mm_payload: str | None = _inert("mm_payload")
+    mm_processor_kwargs: dict[str, Any] | None = _inert("mm_processor_kwargs")
+    modalities: Annotated[list[str], Field(max_length=MAX_ITEMS)] | None = _inert("modalities")
+    prediction: dict[str, Any] | None = _inert("prediction")
+    prompt_cache_key: str | None = _inert("prompt_cache_key")
+    prompt_cache_options: dict[str, Any] | None = _inert("prompt_cache_options")
+    prompt_cache_retention: str | None = _inert("prompt_cache_retention")
+    return_mm_kwargs: bool | None = _inert("return_mm_kwargs")
+    return_token_offsets: bool | None = _inert("return_token_offsets")
+    routed_experts_prompt_start: int | None = _inert("routed_experts_prompt_start")
+    safety_identifier: str | None = _inert("safety_identifier")
+    service_tier: str | None = _inert("service_tier")
+    session_id: str | None = _inert("session_id")
+    spaces_between_special_tokens: bool | None = _inert("spaces_between_special_tokens")
+    store: bool | None = _inert("store")
+    stream_interval: int | None = _inert("stream_interval")
+    suffix: str | None = _inert("suffix")
+    truncation_side: Literal["left", "right"] | None = _inert("truncation_side")
+    use_beam_search: bool | None = _inert("use_beam_search")
+    user: str | None = _inert("user")
+    vllm_xargs: dict[str, Any] | None = _inert("vllm_xargs")
+    watermarking: bool | None = _inert("watermarking")
+
+
+class SamplingFields(InertFields):
     """What completions and chats have in common: the fields of `SamplingParams`, and the request's.
 
     What is left out or null is as the model's own configuration or `SamplingParams` has it.
@@ -86,13 +127,14 @@ class SamplingFields(ClientModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_ITEMS)
     seed: int | None = None
-    stop: Text | Stops | None = None
+    stop: StopText | Stops | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     prompt_logprobs: TopLogprobs | None = None
+    detokenize: bool | None = Field(None, description="false: no text, token ids alone")
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS)] | None = None
     allowed_token_ids: Ids | None = None
@@ -114,8 +156,6 @@ class SamplingFields(ClientModel):
         None, description="only prompts with the same salt share cached blocks"
     )
     priority: float = Field(0, description="smaller ones are served first")
-    user: str | None = Field(None, description="changes nothing")
-    metadata: dict[str, str] | None = Field(None, description="changes nothing")
 
 
 class CompletionRequest(SamplingFields):
@@ -154,6 +194,12 @@ class ChatOptionFields(ClientModel):
         None, description="variables of the chat template, those that the server allows"
     )
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(None, description="for the model's chat template, if that reads it")
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="for the model's chat template, if that reads it and the server lets it"
+    )
 
 
 class ChatCompletionRequest(SamplingFields, ChatOptionFields):
@@ -165,3 +211,11 @@ class ChatCompletionRequest(SamplingFields, ChatOptionFields):
     top_logprobs: TopLogprobs | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    add_special_tokens: bool | None = _inert("add_special_tokens", CHAT)
+    documents: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _inert("documents", CHAT)
+    echo: bool | None = _inert("echo", CHAT)
+    function_call: str | dict[str, Any] | None = _inert("function_call", CHAT)
+    functions: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _inert("functions", CHAT)
+    include_reasoning: bool | None = _inert("include_reasoning", CHAT)
+    return_prompt_text: bool | None = _inert("return_prompt_text", CHAT)

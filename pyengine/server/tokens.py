@@ -14,6 +14,7 @@ from pyengine.server.generation import encode
 from pyengine.server.json_route import JsonRoute
 from pyengine.server.requests import ChatOptionFields, ClientModel, Messages
 from pyengine.server.responses import ServerModel
+from pyengine.server.template_variables import TemplateVariables
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -56,7 +57,9 @@ async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "send either prompt or messages", param="prompt")
-    options = chat_options(body, context.settings, body.tools)
+    template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
+    variables = TemplateVariables.of(body, template, context.settings)
+    options = chat_options(body, variables, context.settings, body.tools)
 
     def make(tokenizer: Any) -> tuple[list[int], list[str] | None]:
         if body.messages is not None:

@@ -50,7 +50,7 @@ def offered(body: ChatCompletionRequest) -> Offered:
     match body.tool_choice:
         case None | "none":
             return Offered() if body.tool_choice == "none" else Offered(frozenset(tools))
-        case "auto" | "required" if not tools:
+        case "required" if not tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         case "auto":
             return Offered(frozenset(tools))

@@ -214,7 +214,6 @@ def test_an_answer_with_calls_goes_back_into_the_conversation(client: Client, sa
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tool_choice": "auto"}, "needs tools"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"tool_choice": named("add")}, "a function of tools"),
         ({"tools": [TOOL], "tool_choice": named("subtract")}, "a function of tools"),

@@ -1,0 +1,50 @@
+"""Fields without effect: found, named in a header of the answer, or refused by a strict server."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyengine.core.server_settings import ServerSettings
+from pyengine.server.errors import ApiError
+from pyengine.server.fields import Effect, rules_of
+
+IGNORED_HEADER = "x-pyengine-ignored"
+"""Of an answer: the names of the request's fields that had no effect."""
+_CODE = "unsupported_parameter"
+
+
+def ignored_fields(route: str, body: Any) -> list[str]:
+    """The fields of a body that have no effect here.
+
+    Raises `ApiError` for a field whose value asks for an answer that this server does not give.
+    """
+    rules, names = rules_of(route), []
+    for name in type(body).model_fields:
+        if name not in body.model_fields_set:
+            continue
+        rule, value = rules[name], getattr(body, name)
+        match rule.effect_of(value, body):
+            case Effect.REFUSED:
+                raise ApiError(
+                    400,
+                    f"{name!r} with this value cannot be served, and nothing was run: {rule.note}",
+                    param=name,
+                    code=_CODE,
+                )
+            case Effect.IGNORED:
+                names.append(name)
+    return names
+
+
+def check_ignored(names: Sequence[str], route: str, settings: ServerSettings) -> None:
+    """Raise `ApiError` for fields without effect where the server is strict."""
+    if not settings.strict or not names:
+        return
+    rule = rules_of(route).get(names[0])
+    reason = f" ({rule.note})" if rule is not None else ""
+    raise ApiError(
+        400,
+        f"{names[0]} has no effect here{reason}, and this server refuses such fields (--strict): "
+        "leave it out",
+        param=names[0],
+        code=_CODE,
+    )

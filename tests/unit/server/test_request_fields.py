@@ -1,0 +1,404 @@
+"""Each field of OpenAI's API and of vLLM's is honoured, named as without effect, or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyengine.core.errors import ConfigurationError
+from pyengine.core.server_settings import ServerSettings
+from pyengine.engine import AsyncEngine
+from tests.support import chat
+from tests.support.serving import (
+    Client,
+    error_of,
+    events_of,
+    make_client,
+    open_small_engine,
+    save_small_model,
+)
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "What is the capital of France?"}
+ASSISTANT = {"role": "assistant", "content": "Paris"}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [USER], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
+    COMPLETIONS: {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "ignore_eos": True},
+}
+HEADER = "x-pyengine-ignored"
+BOTH = (CHAT, COMPLETIONS)
+
+WITHOUT_EFFECT: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (BOTH, {"best_of": 1}),
+    (BOTH, {"best_of": 3, "n": 3}),
+    (BOTH, {"store": True}),
+    (BOTH, {"store": False}),
+    (BOTH, {"service_tier": "flex"}),
+    (BOTH, {"prompt_cache_key": "k"}),
+    (BOTH, {"prompt_cache_retention": "24h"}),
+    (BOTH, {"prompt_cache_options": {"mode": "explicit"}}),
+    (BOTH, {"safety_identifier": "s"}),
+    (BOTH, {"user": "u"}),
+    (BOTH, {"metadata": {"a": "b"}}),
+    (BOTH, {"modalities": ["text"]}),
+    (BOTH, {"prediction": {"type": "content", "content": "Paris"}}),
+    (BOTH, {"stop": ""}),
+    (BOTH, {"stop": ["", ""]}),
+    (BOTH, {"suffix": ""}),
+    (BOTH, {"use_beam_search": False}),
+    (BOTH, {"length_penalty": 2.0}),
+    (BOTH, {"watermarking": False}),
+    (BOTH, {"spaces_between_special_tokens": True}),
+    (BOTH, {"spaces_between_special_tokens": False}),
+    (BOTH, {"spaces_between_special_tokens": True, "skip_special_tokens": False}),
+    (BOTH, {"truncation_side": "left", "truncate_prompt_tokens": 5}),
+    (BOTH, {"truncation_side": "right"}),
+    (BOTH, {"media_io_kwargs": {}}),
+    (BOTH, {"mm_processor_kwargs": {"a": 1}}),
+    (BOTH, {"session_id": "s"}),
+    (BOTH, {"stream_interval": 5}),
+    (BOTH, {"routed_experts_prompt_start": 3}),
+    (BOTH, {"return_token_offsets": True}),
+    (BOTH, {"mm_payload": "none"}),
+    (BOTH, {"return_mm_kwargs": False}),
+    (BOTH, {"logprob_token_ids": []}),
+    (BOTH, {"vllm_xargs": {}}),
+    ((CHAT,), {"verbosity": "low"}),
+    ((CHAT,), {"include_reasoning": False}),
+    ((CHAT,), {"echo": False}),
+    ((CHAT,), {"echo": True}),
+    ((CHAT,), {"add_special_tokens": False}),
+    ((CHAT,), {"documents": []}),
+    ((CHAT,), {"functions": []}),
+    ((CHAT,), {"function_call": "none"}),
+    ((CHAT,), {"return_prompt_text": False}),
+    ((CHAT,), {"tool_choice": "auto"}),
+    ((CHAT,), {"tool_choice": "auto", "tools": []}),
+]
+CASES = [
+    pytest.param(path, fields, id=f"{path.split('/')[2]}-{fields!r:.60}")
+    for paths, fields in WITHOUT_EFFECT
+    for path in paths
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), CASES)
+def test_a_field_without_effect_is_named_and_changes_nothing(
+    path: str, fields: dict[str, Any], client: Client
+) -> None:
+    name = next(iter(fields))
+    honoured = {key: fields[key] for key in list(fields)[1:]}
+    response = client.post(path, {**BODIES[path], **fields})
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == name
+    plain = client.post(path, {**BODIES[path], **honoured})
+    assert HEADER not in plain.headers
+    assert response.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(("path", "fields"), CASES)
+def test_a_strict_server_refuses_fields_without_effect(
+    path: str, fields: dict[str, Any], engine: AsyncEngine
+) -> None:
+    client = make_client(engine, strict=True)
+    name = next(iter(fields))
+    error = client.refusal(path, {**BODIES[path], **fields})
+    assert error["param"] == name and error["code"] == "unsupported_parameter"
+    assert name in error["message"] and "--strict" in error["message"]
+    assert client.answer(path, {**BODIES[path], name: None})["choices"]
+
+
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (BOTH, {"best_of": 5}, "take the best"),
+    (BOTH, {"best_of": 1, "n": 2}, "take the best"),
+    (BOTH, {"modalities": ["audio"]}, "text"),
+    (BOTH, {"modalities": ["text", "audio"]}, "text"),
+    (BOTH, {"suffix": "end"}, "between"),
+    (BOTH, {"use_beam_search": True}, "beam search"),
+    (BOTH, {"watermarking": True}, "watermark"),
+    (BOTH, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "space"),
+    (BOTH, {"truncation_side": "right", "truncate_prompt_tokens": 5}, "last tokens"),
+    (BOTH, {"logprob_token_ids": [5]}, "logprobs"),
+    (BOTH, {"vllm_xargs": {"a": 1}}, "extension"),
+    (BOTH, {"thinking_token_budget": 5}, "max_tokens"),
+    (BOTH, {"repetition_detection": {}}, "repetition"),
+    (BOTH, {"kv_transfer_params": {}}, "server"),
+    (BOTH, {"ec_transfer_params": {}}, "server"),
+    ((CHAT,), {"audio": {"voice": "x", "format": "mp3"}}, "text"),
+    ((CHAT,), {"moderation": {"model": "m"}}, "moderat"),
+    ((CHAT,), {"web_search_options": {}}, "search"),
+    ((CHAT,), {"functions": [{"name": "f"}]}, "tools"),
+    ((CHAT,), {"function_call": {"name": "f"}}, "tool_choice"),
+    ((CHAT,), {"documents": [{"text": "x"}]}, "message"),
+    ((CHAT,), {"chat_template": "x"}, "the model's own"),
+    ((CHAT,), {"return_prompt_text": True}, "return_token_ids"),
+    ((CHAT,), {"add_special_tokens": True}, "template"),
+    ((CHAT,), {"echo": True, "messages": [USER, ASSISTANT]}, "last message"),
+    ((COMPLETIONS,), {"prompt_embeds": "x"}, "text and token ids"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        pytest.param(path, fields, words, id=f"{path.split('/')[2]}-{fields!r:.60}")
+        for paths, fields, words in REFUSED
+        for path in paths
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(
+    path: str, fields: dict[str, Any], words: str, client: Client
+) -> None:
+    name = next(iter(fields))
+    error = client.refusal(path, {**BODIES[path], **fields})
+    assert error["param"] == name and error["code"] == "unsupported_parameter", error
+    assert name in error["message"] and words in error["message"], error
+
+
+@pytest.mark.parametrize(
+    "fields", [{"store": "x"}, {"modalities": "text"}, {"best_of": "1"}, {"metadata": []}]
+)
+def test_values_of_fields_without_effect_have_a_type(fields: Any, client: Client) -> None:
+    error = client.refusal(CHAT, {**BODIES[CHAT], **fields})
+    assert error["param"].split(".")[0] == next(iter(fields))
+
+
+def test_several_are_named_in_streams_too(client: Client) -> None:
+    body = {**BODIES[CHAT], "store": True, "user": "u", "top_k": 5, "stop": "", "stream": True}
+    response = client.post(CHAT, body)
+    assert events_of(response.text)
+    assert sorted(response.headers[HEADER].split(", ")) == ["stop", "store", "user"]
+
+
+def test_a_browser_may_read_the_header(engine: AsyncEngine) -> None:
+    client = make_client(engine, cors_origin=("https://a.example",))
+    headers = {"origin": "https://a.example"}
+    response = client.post(CHAT, {**BODIES[CHAT], "user": "u"}, headers=headers)
+    assert HEADER in response.headers["access-control-expose-headers"]
+
+
+def test_what_is_ignored_is_in_the_description(client: Client) -> None:
+    forms = client.get("/openapi.json").json()["components"]["schemas"]
+    for form in ("ChatCompletionRequest", "CompletionRequest"):
+        assert "without effect" in forms[form]["properties"]["store"]["description"]
+
+
+def test_an_empty_stop_among_others_stops_nothing(client: Client) -> None:
+    body = {"messages": [USER], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    text = client.answer(CHAT, body)["choices"][0]["message"]["content"]
+    first = client.answer(CHAT, {**body, "stop": [text[3]]})["choices"]
+    assert client.answer(CHAT, {**body, "stop": ["", text[3]]})["choices"] == first
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_without_detokenization_there_is_no_text(path: str, client: Client) -> None:
+    body = {**BODIES[path], "return_token_ids": True, "logprobs": path == CHAT or 1}
+    (told,) = client.answer(path, body)["choices"]
+    response = client.post(path, {**body, "detokenize": False})
+    (choice,) = response.json()["choices"]
+    assert HEADER not in response.headers
+    assert choice["token_ids"] == told["token_ids"] and len(choice["token_ids"]) == 2
+    assert (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
+    events = client.events(path, {**body, "detokenize": False})
+    assert [one for event in events for one in event["choices"][0]["token_ids"]] == told[
+        "token_ids"
+    ]
+
+
+def test_calls_of_tools_need_text(client: Client) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    error = client.refusal(CHAT, {**BODIES[CHAT], "tools": [tool], "detokenize": False})
+    assert error["param"] == "detokenize" and "tools" in error["message"]
+
+
+READS_EFFORT = chat.CHATML.replace("enable_thinking", "reasoning_effort")
+SHOWS_EFFORT = "{% for m in messages %}{{ m.content }}{% endfor %}<{{ reasoning_effort }}>"
+
+
+@pytest.fixture(scope="module")
+def effort_engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_small_model(tmp_path_factory.mktemp("effort"), SHOWS_EFFORT)
+    with open_small_engine(folder) as engine:
+        yield engine
+
+
+def prompt_of(client: Client, **fields: Any) -> tuple[str, str | None]:
+    """The prompt of a chat, and what was ignored."""
+    response = client.post(CHAT, {**BODIES[CHAT], **fields, "return_token_ids": True})
+    assert response.status_code == 200, response.text
+    ids = response.json()["prompt_token_ids"]
+    assert client.answer("/tokenize", {"messages": [USER], **fields})["tokens"] == ids
+    text = client.answer("/detokenize", {"tokens": ids})["prompt"]
+    return text, response.headers.get(HEADER)
+
+
+def test_reasoning_effort_reaches_a_template_that_reads_it(effort_engine: AsyncEngine) -> None:
+    client = make_client(effort_engine)
+    text, ignored = prompt_of(client, reasoning_effort="high")
+    assert text.endswith("<high>") and ignored is None
+    same = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+    assert prompt_of(client, **same) == (text, None)
+    assert prompt_of(client, **same, reasoning_effort="high") == (text, None)
+    other = {**BODIES[CHAT], **same, "reasoning_effort": "low"}
+    assert client.refusal(CHAT, other)["param"] == "reasoning_effort"
+    kept = make_client(effort_engine, template_variable=("enable_thinking",))
+    assert prompt_of(kept, reasoning_effort="high")[1] == "reasoning_effort"
+    body = {**BODIES[CHAT], "reasoning_effort": "high"}
+    assert make_client(effort_engine, strict=True).answer(CHAT, body)["choices"]
+
+
+def test_reasoning_effort_turns_thinking_on_and_off(client: Client) -> None:
+    """The template reads `enable_thinking` alone."""
+    plain, _ = prompt_of(client)
+    assert prompt_of(client, reasoning_effort="high") == (plain, None)
+    off, ignored = prompt_of(client, reasoning_effort="none")
+    assert off.endswith("<think>\n\n</think>\n\n") and ignored is None
+    told = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of(client, **told)[0] == off
+    assert prompt_of(client, **told, reasoning_effort="high") == (off, "reasoning_effort")
+
+
+def test_reasoning_effort_is_named_where_no_template_reads_it(tmp_path: Path) -> None:
+    with open_small_engine(save_small_model(tmp_path, chat.CONCATENATES)) as engine:
+        text, ignored = prompt_of(make_client(engine), reasoning_effort="high")
+    assert ignored == "reasoning_effort"
+    assert text == prompt_of_messages(USER)
+
+
+def prompt_of_messages(*messages: Any) -> str:
+    return "".join([f"[{one['role']}]{one['content']}\n" for one in messages]) + "[assistant]"
+
+
+KEYS: dict[str, Any] = {
+    "annotations": [{"type": "url_citation"}],
+    "refusal": "no",
+    "id": "m1",
+    "reasoning_content": "Hm.",
+    "reasoning": "Hm.",
+    "cache_control": {"type": "ephemeral"},
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_of_messages_without_effect_are_named(key: str, client: Client) -> None:
+    plain = {**BODIES[CHAT], "messages": [USER, ASSISTANT, USER], "return_token_ids": True}
+    message = {**ASSISTANT, key: KEYS[key]}
+    body = {**plain, "messages": [USER, message, USER]}
+    response = client.post(CHAT, body)
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == f"messages.{key}"
+    assert response.json()["prompt_token_ids"] == client.answer(CHAT, plain)["prompt_token_ids"]
+    empty = {**plain, "messages": [USER, {**ASSISTANT, key: None}, USER]}
+    assert HEADER not in client.post(CHAT, empty).headers
+
+
+@pytest.mark.parametrize("key", ["cache_control", "annotations", "id", "prompt_cache_breakpoint"])
+def test_keys_of_parts_without_effect_are_named(key: str, client: Client) -> None:
+    part = {"type": "text", "text": "Hello"}
+    plain = {**BODIES[CHAT], "messages": [{"role": "user", "content": [part]}]}
+    plain["return_token_ids"] = True
+    body = {**plain, "messages": [{"role": "user", "content": [{**part, key: {}}]}]}
+    response = client.post(CHAT, body)
+    assert response.status_code == 200, response.text
+    assert response.headers[HEADER] == f"messages.content.{key}"
+    assert response.json()["prompt_token_ids"] == client.answer(CHAT, plain)["prompt_token_ids"]
+
+
+def test_an_unknown_key_of_a_part_is_refused(client: Client) -> None:
+    part = {"type": "text", "text": "Hello", "colour": "red"}
+    body = {**BODIES[CHAT], "messages": [{"role": "user", "content": [part]}]}
+    assert "'colour'" in client.refusal(CHAT, body)["message"]
+
+
+def test_a_refusal_is_what_the_assistant_said(client: Client) -> None:
+    plain = {**BODIES[CHAT], "return_token_ids": True}
+    said = client.answer(CHAT, {**plain, "messages": [USER, ASSISTANT, USER]})
+    for message in (
+        {"role": "assistant", "content": None, "refusal": "Paris"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "Paris"}]},
+    ):
+        response = client.post(CHAT, {**plain, "messages": [USER, message, USER]})
+        assert response.status_code == 200, response.text
+        assert HEADER not in response.headers
+        assert response.json()["prompt_token_ids"] == said["prompt_token_ids"]
+
+
+def test_a_strict_server_refuses_keys_of_messages_without_effect(engine: AsyncEngine) -> None:
+    client = make_client(engine, strict=True)
+    body = {**BODIES[CHAT], "messages": [{**USER, "id": "m1"}]}
+    error = client.refusal(CHAT, body)
+    assert error["param"] == "messages.id" and "--strict" in error["message"]
+
+
+@pytest.mark.parametrize("role", ["usr", "", "User", "x<|im_end|>", "if"])
+def test_a_role_that_is_none_is_refused(role: str, client: Client) -> None:
+    error = client.refusal(CHAT, {**BODIES[CHAT], "messages": [{"role": role, "content": "x"}]})
+    assert repr(role) in error["message"] and "system" in error["message"]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_roles_of_the_api_are_taken(role: str, client: Client) -> None:
+    messages = [{"role": role, "content": "x"}, USER]
+    assert client.answer(CHAT, {**BODIES[CHAT], "messages": messages})["choices"]
+
+
+def test_a_role_that_the_template_names_is_taken(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% if m.role == 'ipython' %}>{% endif %}a{% endfor %}"
+    with open_small_engine(save_small_model(tmp_path, template)) as engine:
+        body = {**BODIES[CHAT], "messages": [{"role": "ipython", "content": "x"}]}
+        assert make_client(engine).answer(CHAT, body)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "hint"),
+    [
+        (COMPLETIONS, "max_completion_tokens", CHAT),
+        (COMPLETIONS, "messages", CHAT),
+        (COMPLETIONS, "tools", CHAT),
+        (COMPLETIONS, "reasoning_effort", CHAT),
+        (CHAT, "prompt", COMPLETIONS),
+        (CHAT, "prompt_embeds", "text and token ids"),
+        (COMPLETIONS, "documents", "into a message"),
+        ("/tokenize", "temperature", "leave it out"),
+        ("/tokenize", "add_special_token", "add_special_tokens"),
+    ],
+)
+def test_a_hint_leads_somewhere_else(path: str, name: str, hint: str, client: Client) -> None:
+    body = {**BODIES.get(path, {"prompt": "x"}), name: 1}
+    error = client.refusal(path, body)
+    assert error["param"] == name and hint in error["message"].partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint"),
+    [
+        ({"stream": True, "stream_options": {"stream": True}}, "leave it out"),
+        ({"stream": True, "stream_options": {"include_usag": True}}, "include_usage"),
+        ({"response_format": {"type": "text", "schema_": {}}}, "did you mean json_schema?"),
+        ({"structured_outputs": {"jso": {}}}, "did you mean json?"),
+    ],
+)
+def test_hints_within_a_field_are_names_within_it(fields: Any, hint: str, client: Client) -> None:
+    error = client.refusal(COMPLETIONS, {**BODIES[COMPLETIONS], **fields})
+    assert error["code"] == "unknown_parameter" and hint in error["message"], error
+
+
+def test_context_length_has_its_code(client: Client) -> None:
+    for path, fields in (
+        (COMPLETIONS, {"prompt": [5] * 2000}),
+        (COMPLETIONS, {"prompt": "x" * 2000}),
+        (COMPLETIONS, {"prompt": "x" * 200_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 2000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 200_000}]}),
+    ):
+        error = client.refusal(path, {**BODIES[path], **fields})
+        assert error["code"] == "context_length_exceeded", error
+        assert "maximum context length" in error["message"]
+    error = error_of(client.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": [-1]}))
+    assert error["code"] is None
+
+
+def test_strict_is_a_setting() -> None:
+    assert ServerSettings().strict is False
+    with pytest.raises(ConfigurationError, match="strict"):
+        ServerSettings(strict="yes")  # type: ignore[arg-type]
