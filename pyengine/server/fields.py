@@ -230,7 +230,10 @@ _ANSWER = (
 )
 _FORM = (
     _honoured("stream"),
-    _honoured("stream_options", "`include_usage`, `continuous_usage_stats`"),
+    _honoured(
+        "stream_options",
+        "`include_usage`, `continuous_usage_stats`; `include_obfuscation` has no effect",
+    ),
     _ignored("stream_interval", "an item comes with each step; the text is the same"),
     _honoured("logprobs", "up to 20", **_COMPLETIONS_ONLY),
     _honoured("logprobs", "true or false", **_CHAT_ONLY),

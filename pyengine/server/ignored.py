@@ -32,6 +32,9 @@ def ignored_fields(route: str, body: Any) -> list[str]:
                 )
             case Effect.IGNORED:
                 names.append(name)
+    options = body.stream_options
+    if options is not None and options.include_obfuscation is not None:
+        names.append("stream_options.include_obfuscation")
     return names
 
 

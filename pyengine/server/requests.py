@@ -50,6 +50,7 @@ class StreamOptions(ClientModel):
 
     include_usage: bool = Field(False, description="a last item with the usage")
     continuous_usage_stats: bool = Field(False, description="the usage in every item")
+    include_obfuscation: bool | None = Field(None, description="without effect: nothing is padded")
 
 
 class JsonSchema(ClientModel):

@@ -170,6 +170,13 @@ def test_several_are_named_in_streams_too(client: Client) -> None:
     assert sorted(response.headers[HEADER].split(", ")) == ["stop", "store", "user"]
 
 
+def test_padding_of_streams_is_named(client: Client) -> None:
+    body = {**BODIES[CHAT], "stream": True, "stream_options": {"include_obfuscation": False}}
+    response = client.post(CHAT, body)
+    assert events_of(response.text)
+    assert response.headers[HEADER] == "stream_options.include_obfuscation"
+
+
 def test_a_browser_may_read_the_header(engine: AsyncEngine) -> None:
     client = make_client(engine, cors_origin=("https://a.example",))
     headers = {"origin": "https://a.example"}
