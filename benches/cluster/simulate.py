@@ -3,7 +3,7 @@
     python -m benches.cluster.simulate --replicas 16 --data FOLDER
 
 The router is `PrefixRouter` itself, the caches are block managers; time is a cost model's, whose
-constants `measure.py` has measured. Figures go to `benches/results/cluster.json`.
+constants `measure.py` has measured. Figures go to `benches/results/cluster-xeon-amx.json`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 LAG = 0.005
 """Seconds between a step's end and its events in the router."""
 KIND = CacheKind("simulated", BLOCK_SIZE, 0)
-RESULTS = Path(__file__).parents[1] / "results" / "cluster.json"
+RESULTS = Path(__file__).parents[1] / "results" / "cluster-xeon-amx.json"
 
 
 @dataclass(frozen=True)

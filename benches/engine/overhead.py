@@ -23,9 +23,9 @@ each step.
 Further: taking in a prompt of 8,192 token ids, and aborting one of 50,000 requests that wait.
 
 Microseconds, medians of rounds in which all take turns. A time is the processor's, which a busy
-machine does not change much; the clock's is beside it in `benches/results/engine-overhead.json`.
-That file keeps columns: `--as NAME` fills one of them ("now"), the table shows them all, and
-`--docs` puts it into docs/performance.md.
+machine does not change much; the clock's is beside it in the file,
+`benches/results/engine-overhead-MACHINE.json`. That file keeps columns: `--as NAME` fills one of
+them ("now"), the table shows them all, and `--docs` puts it into docs/performance.md.
 """
 
 import argparse
@@ -44,7 +44,7 @@ import torch
 
 from benches.engine.page import publish
 from benches.engine.service import Ids, Service, Size, prepared_logits
-from benches.peers.report import libraries, machine
+from benches.peers.report import heading, libraries, machine, results_file, results_name
 from benches.peers.sampling import Effort, Spread, Stream, interleave
 from pyengine.core import RequestOutputKind, SamplingParams
 from pyengine.models.source import embedded_model
@@ -306,6 +306,28 @@ def measure(wanted: dict[str, Callable[[], Stream]], effort: Effort) -> dict[str
     return results
 
 
+def page(content: dict[str, Any]) -> Iterator[str]:
+    """What the docs show: machines and dates, the tables, and what became slower."""
+    for run, column in content.items():
+        about = column["machine"]
+        yield f"{run}: {heading(about)}, commit {about['commit']}  "
+    yield ""
+    columns = {run: column["us"] for run, column in content.items()}
+    yield from table(columns)
+    if len(columns) == 2:
+        yield from slower(*columns.values())
+
+
+def slower(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """The rows whose quartiles say that they take longer than before."""
+    found = []
+    for name, row in now.items():
+        old, new = before.get(name, {}).get("processor"), row.get("processor")
+        if old and new and new["q1"] > old["q3"]:
+            found.append(f"{name} ({new['median'] / old['median'] - 1:+.0%})")
+    yield f"\nSlower than before, beyond the quartiles: {'; '.join(found) or 'no row'}."
+
+
 def table(columns: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Steps and calls, then the parts of steps; in markdown, a column for each run."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
@@ -339,9 +361,10 @@ def main() -> None:
     parser.add_argument("--as", dest="column", default="now", help="the column that is filled")
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     parser.add_argument("--show", action="store_true", help="print the file's table")
-    parser.add_argument("--results", default="engine-overhead", help="name of the JSON file")
+    parser.add_argument("--results", help="name of file and place (engine-overhead-MACHINE)")
     options = parser.parse_args()
-    target = ROOT / "benches/results" / f"{options.results}.json"
+    name = options.results or results_name("engine-overhead")
+    target = results_file(name)
     content: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
     if not options.show:
         torch.set_num_threads(1)
@@ -353,8 +376,7 @@ def main() -> None:
         column |= {"machine": machine(), "libraries": libraries()}
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(content, indent=1) + "\n")
-    columns = {name: column["us"] for name, column in content.items()}
-    publish("engine overhead", table(columns), write=options.docs)
+    publish(name, page(content), write=options.docs)
     print(f"\n{os.path.relpath(target)}", file=sys.stderr)
 
 

@@ -6,6 +6,11 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 
 
+def has_place(name: str, page: Path) -> bool:
+    """True if the page has the marks of this table."""
+    return f"<!-- {name} -->\n" in page.read_text(encoding="utf-8")
+
+
 def publish(name: str, lines: Iterable[str], *, write: bool, page: Path = PAGE) -> None:
     """Print; with `write`, replace what is between `<!-- name -->` and `<!-- end of name -->`."""
     text = "\n".join(lines)

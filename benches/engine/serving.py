@@ -20,8 +20,7 @@ turns, in another order each round; figures are medians of the rounds. Client an
 `.venv-peers` (`benches/peers/env.py` makes it).
 
 Tables go to standard output, with `--docs` into docs/serving.md too, everything to
-`benches/results/serving.json`. With `--results serving-epyc` file and place in the docs are that
-name's: another machine's figures, beside those of the first.
+`benches/results/serving-MACHINE.json`: each kind of machine has a file and a place of its own.
 """
 
 import argparse
@@ -49,7 +48,7 @@ from benches.engine.page import publish
 from benches.engine.serve import Asked
 from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
 from benches.engine.works import passages
-from benches.peers.report import libraries, machine
+from benches.peers.report import libraries, machine, results_file, results_name
 from pyengine.core.openmp import BRIEF_SPIN
 from pyengine.models.source import embedded_model
 
@@ -356,7 +355,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--crowd", type=int, default=256, help="clients of the last load")
     parser.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16")
-    parser.add_argument("--results", default="serving", help="name of file and place (serving)")
+    parser.add_argument("--results", help="name of file and place (serving-MACHINE)")
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     parser.add_argument("--show", action="store_true", help="print its tables, measure nothing")
     options = parser.parse_args()
@@ -386,14 +385,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run, print, write."""
     options = parse()
-    target = ROOT / "benches/results" / f"{options.results}.json"
+    name = options.results or results_name("serving")
+    target = results_file(name)
     if options.show:
         content = json.loads(target.read_text())
     else:
         content = run(options)
         if not options.quick:
             target.write_text(json.dumps(content, indent=1) + "\n")
-    publish(options.results, tables(content), write=options.docs, page=PAGE)
+    publish(name, tables(content), write=options.docs, page=PAGE)
 
 
 if __name__ == "__main__":

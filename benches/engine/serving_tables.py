@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from benches.peers.report import heading
+
 SERVERS = OURS, VLLM, VLLM32 = "pyengine", "vllm", "vllm32"
 AT_ONCE, SEATS, ALONE = "offline, all at once", "offline, with seats", "engine alone"
 TITLES = {
@@ -23,7 +25,10 @@ HEAD = "tokens/s | first token, ms: p50 | p99 | between tokens, ms: p50 | p99"
 def tables(content: dict[str, Any]) -> Iterator[str]:
     """In markdown."""
     about, found = content["machine"], content["found"]
-    yield f"{about['cpu']}, {about['cores']} cores, {about['date']}, {content['dtype']}"
+    rounds = {
+        len(each) for rows in found.values() for name, each in rows.items() if name in SERVERS
+    }
+    yield f"{heading(about, rounds)}, {content['dtype']}"
     for load, rows in found.items():
         rate = content.get("rates", {}).get(load)
         yield ""

@@ -3,11 +3,11 @@
     python -m benches.engine.shared_length [--docs]     # some seconds
     .venv-peers/bin/python -m benches.engine.shared_length --plot   # docs/images/shared-length.svg
 
-from the root of the repository; figures in `benches/results/shared-length.json`, with `--docs` in
-docs/performance.md too. 9 query heads on 3 KV heads of dimension 64, blocks of 16 that lie
-anywhere in the pool, 16 tokens of each row's own behind the prefix, all cores. Layers take turns,
-so that their blocks are not in the caches, and the two ways too; medians, in microseconds. Both
-give the same bits (checked).
+from the root of the repository; figures in `benches/results/shared-length-MACHINE.json`, with
+`--docs` in docs/performance.md too. 9 query heads on 3 KV heads of dimension 64, blocks of 16 that
+lie anywhere in the pool, 16 tokens of each row's own behind the prefix, all cores. Layers take
+turns, so that their blocks are not in the caches, and the two ways too; medians, in microseconds.
+Both give the same bits (checked).
 """
 
 import argparse
@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from benches.engine.page import publish
+from benches.peers.report import heading, machine, results_file, results_name
+
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benches/results/shared-length.json"
 PLOT = ROOT / "docs/images/shared-length.svg"
 BLOCK, HEADS, KV_HEADS, DIM, ROWS, OWN, LAYERS = 16, 9, 3, 64, 32, 16, 6
 LENGTHS = (0, 128, 256, 512, 1024, 2048, 4096)
@@ -69,7 +71,7 @@ def measure(dtype: str, length: int) -> dict[str, float]:
 def table(results: dict[str, Any]) -> Iterator[str]:
     """In markdown: how much of the time without groups the time with them is."""
     about, found = results["about"], results["microseconds"]
-    yield f"{about['cpu']}, {about['cores']} cores, {about['date']}, microseconds"
+    yield f"{heading(about, [results.get('rounds', ROUNDS)])}, microseconds"
     yield ""
     yield "| tokens shared | " + " | ".join(f"{d}, once | each | share" for d in found) + " |"
     yield "|---:|" + "---:|---:|---:|" * len(found)
@@ -114,19 +116,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--plot", action="store_true", help="draw the last run, measure nothing")
     parser.add_argument("--docs", action="store_true", help="write the table into the docs")
+    parser.add_argument("--show", action="store_true", help="print its table, measure nothing")
+    parser.add_argument("--results", help="name of file and place (shared-length-MACHINE)")
     options = parser.parse_args()
+    name = options.results or results_name("shared-length")
+    target = results_file(name)
     if options.plot:
-        return plot(json.loads(RESULTS.read_text()), PLOT)
-    from benches.engine.page import publish
-    from benches.peers.report import machine
+        return plot(json.loads(target.read_text()), PLOT)
+    if not options.show:
+        target.write_text(json.dumps(run(), indent=1) + "\n")
+    publish(name, table(json.loads(target.read_text())), write=options.docs)
+    return None
 
+
+def run() -> dict[str, Any]:
+    """Measure all lengths in both dtypes."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for dtype in DTYPES:
         found[dtype] = {str(length): measure(dtype, length) for length in LENGTHS}
-    content = {"about": machine(), "microseconds": found}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    publish("shared-length", table(content), write=options.docs)
-    return None
+    return {"about": machine(), "rounds": ROUNDS, "microseconds": found}
 
 
 if __name__ == "__main__":

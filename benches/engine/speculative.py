@@ -17,7 +17,7 @@ without is looked for in `.venv-peers` (`benches/peers/env.py` makes it). They t
 order that changes, and a ratio is the median of those of the same rounds. Decoding is what is
 timed: prompts are computed before, and are in the cache; of transformers' `generate`, which takes
 one request at a time here, the time that it takes for a single token is subtracted. A table in
-markdown goes to standard output, the figures to `benches/results/speculative.json`.
+markdown goes to standard output, the figures to `benches/results/speculative-MACHINE.json`.
 """
 
 import argparse
@@ -41,12 +41,11 @@ import torch
 
 from benches.engine.end_to_end import VLLM32, Engine
 from benches.engine.serve import Asked
-from benches.peers.report import libraries, machine
+from benches.peers.report import libraries, machine, results_file, results_name
 from pyengine import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 TRACES = Path(os.environ.get("PYENGINE_TRACES", ROOT.parent / "shared/data/traces"))
-RESULTS = ROOT / "benches/results/speculative.json"
 PLAIN, NGRAM, SUFFIX = "without", "ngram", "suffix"
 LOOKUP, GENERATE = "transformers, look-up", "transformers"
 VLLM, VLLM_NGRAM = "vLLM", "vLLM, ngram"
@@ -301,7 +300,8 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
         print("\n".join(rows(rounds)))
     figures = [asdict(one) for each in found.values() for column in each for one in column]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
-    RESULTS.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")
+    target = results_file(results_name("speculative"))
+    target.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     .venv-peers/bin/python -m benches.engine.speculative_plot
 
 from the root of the repository, of the figures that `benches.engine.speculative` has left in
-`benches/results/speculative.json`, to `docs/images/speculation.svg`.
+`benches/results/speculative-xeon-amx.json`, to `docs/images/speculation.svg`.
 """
 
 import json
@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 from benches.peers.plots import STYLE
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benches/results/speculative.json"
+RESULTS = ROOT / "benches/results/speculative-xeon-amx.json"
 PLOT = ROOT / "docs/images/speculation.svg"
 COLOURS = ["#d1495b", "#00798c", "#edae49", "#5b5f97", "#6a994e"]
 LINES = {"ngram": "o-", "suffix": "s--"}

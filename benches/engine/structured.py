@@ -9,23 +9,21 @@ the mean of 16, by the clock; shares are those of two runs that followed each ot
 
 Further the time to compile a grammar, of schemas that are all different.
 
-A table goes to standard output, everything to `benches/results/structured.json`.
+A table goes to standard output, everything to `benches/results/structured-MACHINE.json`.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from time import perf_counter_ns as clock
 from typing import Any
 
-from benches.peers.report import libraries, machine
+from benches.peers.report import libraries, machine, results_file, results_name
 from benches.peers.sampling import Spread
 from pyengine import LLM, SamplingParams, StructuredOutputs
 from pyengine.engine import Engine, Prompt
 
-RESULTS = Path(__file__).parents[1] / "results" / "structured.json"
 SIZES = (1, 32)
 PROMPT, STEPS = 64, 16
 GOAL = 0.03
@@ -115,7 +113,7 @@ def main() -> None:
     print("\n".join(table(results)))
     if not quick:
         content = {"machine": machine(), "libraries": libraries(), "results": results}
-        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+        results_file(results_name("structured")).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 from benches.engine.end_to_end import ROOT, VLLM, VLLM32, Engine, say
 from benches.engine.page import publish
 from benches.engine.works import WORKS, Work
-from benches.peers.report import libraries, machine
+from benches.peers.report import heading, libraries, machine, machine_name
 
 SIZES = {"128": VLLM, "32": VLLM32}
 ENGAGED = "KV-cache blocks are managed by pyengine"
@@ -127,7 +127,8 @@ def main() -> None:
     if options.show and not options.json:
         parser.error("--show needs --json FILE")
     kept = json.loads(options.json.read_text(encoding="utf-8")) if options.show else run(options)
-    publish("vllm-end-to-end", table(kept), write=options.docs, page=PAGE)
+    name = f"vllm-end-to-end-{machine_name(kept['about']['machine'])}"
+    publish(name, table(kept), write=options.docs, page=PAGE)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +171,8 @@ def table(kept: dict[str, Any]) -> Iterator[str]:
     """Tokens per second of both and the verdict, for each size of blocks; in markdown."""
     rows, dtype, about = kept["rows"], kept["about"]["dtype"], kept["about"]["machine"]
     sizes = [size for size in SIZES if any(size in row for row in rows.values())]
-    yield f"{dtype}, tokens per second, {about['cpu']}, {about['cores']} cores, {about['date']}:"
+    rounds = {len(found["seconds"][0]) for row in rows.values() for found in row.values()}
+    yield f"{dtype}, tokens per second, {heading(about, rounds)}:"
     head = "".join(f" stock, {size} | ours, {size} | ours / stock |" for size in sizes)
     yield f"\n| |{head}\n|---|" + "---:|---:|---|" * len(sizes)
     for work in WORKS:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benches.peers.adapters import nano_vllm as adapter
+from benches.peers.report import machine
 from pyengine.integrations.nano_vllm import BlockManager
 
 STOCK, OURS = "stock", "ours"
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures are kept")
     options = parser.parse_args()
     turns, rounds, running = (1, 2, 8) if options.quick else (options.rounds, 15, 256)
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = {"machine": machine()}
     print("| | blocks of | stock | ours | stock / ours |\n|---|---:|---:|---:|---:|")
     for block_size in (256, 16):
         found: dict[str, list[dict[str, float]]] = {arm: [] for arm in MANAGERS}

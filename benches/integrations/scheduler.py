@@ -25,6 +25,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from benches.peers.report import machine
 from tests.peers.world import Settings, hasher, make_request, make_scheduler, managers
 
 STOCK, EARLY, OURS, NOTHING = "stock", "early return", "ours", "nothing"
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures are kept")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
-    kept: dict[str, Any] = {}
+    kept: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.only != "long":

@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
         default=Path(traces) if traces else None,
         help="folder with the traces (PYENGINE_TRACES)",
     )
-    parser.add_argument("--results", help="name of the JSON file (peers; else partial)")
+    parser.add_argument("--results", help="name of the JSON file (peers-MACHINE; else partial)")
     parser.add_argument(
         "--plots", type=Path, help="folder for the plots (docs/images for a whole run, else none)"
     )
@@ -176,8 +176,8 @@ def main() -> None:
         sys.exit(f"nothing was run; --only takes parts of: {', '.join(names)}")
     outcomes = goals.outcomes(results["works"], results["memory"])
     results["goals"] = [vars(each) for each in outcomes]
-    target = (
-        ROOT / "benches/results" / f"{options.results or ('peers' if whole else 'partial')}.json"
+    target = report.results_file(
+        options.results or (report.results_name("peers") if whole else "partial")
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(results, indent=1) + "\n")

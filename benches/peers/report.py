@@ -3,7 +3,9 @@
 import datetime
 import os
 import platform
-from collections.abc import Iterator
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,25 +13,73 @@ from typing import Any
 from benches.peers.goals import OURS, Outcome
 from benches.peers.sampling import Rounds, Spread
 
+RESULTS = Path(__file__).parents[1] / "results"
+_LEVELS = (("amx", "amx_tile"), ("avx512", "avx512f"), ("avx2", "avx2"))
+"""Names of instruction levels, the best first, and the processor's flag for each."""
+_FAMILIES = ("xeon", "epyc", "ryzen", "core", "neoverse", "graviton")
 LIBRARIES = ("numpy", "torch", "xxhash", "matplotlib")
 
 
 def machine() -> dict[str, Any]:
-    """What ran it."""
+    """The processor, the system, the date, and the commit that is measured."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split()}
     cores = (
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(cores),
+        "isa": next((name for name, flag in _LEVELS if flag in flags), platform.machine()),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_at_start": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit of this checkout, with `+` where files differ from it; empty without git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def machine_name(about: Mapping[str, Any]) -> str:
+    """A short name of a kind of machine, for files and marks: `xeon-amx`."""
+    cpu = str(about["cpu"]).lower()
+    family = next((name for name in _FAMILIES if name in cpu), "")
+    return f"{family or re.sub(r'[^a-z0-9]+', '-', cpu).strip('-')}-{about['isa']}"
+
+
+def results_name(name: str) -> str:
+    """The name of this machine's file of results."""
+    return f"{name}-{machine_name(machine())}"
+
+
+def results_file(name: str) -> Path:
+    """The file of results with this name."""
+    return RESULTS / f"{name}.json"
+
+
+def heading(about: Mapping[str, Any], rounds: Iterable[int] = ()) -> str:
+    """The machine and the date of a table, and how many rounds its medians are of."""
+    text = f"{about['cpu']} ({about['isa']}), {about['cores']} cores, {about['date']}"
+    counts = sorted(set(rounds))
+    if not counts:
+        return text
+    if counts == [1]:
+        return f"{text}, one round"
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{text}, medians of {span} rounds"
 
 
 def libraries() -> dict[str, str]:

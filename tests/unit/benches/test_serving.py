@@ -50,7 +50,7 @@ def test_the_tables_have_medians_shares_and_what_is_missing() -> None:
         return {"output_throughput": rate, **dict.fromkeys(times, 7.0), **more}
 
     content: dict[str, Any] = {
-        "machine": {"cpu": "a CPU", "cores": 2, "date": "today"},
+        "machine": {"cpu": "a CPU", "cores": 2, "date": "today", "isa": "amx"},
         "dtype": "bfloat16",
         "missing": {"vllm32": "not there"},
         "rates": {"Poisson": 1.5},

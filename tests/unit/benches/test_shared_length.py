@@ -11,7 +11,7 @@ def test_both_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> Non
     found = {"float32": {str(at): shared_length.measure("float32", at) for at in (0, 256)}}
     assert all(set(one) == {"once", "each"} for one in found["float32"].values())
     found["float32"]["256"] = {"once": 100.0, "each": 400.0}
-    about = {"cpu": "one", "cores": 2, "date": "today"}
+    about = {"cpu": "one", "cores": 2, "date": "today", "isa": "amx"}
     rows = list(shared_length.table({"about": about, "microseconds": found}))
-    assert rows[0] == "one, 2 cores, today, microseconds"
+    assert rows[0] == "one (amx), 2 cores, today, medians of 2 rounds, microseconds"
     assert rows[-1] == "| 256 | 100 | 400 | 0.25 |"

@@ -11,7 +11,8 @@ FIRST, SAMPLED, IDENTICAL = WORKS[0], WORKS[3], WORKS[6]
 
 
 def row(ratio: float, same: int = 5) -> dict[str, Any]:
-    return {"rates": [1000.0, 1000.0 * ratio], "ratio": ratio, "same": same, "of": 5}
+    rates, seconds = [1000.0, 1000.0 * ratio], [[1.0] * 5] * 2
+    return {"rates": rates, "ratio": ratio, "same": same, "of": 5, "seconds": seconds}
 
 
 def test_each_row_has_its_goal_and_greedy_ones_their_tokens() -> None:
@@ -27,10 +28,12 @@ def test_each_row_has_its_goal_and_greedy_ones_their_tokens() -> None:
 
 
 def test_the_table_has_the_rows_that_are_known() -> None:
-    about = {"dtype": "float32", "machine": {"cpu": "A CPU", "cores": 2, "date": "2026-01-01"}}
+    machine = {"cpu": "A CPU", "isa": "avx2", "cores": 2, "date": "2026-01-01"}
+    about = {"dtype": "float32", "machine": machine}
     rows = {FIRST.name: {"128": row(1.0), "32": row(1.0)}, IDENTICAL.name: {"128": row(2.0)}}
     lines = "\n".join(table({"about": about, "rows": rows})).splitlines()
-    assert lines[0] == "float32, tokens per second, A CPU, 2 cores, 2026-01-01:"
+    head = "float32, tokens per second, A CPU (avx2), 2 cores, 2026-01-01, medians of 5 rounds:"
+    assert lines[0] == head
     assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
     assert lines[4].startswith(f"| {FIRST.name} | 1,000 | 1,000 | 1.00 (goal 0.98: met), same")
     assert "2.00 (goal 1.80: met)" in lines[5]
@@ -39,5 +42,6 @@ def test_the_table_has_the_rows_that_are_known() -> None:
 def test_the_page_has_its_marks(tmp_path: Path) -> None:
     page = tmp_path / PAGE.name
     page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    publish("vllm-end-to-end", ["| a table |"], write=True, page=page)
-    assert "<!-- vllm-end-to-end -->\n| a table |\n<!-- end" in page.read_text(encoding="utf-8")
+    name = "vllm-end-to-end-xeon-amx"
+    publish(name, ["| a table |"], write=True, page=page)
+    assert f"<!-- {name} -->\n| a table |\n<!-- end" in page.read_text(encoding="utf-8")

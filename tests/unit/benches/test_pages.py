@@ -1,0 +1,146 @@
+"""The figures in the README and the docs are those of the stored results."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benches.engine import end_to_end, overhead, serving_tables, shared_length
+from benches.engine.end_to_end import Record
+from benches.integrations import end_to_end as in_vllm
+from benches.peers import goals, pages
+from benches.peers.report import RESULTS, commit, heading, machine, machine_name
+from tests.support.docs import ROOT, table
+
+README, PERFORMANCE, SERVING, EMBEDDING = (
+    ROOT / "README.md",
+    ROOT / "docs/performance.md",
+    ROOT / "docs/serving.md",
+    ROOT / "docs/embedding.md",
+)
+FILES = sorted(path for path in RESULTS.glob("*.json") if path.stem != "instructions")
+
+
+def content(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def record(name: str) -> Record:
+    return Record(RESULTS / f"{name}.json", keep=True)
+
+
+def from_file(table_of: Callable[[Any], Iterator[str]]) -> Callable[[str], Iterator[str]]:
+    return lambda name: table_of(content(name))
+
+
+SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
+    (README, "end-to-end-xeon-amx", lambda name: end_to_end.summary(record(name))),
+    (README, pages.MARK, lambda _: pages.readme(pages.results())),
+    (PERFORMANCE, pages.MARK, lambda _: pages.goals(pages.results())),
+    (PERFORMANCE, "end-to-end-xeon-amx", lambda name: end_to_end.tables(record(name))),
+    (PERFORMANCE, "end-to-end-epyc-avx512", lambda name: end_to_end.tables(record(name))),
+    (PERFORMANCE, "engine-overhead-xeon-amx", from_file(overhead.page)),
+    (PERFORMANCE, "shared-length-xeon-amx", from_file(shared_length.table)),
+    (SERVING, "serving-epyc-avx512", from_file(serving_tables.tables)),
+    (SERVING, "serving-xeon-amx", from_file(serving_tables.tables)),
+    (EMBEDDING, "vllm-end-to-end-xeon-amx", from_file(in_vllm.table)),
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "lines"), SHOWN, ids=[f"{page.name}-{name}" for page, name, _ in SHOWN]
+)
+def test_a_table_is_what_its_results_say(
+    page: Path, name: str, lines: Callable[[str], Iterator[str]]
+) -> None:
+    _, mark, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    shown, end, _ = rest.partition(f"\n<!-- end of {name} -->")
+    assert mark and end
+    assert shown == "\n".join(lines(name))
+    assert len(re.findall(r"\d", shown)) > 50
+
+
+def test_every_place_between_marks_is_compared() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md")}
+    texts[README] = README.read_text(encoding="utf-8")
+    found = {(page, name) for page, text in texts.items() for name in marks(text)}
+    assert found == {(page, name) for page, name, _ in SHOWN}
+
+
+def marks(text: str) -> list[str]:
+    """The names of the places for tables of figures; that of fields has a test of its own."""
+    return [name for name in re.findall(r"^<!-- end of (.*) -->$", text, re.M) if name != "fields"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_results_say_whose_they_are(path: Path) -> None:
+    abouts = list(machines(json.loads(path.read_text())))
+    assert abouts
+    for about in abouts:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", about["date"])
+        assert re.fullmatch(r"[0-9a-f]{7,}\+?", about["commit"])
+        assert path.stem.endswith(f"-{machine_name(about)}")
+
+
+def machines(value: Any) -> Iterator[dict[str, Any]]:
+    """What describes a machine, at any depth."""
+    if isinstance(value, dict):
+        if "cpu" in value and "cores" in value:
+            yield value
+        for inner in value.values():
+            yield from machines(inner)
+
+
+def test_a_new_result_says_whose_it_is() -> None:
+    about = machine()
+    assert about["cpu"] and about["isa"] and about["date"]
+    assert re.fullmatch(r"([0-9a-f]{7,}\+?)?", about["commit"]) and about["commit"] == commit()
+    assert machine_name({"cpu": "Intel(R) Xeon(R) Processor", "isa": "amx"}) == "xeon-amx"
+    assert machine_name({"cpu": "Some CPU (TM) 7", "isa": "avx2"}) == "some-cpu-tm-7-avx2"
+
+
+def test_a_heading_says_how_many_rounds() -> None:
+    about = {"cpu": "a CPU", "isa": "avx2", "cores": 2, "date": "today"}
+    assert heading(about) == "a CPU (avx2), 2 cores, today"
+    assert heading(about, [1, 1]).endswith("today, one round")
+    assert heading(about, [3, 1]).endswith("today, medians of 1 to 3 rounds")
+    assert heading(about, [5]).endswith("today, medians of 5 rounds")
+
+
+def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
+    work = end_to_end.WORKS[1].name
+    for first, verdict in ((1.0, "not met"), (3.0, "met")):
+        found = Record(tmp_path / "found.json", keep=False)
+        seconds = {end_to_end.OURS: 2.0, end_to_end.VLLM: first, end_to_end.VLLM32: 4.0}
+        for engine, each in seconds.items():
+            found.begin("float32", work, engine)
+            found.add("float32", work, engine, each)
+        [line] = [one for one in end_to_end.goals(found) if one.startswith(f"| {work}, float32")]
+        assert line.endswith(f"1.05, {verdict} |")
+
+
+def test_what_became_slower_is_named() -> None:
+    def row(median: float, spread: float) -> dict[str, Any]:
+        return {"processor": {"median": median, "q1": median - spread, "q3": median + spread}}
+
+    before = {"a": row(10, 1), "b": row(10, 1), "c": row(10, 1)}
+    now = {"a": row(20, 1), "b": row(11, 1), "c": row(5, 1)}
+    [line] = overhead.slower(before, now)
+    assert "a (+100%)" in line and "b (" not in line and "c (" not in line
+    assert next(overhead.slower(before, before)).endswith(": no row.")
+
+
+def test_lowered_goals_are_those_of_the_code() -> None:
+    rows = {row[0]: row[2] for row in table("docs/performance.md", "work", "first goal")}
+    index = {one.text: one.least for one in goals.SPEED if one.peer == goals.SGLANG}
+    for name in ("cold prefill 8,192, array", "hot prefill 8,192, array"):
+        assert float(rows[f"{name}, over SGLang's index"]) == index[name]
+    for number, compiled in ((1, ", compiled"), (5, ""), (6, "")):
+        work = end_to_end.WORKS[number].name
+        said = [float(one) for one in rows[f"{work}{compiled}, over vLLM"].split(" and ")]
+        assert tuple(said) == end_to_end.GOALS[work]
+    assert end_to_end.START not in end_to_end.GOALS
+    assert rows[f"{end_to_end.START}, over vLLM"] == "none"
