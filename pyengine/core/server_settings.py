@@ -52,8 +52,15 @@ class ServerSettings:
         env="PYENGINE_API_KEY",
         repr=False,
     )
-    salt_by_key: bool = _server(
-        False, "prompts share cached blocks only with those of the same key"
+    share_prefix_cache: bool = _server(
+        False,
+        "prompts share cached blocks whatever their key; without it those of each key share among "
+        "themselves, where there are several keys",
+    )
+    exact_cached_tokens: bool = _server(
+        False,
+        "`cached_tokens` in the usage is exact, and tells clients how many tokens of their prompt "
+        "others have sent before; without it whole blocks are counted",
     )
     cors_origin: tuple[str, ...] = _several(
         "origin whose pages may call from a browser; * for all", "--cors-origin"
@@ -110,8 +117,6 @@ class ServerSettings:
             raise ConfigurationError(
                 "ssl_keyfile and ssl_certfile belong together: give both, or none of them"
             )
-        if self.salt_by_key and not self.api_key:
-            raise ConfigurationError("salt_by_key=True needs keys: give api_key, too")
         if any(not key.isascii() or key != key.strip() or " " in key for key in self.api_key):
             raise ConfigurationError(
                 "api_key: a key is made of ASCII characters without spaces, as it is sent in a "

@@ -42,6 +42,7 @@ def create_app(
         tokenizers=TokenizerThreads(engine.tokenizer),
         max_model_len=max_model_len,
         longest_text=max_model_len * _longest_token(engine.tokenizer),
+        block_size=int(str(described["block_size"])),
     )
 
     seen = observe(engine, settings, context.names[0], lambda: context.is_draining)

@@ -38,6 +38,8 @@ class ServerContext:
     max_model_len: int
     longest_text: int
     """Characters of a prompt that may fit into the model."""
+    block_size: int
+    """Tokens of a cached block."""
     created: int = field(default_factory=lambda: int(time.time()))
     live: dict[str, Running] = field(default_factory=dict)
     num_open: int = 0
@@ -59,17 +61,30 @@ class ServerContext:
             )
         return name
 
-    def salt(self, key: bytes, cache_salt: str | None) -> str | None:
-        """The salt of a request: the client's own, or with `salt_by_key` one of its key, too.
+    @property
+    def separates_keys(self) -> bool:
+        """True if prompts share cached blocks only with those of the same key."""
+        return len(self.settings.api_key) > 1 and not self.settings.share_prefix_cache
 
-        After `reset_prefix_cache` another one: what was cached before is not found any more.
+    def salt(self, key: bytes, cache_salt: str | None) -> str | None:
+        """The salt of a request: of its key where keys are separated, and the client's own.
+
+        After `reset_prefix_cache` it is another one: no request finds what was cached before.
+        Each part has its place, so no part of one request equals another part of a different one.
         """
-        parts = [] if cache_salt is None else [cache_salt]
-        if self.settings.salt_by_key:
-            parts = [hashlib.sha256(key).hexdigest(), *parts]
-        if self.num_resets:
-            parts = [f"{self.num_resets}", *parts]
-        return json.dumps(parts) if parts else None
+        digest = hashlib.sha256(key).hexdigest() if self.separates_keys else None
+        if digest is None and cache_salt is None and not self.num_resets:
+            return None
+        return json.dumps([self.num_resets, digest, cache_salt])
+
+    def reported_cached_tokens(self, num_cached: int) -> int:
+        """The cached tokens of a prompt as a client may see them: whole blocks.
+
+        A count that is exact grows with each token that somebody else has sent before.
+        """
+        if self.settings.exact_cached_tokens:
+            return num_cached
+        return num_cached - num_cached % self.block_size
 
     def submit(self, name: str, key: bytes, requests: Sequence[RequestState]) -> ServedStream:
         """Queue the requests of one call, all or none; `leave` is called at its end."""

@@ -254,6 +254,7 @@ def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) 
 class Tally:
     """The tokens of a call, as they come."""
 
+    context: ServerContext
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     completion: int = 0
@@ -261,7 +262,7 @@ class Tally:
     def add(self, item: RequestOutput) -> None:
         """Take an item: a delta, or the whole."""
         self.prompt[item.index] = len(item.prompt_token_ids)
-        self.cached[item.index] = item.num_cached_tokens
+        self.cached[item.index] = self.context.reported_cached_tokens(item.num_cached_tokens)
         self.completion += sum([len(one.token_ids) for one in item.outputs])
 
     def usage(self) -> Usage:

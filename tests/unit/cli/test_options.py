@@ -155,11 +155,11 @@ def test_settings_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, server = serve(monkeypatch)
     assert engine == EngineSettings(max_num_waiting=1024)
     assert server == ServerSettings(port=0)
-    options = "--max-num-waiting 7 --cors-origin * --api-key a --api-key b --salt-by-key"
+    options = "--max-num-waiting 7 --cors-origin * --api-key a --api-key b --share-prefix-cache"
     engine, server = serve(monkeypatch, "folder", *options.split())
     assert engine == EngineSettings("folder", max_num_waiting=7)
     assert server == ServerSettings(
-        port=0, cors_origin=("*",), api_key=("a", "b"), salt_by_key=True
+        port=0, cors_origin=("*",), api_key=("a", "b"), share_prefix_cache=True
     )
 
 

@@ -27,7 +27,6 @@ def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
         ("--port 65536", "port=65536"),
         ("--host no.such.host.invalid", "cannot listen on host='no.such.host.invalid'"),
         ("--uds /no/such/folder/socket", "cannot listen on uds='/no/such/folder/socket'"),
-        ("--salt-by-key", "needs keys"),
         ("--ssl-keyfile x", "belong together"),
         ("--max-num-waiting 0", "max_num_waiting=0"),
     ],

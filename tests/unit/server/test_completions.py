@@ -44,7 +44,7 @@ def test_cached_tokens_are_told(client: Client) -> None:
     client.complete(prompt, **GREEDY)
     usage = client.complete(prompt, **GREEDY)["usage"]
     assert usage["prompt_tokens"] == 60
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 59}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 48}  # whole blocks
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_salts_part_the_cache(client: Client) -> None:
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     cached(cache_salt="mine")
-    assert cached(cache_salt="mine") == 59
+    assert cached(cache_salt="mine") == 48
     assert cached(cache_salt="yours") == 0
 
 

@@ -119,7 +119,7 @@ def test_a_browser_may_ask_before_it_has_a_key(guarded: Client) -> None:
 
 
 def test_keys_part_the_cache(engine: AsyncEngine) -> None:
-    client = make_client(engine, api_key=("one", "two"), salt_by_key=True)
+    client = make_client(engine, api_key=("one", "two"))
     body = {"prompt": [31, 32, 33] * 20, "max_tokens": 1}
 
     def cached(key: str, **fields: Any) -> int:
@@ -436,6 +436,20 @@ def test_a_reset_has_the_cache_forgotten(engine: AsyncEngine) -> None:
     assert (cached(), cached()) == (0, 48)
     assert client.post("/reset_prefix_cache", None).status_code == 200
     assert (cached(), cached()) == (0, 48)
+
+
+def test_a_reset_leads_to_no_other_prompts(engine: AsyncEngine) -> None:
+    """A client's salt may look like what a reset adds."""
+    client = make_client(engine)
+    prompt = [43, 44, 45] * 20
+
+    def cached(salt: str | None) -> int:
+        usage = client.complete(prompt, max_tokens=1, cache_salt=salt)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert (cached("1"), cached("1")) == (0, 48)
+    assert client.post("/reset_prefix_cache", None).status_code == 200
+    assert (cached(None), cached("1"), cached(None)) == (0, 0, 48)
 
 
 def test_the_load_is_told(client: Client) -> None:
