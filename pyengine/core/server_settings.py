@@ -67,7 +67,11 @@ class ServerSettings:
     )
     ssl_keyfile: Path | None = _server(None, "file of the private key, for https")
     ssl_certfile: Path | None = _server(None, "file of the certificate, for https")
-    max_body_mib: float = _server(32.0, "largest body of a request, in MiB; larger ones get 413")
+    max_body_mib: float = _server(
+        4.0,
+        "largest body of a request, in MiB; larger ones get 413. To read a body keeps all others "
+        "waiting, up to some 10 ms for each MiB",
+    )
     max_answer_tokens: int | None = _server(
         None,
         "tokens of an answer at most; requests that ask for more get 400; without it as many as "

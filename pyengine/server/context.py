@@ -1,5 +1,6 @@
 """What the routes of one server share: the engine, the settings, who is served."""
 
+import asyncio
 import hashlib
 import json
 import time
@@ -45,6 +46,8 @@ class ServerContext:
     num_open: int = 0
     """HTTP requests that are being answered, those to /health aside."""
     is_draining: bool = False
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large body is read."""
     num_resets: int = 0
     """How often the cache was emptied by `reset_prefix_cache`."""
 

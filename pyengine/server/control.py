@@ -26,7 +26,7 @@ class Load(ServerModel):
 class AbortRequest(ClientModel):
     """The body of POST /abort_requests."""
 
-    request_ids: Annotated[list[RequestId], Field(max_length=MAX_ITEMS)]
+    request_ids: Annotated[list[RequestId], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class Aborted(ServerModel):

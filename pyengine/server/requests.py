@@ -2,7 +2,9 @@
 
 Names are those of OpenAI's API, and of vLLM where that has more. An unknown field is refused;
 `fields` says which of the known ones have no effect. What a sampling parameter may be is checked by
-`SamplingParams`; here is what it may weigh: the lengths of lists and texts.
+`SamplingParams`; here is what it may weigh: the lengths of lists and texts. Lists are validated up
+to the first item that is wrong (`fail_fast`): an error for each of a million items would take
+minutes.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -18,19 +20,21 @@ MAX_TOP_LOGPROBS = 20
 
 Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
 StopText: TypeAlias = Annotated[str, Field(max_length=1024)]
-Stops: TypeAlias = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
-Ids: TypeAlias = Annotated[list[int], Field(max_length=MAX_ITEMS)]
+Stops: TypeAlias = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
+Ids: TypeAlias = Annotated[list[int], Field(max_length=MAX_ITEMS, fail_fast=True)]
 TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 RequestId: TypeAlias = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
-PromptIds: TypeAlias = Annotated[list[int], Field(min_length=1)]
+PromptIds: TypeAlias = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompts: TypeAlias = (
     str
     | PromptIds
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS)]
-    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_ITEMS)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+    | Annotated[list[PromptIds], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 )
 
-Messages: TypeAlias = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS)]
+Messages: TypeAlias = Annotated[
+    list[dict[str, Any]], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+]
 
 
 class ClientModel(BaseModel):
@@ -74,7 +78,7 @@ class StructuredOutputFields(ClientModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=MAX_ITEMS)] | None = None
+    choice: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -137,7 +141,7 @@ class SamplingFields(InertFields):
     prompt_logprobs: TopLogprobs | None = None
     detokenize: bool | None = Field(None, description="false: no text, token ids alone")
     skip_special_tokens: bool | None = None
-    bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
     truncate_prompt_tokens: int | None = None
     speculate: bool | None = Field(None, description="whether drafts may be tried; the same tokens")
@@ -194,7 +198,7 @@ class ChatOptionFields(ClientModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables of the chat template, those that the server allows"
     )
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(None, description="for the model's chat template, if that reads it")
     )

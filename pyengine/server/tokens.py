@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer by itself."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -42,7 +42,7 @@ class DetokenizeRequest(ClientModel):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class DetokenizeResponse(ServerModel):

@@ -105,7 +105,7 @@ def test_a_value_that_cannot_be_served_is_named(
         (b'{"prompt": [5], "temperature": NaN}', "no JSON"),
         (b'{"prompt": "\\ud800"}', "no JSON"),
         (b'{"prompt": "\xff"}', "no JSON"),
-        (b'{"prompt": ' + b"[" * 5_000_000 + b"]" * 5_000_000 + b"}", "recursion limit"),
+        (b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", "recursion limit"),
         (b'{"prompt": ' + b"9" * 10_000 + b"}", "no JSON"),
         (b"{}", "prompt is missing"),
     ],

@@ -1,0 +1,176 @@
+"""A hundred bodies that are cheap to send and dear to read, and nobody else waits for them."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from tests.integration.test_server_sockets import Process, rest_of
+from tests.support.serving import GOOD, save_small_model
+
+SIZE = (4 << 20) - 1024
+LONGEST_DELAY = 0.1
+"""Seconds that a request may keep /health waiting."""
+FROZEN = 5.0
+"""Seconds after which a test need not go on."""
+ROUNDS = 3
+"""Other programs of the machine delay answers, too, but not in each round."""
+
+
+def filled(item: bytes, head: bytes = b'{"prompt":[', tail: bytes = b"]}") -> bytes:
+    """A body of about 4 MiB of one item."""
+    items = b",".join([item] * ((SIZE - len(head) - len(tail)) // (len(item) + 1)))
+    return head + items + tail
+
+
+def keys(count: int) -> bytes:
+    return b",".join([b'"key%d":1' % place for place in range(count)])
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "objects": lambda: filled(b"{}"),
+    "lists": lambda: filled(b"[]"),
+    "lists of one": lambda: filled(b"[1]"),
+    "nulls": lambda: filled(b"null"),
+    "texts": lambda: filled(b'""'),
+    "numbers": lambda: filled(b"1.5"),
+    "long numbers": lambda: filled(b"9" * 4000),
+    "objects with a field": lambda: filled(b'{"a":[1]}'),
+    "messages": lambda: filled(b'{"role":5}', b'{"messages":['),
+    "fields": lambda: b"{" + keys(300_000) + b"}",
+    "fields of a field": lambda: b'{"stream_options":{' + keys(30_000) + b"}}",
+    "few fields": lambda: b'{"stream_options":{' + keys(2_000) + b"}}",
+    "biases": lambda: b'{"prompt":"x","logit_bias":{' + keys(2_000) + b"}}",
+    "depth": lambda: b'{"prompt":' + b"[" * SIZE,
+    "escapes": lambda: b'{"prompt":"' + rb"\"\\" * (SIZE // 4) + b'"}',
+    "ids": lambda: filled(b"1234567"),
+    "many ids": lambda: filled(b"1"),
+    "long text": lambda: b'{"prompt":"' + b"x" * SIZE + b'"}',
+    "a schema": lambda: (
+        b'{"prompt":"x","response_format":{"type":"json_schema","json_schema":{"schema":{"enum":['
+        + b",".join([b"1"] * 60_000)
+        + b"]}}}}"
+    ),
+    "tools": lambda: filled(
+        b'{"type":"function","function":{"name":5}}', b'{"messages":[{"role":"user"}],"tools":['
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = save_small_model(tmp_path_factory.mktemp("hostile"))
+    with Process(folder, "--device", "cpu", "--num-blocks", "512", "--log-format", "none") as one:
+        yield one.address
+
+
+def request_with(body: bytes, path: str) -> bytes:
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        "connection: close",
+        f"content-length: {len(body)}",
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+class Senders:
+    """Threads that send bodies until each was answered with something but "come again"."""
+
+    def __init__(self, address: str, bodies: list[tuple[str, bytes]]) -> None:
+        parts = urlsplit(address)
+        self._where = (parts.hostname, parts.port)
+        self.statuses: list[int] = []
+        self._is_over = False
+        self._threads = [threading.Thread(target=self._send, args=one) for one in bodies]
+
+    def _send(self, path: str, body: bytes) -> None:
+        while not self._is_over:
+            with socket.create_connection(self._where) as client:
+                with suppress(BrokenPipeError, ConnectionResetError):  # refused before it is read
+                    client.sendall(request_with(body, path))
+                answer = rest_of(client)
+            status = int(answer[9:12] or b"503")
+            if status != 503:
+                self.statuses.append(status)
+                return
+            sleep(0.05)
+
+    def __enter__(self) -> "Senders":
+        for one in self._threads:
+            one.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+
+    @property
+    def are_at_work(self) -> bool:
+        return any(one.is_alive() for one in self._threads)
+
+
+def longest_delay(address: str, bodies: list[tuple[str, bytes]]) -> tuple[float, list[int]]:
+    """The most seconds that /health took while the bodies were sent; what they were answered."""
+    longest = 0.0
+    with httpx2.Client(base_url=address, timeout=FROZEN) as prober, Senders(address, bodies) as all:
+        prober.get("/health")
+        end = monotonic() + 120
+        while all.are_at_work:
+            start = perf_counter()
+            assert prober.get("/health").status_code == 200
+            longest = max(longest, perf_counter() - start)
+            assert monotonic() < end
+            sleep(0.002)
+    return longest, all.statuses
+
+
+def shortest_of_rounds(address: str, bodies: list[tuple[str, bytes]]) -> float:
+    delays = []
+    for _ in range(ROUNDS):
+        delay, statuses = longest_delay(address, bodies)
+        assert len(statuses) == len(bodies) and set(statuses) <= {400, 413}
+        delays.append(delay)
+        if delay < LONGEST_DELAY:
+            break
+    return min(delays)
+
+
+@pytest.mark.slow
+def test_a_hundred_hostile_bodies_delay_nobody(server: str) -> None:
+    paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    made = [make() for make in HOSTILE.values()]
+    bodies = [(paths[place % 4], body) for place, body in enumerate(made * 5)]
+    assert len(bodies) == 100
+    assert shortest_of_rounds(server, bodies) < LONGEST_DELAY
+    assert httpx2.post(f"{server}/v1/completions", json=GOOD).status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nor_does_one(name: str, server: str) -> None:
+    body = HOSTILE[name]()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert shortest_of_rounds(server, [(path, body)]) < LONGEST_DELAY
+
+
+def statuses(server: str, path: str, body: Any) -> int:
+    return int(httpx2.post(f"{server}{path}", json=body, timeout=60).status_code)
+
+
+@pytest.mark.slow
+def test_what_is_long_and_good_is_served(server: str) -> None:
+    """Punctuation in a text is no structure, however much of it there is."""
+    text = '{"[,]}\\" ' * 100
+    many = {"prompt": [[5, 6, 7] * 20] * 256, "max_tokens": 1}
+    assert statuses(server, "/v1/completions", {**GOOD, "prompt": text}) == 200
+    assert statuses(server, "/v1/completions", many) == 200
+    conversation = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 100
+    assert statuses(server, "/tokenize", {"messages": conversation}) in (200, 400)
