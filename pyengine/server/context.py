@@ -19,10 +19,11 @@ from pyengine.server.served import ServedEngine, ServedStream
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A call that runs: the engine's ids of its requests, and the key that it came with."""
+    """A call that runs: the engine's ids of its requests, its key, and its id for the client."""
 
     request_ids: tuple[str, ...]
     key: bytes
+    client_id: str | None
 
 
 @dataclass(slots=True)
@@ -89,15 +90,26 @@ class ServerContext:
             return num_cached
         return num_cached - num_cached % self.block_size
 
-    def submit(self, name: str, key: bytes, requests: Sequence[RequestState]) -> ServedStream:
-        """Queue the requests of one call, all or none; `leave` is called at its end."""
-        if name in self.live:
-            raise ApiError(
-                400, f"request id {name!r} is in use: send another one, or none", param="request_id"
-            )
+    def submit(
+        self, name: str, key: bytes, client_id: str | None, requests: Sequence[RequestState]
+    ) -> ServedStream:
+        """Queue the requests of one call, all or none; `leave` is called at its end.
+
+        `name` is the server's and is new; `client_id` may be that of other calls, too.
+        """
         stream = self.engine.submit(requests)
-        self.live[name] = Running(tuple([one.request_id for one in requests]), key)
+        request_ids = tuple([request.request_id for request in requests])
+        self.live[name] = Running(request_ids, key, client_id)
         return stream
+
+    def calls_of(self, key: bytes | None, wanted: str) -> list[Running]:
+        """Calls of a key, or of any if it is None, by the client's id or by the answer's."""
+        own_name = wanted.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        return [
+            call
+            for name, call in self.live.items()
+            if key in (None, call.key) and (call.client_id == wanted or name == own_name)
+        ]
 
     def leave(self, name: str, stream: ServedStream) -> None:
         """Nobody reads the answer of this call any more, or all of it was read."""

@@ -57,11 +57,11 @@ async def reset_prefix_cache(context: Context) -> Response:
 async def abort_requests(body: AbortRequest, request: Request, context: Context) -> Aborted:
     """End requests; their readers get what there is, with the finish reason "abort".
 
-    Only those that came with the same key.
+    An id is that of an answer, or one that the client sent as `request_id` or x-request-id; of
+    that id all requests end. Only requests that came with the same key.
     """
     key = key_of(request.scope)
-    running = {name: context.live.get(name) for name in body.request_ids}
-    own = {name: one for name, one in running.items() if one is not None and one.key == key}
-    ids = [one for several in own.values() for one in several.request_ids]
-    await asyncio.gather(*(context.engine.abort(one) for one in ids))
-    return Aborted(aborted=list(own))
+    calls = {wanted: context.calls_of(key, wanted) for wanted in body.request_ids}
+    ids = {name for several in calls.values() for call in several for name in call.request_ids}
+    await asyncio.gather(*(context.engine.abort(name) for name in ids))
+    return Aborted(aborted=[wanted for wanted, several in calls.items() if several])

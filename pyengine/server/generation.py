@@ -166,10 +166,14 @@ def _length_field(body: SamplingFields) -> tuple[str, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that runs: its names, when it came, what it gives, and its fields without effect."""
+    """A call that runs: its names, when it came, what it gives, and its fields without effect.
+
+    `name` is the server's, `client_id` the one that the client sent, if it did.
+    """
 
     context: ServerContext
     name: str
+    client_id: str | None
     model: str
     created: int
     stream: ServedStream
@@ -179,20 +183,25 @@ class Call:
     def headers(self) -> dict[str, str]:
         """Of the answer."""
         ignored = {IGNORED_HEADER: ", ".join(self.ignored)} if self.ignored else {}
-        return {"x-request-id": self.name, **ignored}
+        return {"x-request-id": self.client_id or self.name, **ignored}
 
     def leave(self) -> None:
         """End what has not ended."""
         self.context.leave(self.name, self.stream)
 
 
-def name_of(request: Request, body: SamplingFields) -> str:
-    """The id of a request: its own, its header's, or a new one."""
+def client_id_of(request: Request, body: SamplingFields) -> str | None:
+    """The id that a client has for its request, in a field or a header. Others may have it too."""
     if body.request_id is not None:
         return body.request_id
     header = request.headers.get("x-request-id", "")
-    is_fit = 0 < len(header) <= 200 and all("!" <= one <= "~" for one in header)
-    return header if is_fit else uuid4().hex
+    is_fit = 0 < len(header) <= 200 and all("!" <= character <= "~" for character in header)
+    return header if is_fit else None
+
+
+def new_name(client_id: str | None) -> str:
+    """An id that nobody can guess or has had. It begins with the client's, to be found in logs."""
+    return uuid4().hex if client_id is None else f"{client_id}-{uuid4().hex}"
 
 
 async def begin(
@@ -209,7 +218,8 @@ async def begin(
     effect.
     """
     model = context.check_model(body.model)
-    name, key = name_of(request, body), key_of(request.scope)
+    client_id, key = client_id_of(request, body), key_of(request.scope)
+    name = new_name(client_id)
     salt = context.salt(key, body.cache_salt)
     params = within_limit(body, params, context.settings.max_answer_tokens)
 
@@ -233,8 +243,8 @@ async def begin(
         requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)))
     else:  # a grammar may take a while to compile, and tokenizers are for all
         requests = await asyncio.to_thread(made, await threads.run(encoded))
-    stream = context.submit(name, key, requests)
-    return Call(context, name, model, int(time.time()), stream, ignored)
+    stream = context.submit(name, key, client_id, requests)
+    return Call(context, name, client_id, model, int(time.time()), stream, ignored)
 
 
 def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) -> list[int]:

@@ -155,7 +155,7 @@ class SamplingFields(InertFields):
         None, description="tokens of log-probabilities as `token_id:7`"
     )
     request_id: RequestId | None = Field(
-        None, description="without it the header x-request-id, or a new one"
+        None, description="comes back as x-request-id, as that header does; need not be unique"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="only prompts with the same salt share cached blocks"

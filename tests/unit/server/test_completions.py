@@ -1,6 +1,7 @@
 """POST /v1/completions: what the engine says, in OpenAI's shape, streamed and not."""
 
 import asyncio
+import re
 import threading
 from typing import Any
 
@@ -327,17 +328,27 @@ def test_salts_part_the_cache(client: Client) -> None:
     assert cached(cache_salt="yours") == 0
 
 
-def test_the_id_of_a_request_is_its_own_or_its_headers(client: Client) -> None:
+def test_the_id_of_a_client_comes_back_and_is_not_the_servers(client: Client) -> None:
     body = {"prompt": [5], "max_tokens": 1}
-    response = client.post("/v1/completions", body, headers={"x-request-id": "abc"})
-    assert response.headers["x-request-id"] == "abc"
-    assert response.json()["id"] == "cmpl-abc"
-    response = client.post(
-        "/v1/completions", {**body, "request_id": "mine"}, headers={"x-request-id": "abc"}
-    )
-    assert response.json()["id"] == "cmpl-mine"
-    first, second = (client.complete([5], max_tokens=1)["id"] for _ in range(2))
-    assert first != second
+    named = {**body, "request_id": "mine"}
+    seen = set()
+    for fields, headers, expected in (
+        (body, {"x-request-id": "abc"}, "abc"),
+        (body, {"x-request-id": "abc"}, "abc"),
+        (named, {"x-request-id": "abc"}, "mine"),
+        (named, {}, "mine"),
+    ):
+        response = client.post("/v1/completions", fields, headers=headers)
+        assert response.headers["x-request-id"] == expected
+        name = response.json()["id"]
+        assert re.fullmatch(rf"cmpl-{expected}-[0-9a-f]{{32}}", name)
+        seen.add(name)
+    for headers in ({}, {"x-request-id": "two words"}, {"x-request-id": "x" * 201}):
+        response = client.post("/v1/completions", body, headers=headers)
+        name = response.json()["id"]
+        assert name == f"cmpl-{response.headers['x-request-id']}" and len(name) == 37
+        seen.add(name)
+    assert len(seen) == 7
 
 
 def test_priorities_are_taken(client: Client) -> None:

@@ -26,6 +26,11 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
 LONG = {"prompt": [5, 6], "max_tokens": 1000, "ignore_eos": True}
+CHATTING = {
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 900,
+    "ignore_eos": True,
+}
 KEY = {"authorization": "Bearer one"}
 
 
@@ -307,7 +312,7 @@ def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
         async def ask(body: Any) -> httpx2.Response:
             return await one.post(COMPLETIONS, json=body)
 
-        first = asyncio.create_task(ask({**LONG, "request_id": "first"}))
+        first = asyncio.create_task(ask(LONG))
         while narrow.stats().num_running < 1:
             await asyncio.sleep(0.001)
         second = asyncio.create_task(ask(GOOD))
@@ -315,7 +320,7 @@ def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
             await asyncio.sleep(0.001)
         third = await ask(GOOD)
         batch = await ask({**GOOD, "prompt": [[5], [6]]})
-        await narrow.abort("first")
+        await narrow.abort(next(iter(client.context.live)))
         return [await first, await second, third, batch]
 
     first, second, third, batch = client.run(use)
@@ -379,20 +384,48 @@ def test_a_defect_is_told_to_the_log_alone(
     assert "a secret" in caplog.text
 
 
-def test_an_id_that_is_in_use(client: Client) -> None:
-    async def use(one: httpx2.AsyncClient) -> Any:
-        body = {**LONG, "request_id": "mine"}
-        first = asyncio.create_task(one.post(COMPLETIONS, json=body))
-        while "mine" not in client.context.live:
-            await asyncio.sleep(0.001)
-        second = await one.post(COMPLETIONS, json=body)
-        aborted = await one.post("/abort_requests", json={"request_ids": ["mine", "yours"]})
-        return await first, second, aborted
+async def until_live(client: Client, count: int) -> list[str]:
+    """Wait for calls; their names."""
+    while len(client.context.live) < count:
+        await asyncio.sleep(0.001)
+    return list(client.context.live)
 
-    first, second, aborted = client.run(use)
-    assert "'mine' is in use" in error_of(second)["message"]
-    assert aborted.json() == {"aborted": ["mine"]}
-    assert first.json()["choices"][0]["finish_reason"] == "abort"
+
+@pytest.mark.parametrize("prompt", [[5, 6], [[5, 6], [7, 8]]])
+def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
+    async def use(one: httpx2.AsyncClient) -> Any:
+        headers = {"x-request-id": "trace"}
+        body = {**LONG, "prompt": prompt}
+        calls = [one.post(COMPLETIONS, json=body, headers=headers) for _ in range(4)]
+        calls.append(one.post(CHAT, json={**CHATTING, "request_id": "trace"}, headers=headers))
+        tasks = [asyncio.create_task(call) for call in calls]
+        await until_live(client, 5)
+        aborted = await one.post("/abort_requests", json={"request_ids": ["trace", "yours"]})
+        assert aborted.json() == {"aborted": ["trace"]}
+        return await asyncio.gather(*tasks)
+
+    answers = client.run(use)
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.headers["x-request-id"] for answer in answers} == {"trace"}
+    assert len({answer.json()["id"] for answer in answers}) == 5
+    ends = {choice["finish_reason"] for answer in answers for choice in answer.json()["choices"]}
+    assert ends == {"abort"}
+
+
+@pytest.mark.parametrize(("path", "prefix"), [(COMPLETIONS, "cmpl-"), (CHAT, "chatcmpl-")])
+def test_a_call_is_aborted_by_the_id_of_its_answer(path: str, prefix: str, client: Client) -> None:
+    body = LONG if path == COMPLETIONS else CHATTING
+
+    async def use(one: httpx2.AsyncClient) -> Any:
+        several = [asyncio.create_task(one.post(path, json=body)) for _ in range(2)]
+        first, second = await until_live(client, 2)
+        for name in (first, second):
+            asked = {"request_ids": [f"{prefix}{name}"]}
+            assert (await one.post("/abort_requests", json=asked)).json()["aborted"]
+        return await asyncio.gather(*several)
+
+    for answer in client.run(use):
+        assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
 def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
@@ -401,8 +434,7 @@ def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
     async def use(one: httpx2.AsyncClient) -> Any:
         body = {**LONG, "request_id": "mine"}
         first = asyncio.create_task(one.post(COMPLETIONS, json=body, headers=KEY))
-        while "mine" not in client.context.live:
-            await asyncio.sleep(0.001)
+        await until_live(client, 1)
         answers = []
         for key in ("two", "one"):
             headers = {"authorization": f"Bearer {key}"}
