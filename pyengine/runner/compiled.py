@@ -23,10 +23,7 @@ TYPICAL_TOKENS = 32
 """The batch for which the compiler weighs its choices; the graph serves every other one too."""
 
 _FEWEST = 2
-"""What the dynamic dimensions begin with: torch takes a size of 1 for another kind of graph."""
-
-_MOST = 1 << 30
-"""What they end with: torch 2.8 wants to be told."""
+"""The least size of a dynamic dimension: torch compiles a graph of its own for a size of 1."""
 
 _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
@@ -96,7 +93,10 @@ class CompiledForward:
         rows = torch.zeros(-(-num_tokens // 2), dtype=torch.int64, device=device)
         if num_tokens > 1:
             for tensor in (ids, positions, rows):
-                torch._dynamo.mark_dynamic(tensor, 0, min=_FEWEST, max=_MOST)
+                # No range. torch holds a range to be a promise, and refuses a graph that serves
+                # less of it: kernels for CUDA index in 32 bits, up to a size that depends on the
+                # model. Beyond that size torch compiles another graph.
+                torch._dynamo.mark_dynamic(tensor, 0)
         with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
             self._compiled(ids, positions, rows)
 

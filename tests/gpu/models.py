@@ -79,6 +79,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def random_model(family: str, **settings: Any) -> Any:
+    """A random model in bfloat16, the same every time; `settings` go into its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **settings})
+    models: Any = AutoModelForCausalLM
+    model = models.from_config(config, dtype=torch.bfloat16)
+    for key, parameter in model.named_parameters():
+        if key.endswith("sinks"):  # they start at zero: make them matter
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
 class Refused(Exception):
     """A backend says that it cannot serve, and why: no failure, nothing to check."""
 
@@ -96,17 +110,10 @@ class Place(Spot):
 
         `changes` go into its configuration, not into its weights.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         folder = Path(self.folder) / (name or family)
         if (folder / "config.json").is_file():
             return folder
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family]})
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        for key, parameter in model.named_parameters():
-            if key.endswith("sinks"):  # they start at zero: make them matter
-                torch.nn.init.normal_(parameter)
+        model = random_model(family)
         for key, value in changes.items():
             setattr(model.config, key, value)
         with quiet_transformers():

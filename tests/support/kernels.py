@@ -16,10 +16,10 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_apart(module: str, function: str, **environment: str) -> None:
+def run_apart(module: str, function: str, *arguments: str, **environment: str) -> None:
     """Call `function` of `module` in a process with this in its environment."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from {module} import {function} as run; run()"],
+        [sys.executable, "-c", f"from {module} import {function} as run; run(*{arguments})"],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,

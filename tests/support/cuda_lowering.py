@@ -1,0 +1,122 @@
+"""torch's compiler for a GPU that is not there: down to machine code, which is not run.
+
+Tensors are fake, on the device "cuda". What the compiler asks of the device and of triton's driver
+is answered for an H100. That changes torch for the whole process: `tests.support.kernels.run_apart`
+starts one for it.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_CAPABILITY = (9, 0)
+_PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100",
+    major=_CAPABILITY[0],
+    minor=_CAPABILITY[1],
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    warp_size=32,
+    max_threads_per_block=1024,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+)
+
+_SETTINGS = {
+    "use_joint_graph_passes": False,  # these passes, and the patterns, make tensors on the device
+    "pattern_matcher": False,
+    "use_static_cuda_launcher": False,
+}
+"""Settings of the compiler."""
+
+
+def pretend_cuda() -> None:
+    """Make torch and triton believe in an H100 at `cuda:0`. Nothing can be computed on it."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # worker processes would look for a GPU
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # triton 3.9 warns unless it is told
+    from torch._dynamo.device_interface import CudaInterface
+
+    torch._C._ensureCUDADeviceGuardSet()
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.get_device_properties = lambda _device=None: _PROPERTIES
+    cuda.get_device_capability = lambda _device=None: _CAPABILITY
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.get_rng_state = lambda _device=None: torch.zeros(16, dtype=torch.uint8)
+    cuda.set_rng_state = lambda _state, _device=None: None
+    cuda._exchange_device = lambda _device: 0
+    cuda._maybe_exchange_device = lambda _device: 0
+    interface: Any = CudaInterface
+    interface.get_device_properties = staticmethod(lambda _device=None: _PROPERTIES)
+    interface.Worker.get_device_properties = staticmethod(lambda _device=None: _PROPERTIES)
+    _pretend_driver()
+
+
+def _pretend_driver() -> None:
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    major, minor = _CAPABILITY
+    active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: torch.device("cuda:0"),
+    )
+    driver.set_active(active)
+    helpers: Any = triton_helpers
+    helpers.set_driver_to_gpu = lambda: None
+
+
+@contextmanager
+def on_fake_cuda(model: Any) -> Iterator[None]:
+    """Move `model` to the GPU as fake tensors; inside, what is made there is fake too."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.device.type == "cpu":
+                        moved = mode.from_tensor(tensor.detach()).to("cuda")
+                        is_weight = tensors is module._parameters
+                        tensors[name] = torch.nn.Parameter(moved, False) if is_weight else moved
+        yield
+
+
+class Lowering:
+    """A compiler for `torch.compile`: lowers each graph for the GPU, then runs it as it came."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, bytes] = {}
+        """Machine code by the name of the kernel."""
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        """Lower `graph`."""
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+        precompile = CachingAutotuner.precompile
+
+        def lower(kernel: Any, *_arguments: Any, **_named: Any) -> None:
+            precompile(kernel, warm_cache_only=True)  # without a launcher, which needs a device
+            for made in kernel.compile_results:
+                self.kernels[kernel.inductor_meta["kernel_name"]] = made.kernel.asm["cubin"]
+
+        with config.patch(**_SETTINGS), patch.object(CachingAutotuner, "precompile", lower):
+            compile_fx(graph, inputs)
+        forward: Callable[..., Any] = graph.forward
+        return forward
