@@ -167,11 +167,12 @@ def _attend_opaquely(  # noqa: PLR0913, PLR0917
     """Attend in `layer` of model `number`; shapes as in `AttentionPlan.forward`.
 
     It writes keys and values into the pool, which no other part of a graph sees; the order of the
-    layers is that of their inputs.
+    layers is that of their inputs. The result is contiguous, as `_shape` promises: a graph reads
+    it in that order and checks no strides.
     """
     rotation = _together(angles, layout, weights, norm)
     options = AttentionOptions(scaling, sliding_window, softcap, sinks, rotation)
-    return _running[number].attend(layer, query, key, value, options)
+    return _running[number].attend(layer, query, key, value, options).contiguous()
 
 
 def _apart(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from pyengine.attention.flex import FlexBackend
 from pyengine.core.errors import ConfigurationError
 from pyengine.models.quantized import quantise_linears
 from pyengine.runner import compiled
@@ -159,6 +160,29 @@ def test_the_real_compiler_gives_the_same_logits(capsys):
     said = capsys.readouterr().err
     assert "compiling LlamaForCausalLM" in said
     assert "is compiled (" in said
+    torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_real_compiler_reads_what_attention_gives_head_by_head(monkeypatch):
+    """Of this family and backend: heads come first in memory, not as the graph expects."""
+    library = pytest.importorskip("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(library, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    }
+    model = random_model("deepseek_v3", **sizes)
+    expected = decode(PagedRun(model, backend=FlexBackend), BATCHES[0])
+    run = PagedRun(model, backend=FlexBackend)
+    run.runner.compile()
     torch.testing.assert_close(decode(run, BATCHES[0]), expected, **NEAR)
 
 

@@ -1,0 +1,166 @@
+"""What our operators promise a compiled graph: the strides of a result, which it does not check.
+
+A graph is compiled for what an operator's fake gives, and reads the real result in that order. With
+other strides it reads numbers that belong elsewhere, and says nothing.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from pyengine.attention.choice import backend_names
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.dispatch import (
+    CompiledModel,
+    PagedContext,
+    register_paged_attention,
+    running,
+)
+from pyengine.attention.flash_attn import FlashAttnBackend
+from pyengine.attention.flashinfer import FlashInferBackend
+from pyengine.attention.flex import FlexBackend
+from pyengine.attention.gather import GatherBackend
+from pyengine.attention.own_rotation import take_over_rotations
+from pyengine.attention.varlen import VarlenBackend
+from pyengine.cache.kv_pool import KVCacheSpec, KVPool, kv_cache_specs
+from pyengine.models.packed import PackedLinear
+from pyengine.models.quantized import Int8Linear, digits
+from tests.gpu.models import FAMILIES, random_model
+from tests.unit.attention import fake_kernels
+from tests.unit.attention.steps import CPU, NUM_BLOCKS, Lengths, Shape, make_step
+
+BACKENDS: dict[str, Callable[[KVPool], Any]] = {
+    "cpu": CpuBackend,
+    "flashinfer": FlashInferBackend,
+    "flash-attn": FlashAttnBackend,
+    "varlen": VarlenBackend,
+    "flex": FlexBackend,
+    "gather": GatherBackend,
+}
+STAND_INS = ("flashinfer", "flash-attn", "varlen")
+"""Their kernels are ours, in tests: equal sizes of keys and values only."""
+NUMBER = 77_000
+"""Of a compiled model that is none of the process's others."""
+STEPS: list[Lengths] = [
+    [(1, 9), (1, 4), (1, 21)],
+    [(7, 4)],
+    [(1, 9), (7, 4), (2, 20)],
+    [(1, 9)],
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> Iterator[None]:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    with pytest.MonkeyPatch.context() as modules:
+        modules.setattr(varlen, "varlen_attn", fake_kernels.varlen_attn)
+        modules.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        yield
+
+
+class Checked:
+    """Calls an operator, and compares the result with what its fake gives for the same inputs."""
+
+    def __init__(self, operator: Any) -> None:
+        self.default = operator  # torch looks for it where the operator was
+        self.num_compared = 0
+        self.broken: list[str] = []
+
+    def __call__(self, *args: Any) -> Any:
+        found = self.default(*args)
+        with FakeTensorMode() as mode:
+            promised = self.default(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+        self.num_compared += 1
+        if _layout(found) != _layout(promised):
+            self.broken.append(f"{_layout(found)}, promised {_layout(promised)}")
+        return found
+
+
+def _layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides; the stride of a single element is not one."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, stride if size > 1 else 0) for size, stride in pairs]
+
+
+def test_every_backend_is_here() -> None:
+    assert set(BACKENDS) == set(backend_names())
+
+
+@pytest.mark.parametrize("turns", ["model", "write"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_attention_gives_the_strides_that_its_fake_promises(family: str, turns: str) -> None:
+    """Queries come as the family's layers make them: some have the heads first in memory."""
+    model = random_model(family, num_hidden_layers=2).float()
+    model.set_attn_implementation(register_paged_attention())
+    num_own = take_over_rotations(model) if turns == "write" else 0
+    specs = kv_cache_specs(model.config, torch.float32)
+    broken, num_compared = [], 0
+    for name, build in BACKENDS.items():
+        if not _stand_in_serves(name, model.config, specs):
+            continue
+        for lengths in STEPS:
+            inputs = make_step(lengths, Shape()).inputs
+            pool = KVPool(specs, NUM_BLOCKS, Shape().block_size, CPU)
+            with pytest.MonkeyPatch.context() as modules:  # for long, transformers would see them
+                modules.setitem(sys.modules, "flashinfer", fake_kernels.flashinfer)
+                modules.setitem(sys.modules, "flash_attn", fake_kernels.flash_attn)
+                backend = build(pool)
+            context = PagedContext(backend.plan(inputs), [None] * len(specs))
+            ids = torch.arange(len(inputs.positions))[None]
+            checked = Checked(torch.ops.pyengine.paged_attention.default)
+            with (
+                running(NUMBER, context),
+                patch.object(torch.ops.pyengine, "paged_attention", checked),
+            ):
+                model(
+                    input_ids=ids,
+                    position_ids=inputs.positions[None],
+                    use_cache=False,
+                    paged=CompiledModel(NUMBER),
+                )
+            num_compared += checked.num_compared
+            broken += [f"{name}, {lengths}: {one}" for one in checked.broken]
+    assert not broken
+    assert num_compared >= 3 * len(STEPS) * len(specs)
+    assert num_own in (0, len(specs))
+
+
+def _stand_in_serves(name: str, config: Any, specs: Sequence[KVCacheSpec]) -> bool:
+    if name not in STAND_INS:
+        return True
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    return specs[0].head_dim_k == specs[0].head_dim_v and not (name == "varlen" and has_softcap)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("lead", [(1, 5), (1, 1), (7,)])
+@torch.inference_mode()
+def test_products_give_the_strides_that_their_fakes_promise(lead: tuple[int, ...]) -> None:
+    gate, up = (PackedLinear(nn.Linear(32, 48)) for _ in range(2))
+    numbers, _ = digits(torch.randn(6, 32))
+    products = Int8Linear(nn.Linear(32, 48))
+    for rows in (
+        torch.randn(*lead, 32),
+        torch.randn(*lead, 64)[..., ::2],
+        torch.randn(32, *lead).movedim(0, -1),
+    ):
+        ours = torch.ops.pyengine
+        calls = [
+            (ours.packed_linear.default, (rows, up.number, 48)),
+            (ours.packed_gated.default, (rows, up.number, gate.number, 48)),
+            (ours.int8_product.default, (numbers, products._number, 48)),
+            (ours.kept.default, (rows,)),
+        ]
+        for operator, arguments in calls:
+            checked = Checked(operator)
+            checked(*arguments)
+            assert not checked.broken, operator
