@@ -28,7 +28,7 @@ ROUNDS = 100
 class World:
     """A manager with running sequences; each case has its own."""
 
-    def __init__(self, **settings: bool) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.manager = BlockManager(NUM_BLOCKS, BLOCK, **settings)
         self.rng = np.random.default_rng(0)
         self.running = [self.computed(self.tokens(LENGTH)) for _ in range(RUNNING)]

@@ -60,7 +60,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with AsyncEngine(num_blocks=230, max_num_seqs=40, seed=0) as engine:
         watch, app = PoolWatch(engine, model_name="SmolLM2-135M-Instruct"), FastAPI()
-        app.include_router(page_router(watch))
+        app.include_router(page_router(lambda _replica: watch))
         with Served(app) as served, browser() as chromium:
             work = [served.submit(reader(engine, number)) for number in range(36)]
             pages = {}

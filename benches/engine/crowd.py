@@ -98,7 +98,7 @@ def main() -> None:
 
     folder, dtype, pool = sys.argv[1:]
     asked = Asked(**json.load(sys.stdin))
-    settings = {"compile": True, "max_num_seqs": len(asked.prompts)}
+    settings: dict[str, Any] = {"compile": True, "max_num_seqs": len(asked.prompts)}
     settings["kv_cache_memory"] = int(pool) << 30
     with AsyncEngine(folder, device="cpu", dtype=dtype, **settings) as engine:
         others = [" ".join(reversed(str(text).split())) for text in asked.prompts]

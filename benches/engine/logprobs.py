@@ -11,6 +11,7 @@ import argparse
 import os
 import tarfile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from pyengine import LLM, SamplingParams
 
 TRACES = Path(os.environ.get("PYENGINE_TRACES", Path(__file__).parents[3] / "shared/data/traces"))
-MODES = {
+MODES: dict[str, tuple[str, Literal["int8"] | None]] = {
     "float32": ("float32", None),
     "bfloat16": ("bfloat16", None),
     "float32, int8": ("float32", "int8"),

@@ -82,7 +82,7 @@ def tokenizer(vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    whole = AutoTokenizer.from_pretrained(embedded_model())
+    whole: Any = AutoTokenizer.from_pretrained(embedded_model())
     if vocab_size == SMOLLM2:
         return whole
     words = [word for word in whole.convert_ids_to_tokens(range(300, 5000)) if word[0] == "Ġ"]

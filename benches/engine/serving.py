@@ -37,7 +37,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Self
 from urllib.request import urlopen
 
 import numpy as np
@@ -142,7 +142,7 @@ class Child:
         lines = [line.strip() for line in self._said if line.strip()]
         return RuntimeError(f"ended with {self.process.wait()}: {' / '.join(lines[-3:])}")
 
-    def __enter__(self) -> "Child":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -71,11 +71,13 @@ def compile_time(engine: Engine, number: int) -> float:
 
 def measure(engine: Engine, sizes: tuple[int, ...], rounds: int) -> dict[str, Any]:
     """Milliseconds by row, and what share bound steps take more than free ones."""
-    form, results = StructuredOutputs(json=SCHEMA), {}
+    form = StructuredOutputs(json=SCHEMA)
+    results: dict[str, Any] = {}
     engine.intake.grammars.prepare()
     for count in sizes:
         step_time(engine, count, form)  # to warm up
-        free, bound = [], []
+        free: list[float] = []
+        bound: list[float] = []
         for at in range(rounds):
             turn = [(free, None), (bound, form)]
             for times, asked in turn if at % 2 else reversed(turn):

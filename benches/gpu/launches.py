@@ -21,7 +21,6 @@ import torch
 from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benches.gpu.model import quiet_transformers
 from pyengine.attention.backend import AttentionOptions
 from pyengine.attention.dispatch import (
     CompiledModel,
@@ -30,6 +29,7 @@ from pyengine.attention.dispatch import (
     running,
 )
 from pyengine.attention.own_rotation import take_over_rotations
+from pyengine.models.boundary import quiet_transformers
 from pyengine.models.joined import join_linears
 
 ROWS = 64

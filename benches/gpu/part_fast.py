@@ -1,5 +1,6 @@
 """How fast is it? Random weights in the shape of Qwen3-0.6B, in bfloat16."""
 
+from functools import partial
 from random import Random
 from time import perf_counter
 from typing import Any
@@ -109,7 +110,7 @@ def attention(spot: Spot, batch: int, page: int) -> Found:
         )
         indices = order.to(torch.int32).to(device)
         wrapper.plan(starts, indices, last, heads, kv_heads, dim, page, q_data_type=torch.bfloat16)
-        seconds = bench.seconds_of(lambda one=wrapper: one.run(query, cache), 50)
+        seconds = bench.seconds_of(partial(wrapper.run, query, cache), 50)
         read = 2 * batch * length * kv_heads * dim * 2
         found[f"{'with' if cores else 'without'} tensor cores, us"] = 1e6 * seconds
         found[f"{'with' if cores else 'without'}, TB/s"] = read / seconds / 1e12
@@ -126,9 +127,10 @@ def sampled(spot: Spot, batch: int) -> Found:
         max_num_batched_tokens=CHUNK,
     )
     found: Found = {"batch": batch}
-    for name, drawn in (("greedy", {}), ("top-p 0.9", {"temperature": 1, "top_p": 0.9})):
+    for name, temperature, top_p in (("greedy", 0, 1.0), ("top-p 0.9", 1, 0.9)):
         params = SamplingParams(
-            **{"temperature": 0, **drawn},
+            temperature=temperature,
+            top_p=top_p,
             max_tokens=WARM_STEPS + 2 * steps,
             ignore_eos=True,
             detokenize=False,

@@ -121,11 +121,15 @@ def kv_write(spot: Spot) -> Found:
         spec = KVCacheSpec(8, 128, 128, dtype, scale_k=0.5, scale_v=2.0)
         pools = [KVPool([spec], 8, 16, device) for _ in range(2)]
         slots = torch.tensor([5, -1, 127, 0, -1, 14], device=device)
-        rows = [torch.randn(8, 6, 128, device=device).bfloat16().transpose(0, 1) for _ in range(2)]
-        rows = [one.to(dtype) if dtype.itemsize == 2 else one for one in rows]
+        key, value = (
+            torch.randn(8, 6, 128, device=device)
+            .to(dtype if dtype.itemsize == 2 else torch.bfloat16)
+            .transpose(0, 1)
+            for _ in range(2)
+        )
         writer = KVWriter(pools[0])
-        writer.write(0, (rows[0], *rows), writer.slots(slots))
-        pools[1].write(0, *rows, torch.where(slots < 0, pools[1].trash_slot, slots))
+        writer.write(0, (key, key, value), writer.slots(slots))
+        pools[1].write(0, key, value, torch.where(slots < 0, pools[1].trash_slot, slots))
         for one, other in zip(
             pools[0].keys + pools[0].values, pools[1].keys + pools[1].values, strict=True
         ):

@@ -90,7 +90,8 @@ def start(size: str, dtype: str, ours: bool, folder: Path) -> Engine:
 
 def measure(pair: list[Engine], work: Work, rounds: int) -> dict[str, Any]:
     """Seconds of each, the ratio, and how many sequences have the same tokens."""
-    random, seconds, same, count = Random(work.name), ([], []), 0, 0
+    random, same, count = Random(work.name), 0, 0
+    seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(-1, rounds):
         asked = work.asked(random)
         if turn < 0:

@@ -9,6 +9,7 @@ new (cold) and again (hot): from `add` to the end of `postprocess`. A decode ste
 """
 
 import argparse
+import importlib
 import json
 import random
 from pathlib import Path
@@ -31,7 +32,7 @@ class Engine:
     """nano-vllm's Scheduler, and nothing behind it."""
 
     def __init__(self, arm: str, block_size: int, running: int) -> None:
-        scheduler = adapter.importlib.import_module("nanovllm.engine.scheduler")
+        scheduler: Any = importlib.import_module("nanovllm.engine.scheduler")
         scheduler.BlockManager = MANAGERS[arm]
         self.scheduler = scheduler.Scheduler(
             SimpleNamespace(
@@ -58,7 +59,8 @@ class Engine:
 
 def measure(arm: str, block_size: int, rounds: int, running: int) -> dict[str, float]:
     """Microseconds of each case."""
-    chance, times = random.Random(1), {case: [] for case in CASES}
+    chance = random.Random(1)
+    times: dict[str, list[float]] = {case: [] for case in CASES}
     engine = Engine(arm, block_size, running)
     for _ in range(rounds):
         prompt = [chance.randrange(50_000) for _ in range(LENGTH)]

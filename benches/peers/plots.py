@@ -1,6 +1,6 @@
 """The plots of the docs, as SVG: only those whose works were measured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ def median_of(works: dict[str, Any], work: str, manager: str, part: str = "us") 
     return None if found is None else found["median"]
 
 
-def line(axes: Axes, points: list[tuple[float, float | None]], manager: str, label: str) -> None:
+def line(
+    axes: Axes, points: Sequence[tuple[float, float | None]], manager: str, label: str
+) -> None:
     """One manager's points, on logarithmic axes."""
     measured = [(x, y) for x, y in points if y is not None]
     if measured:

@@ -73,7 +73,8 @@ class Replay:
 
     def step(self, waiting: deque[tuple[Prompt, Any]]) -> None:
         """One step."""
-        manager, left, step = self.manager, self.budget, []
+        manager, left = self.manager, self.budget
+        step: list[Any] = []
         start = clock()
         manager.open_step(self.budget)
         while waiting and len(step) < MOST_SEQUENCES:

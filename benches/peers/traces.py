@@ -18,6 +18,7 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 
 from benches.peers.adapters.base import Tokens
 
@@ -45,7 +46,7 @@ class Workload:
     groups: Iterable[list[Prompt]]
 
 
-def mix(values: np.ndarray) -> np.ndarray:
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """splitmix64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -63,8 +64,8 @@ def mooncake(path: Path, most: int | None) -> Iterator[list[Prompt]]:
         group = []
         for request in tick:
             length, ids = request["input_length"], request["hash_ids"]
-            tokens = mix(mix(np.array(ids, np.uint64))[:, None] ^ within) % np.uint64(VOCABULARY)
-            tokens = tokens.astype(np.int64).reshape(-1)[:length]
+            numbers = mix(mix(np.array(ids, np.uint64))[:, None] ^ within) % np.uint64(VOCABULARY)
+            tokens = numbers.astype(np.int64).reshape(-1)[:length]
             group.append(Prompt(tokens, ids[: length // block]))
         yield group
 

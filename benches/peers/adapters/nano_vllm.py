@@ -66,7 +66,7 @@ def commit_of(folder: Path) -> str:
 VERSION = commit_of(package())
 manager_module = importlib.import_module("nanovllm.engine.block_manager")
 sequence_module = importlib.import_module("nanovllm.engine.sequence")
-runner_module = importlib.import_module("nanovllm.engine.model_runner")
+runner_module: Any = importlib.import_module("nanovllm.engine.model_runner")
 runner_module.torch = SimpleNamespace(tensor=OnHost, int64=torch.int64, int32=torch.int32)
 
 
