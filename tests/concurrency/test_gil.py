@@ -1,9 +1,6 @@
 """No thread waits for the manager's lock while it holds the GIL."""
 
 import ctypes
-import subprocess
-import sys
-import sysconfig
 import threading
 from collections.abc import Callable
 from time import perf_counter, sleep
@@ -160,18 +157,6 @@ def test_an_open_plan_may_be_dropped_during_a_check() -> None:
     assert checking.error is None
     assert manager.ledger().free == BLOCKS
     assert sequence.block_table == []
-
-
-def test_the_module_leaves_the_gil_off() -> None:
-    """`gil_used = false`; only a free-threaded interpreter can tell.
-
-    An abi3 build for 3.11 has no slot in which to say so (`Py_mod_gil` came with 3.13), nor can a
-    free-threaded interpreter load it: this test wakes up once there is a build for one.
-    """
-    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
-        pytest.skip("needs a free-threaded Python and an extension built for it")
-    code = "import sys, pyengine._kv; sys.exit(sys._is_gil_enabled())"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 
 
 def test_no_python_code_runs_under_the_lock() -> None:

@@ -49,9 +49,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(
-    *arguments: str, words: tuple[str, ...] | str = WORDS, shell: str = "", **more: str
+    *arguments: str,
+    words: tuple[str, ...] | str = WORDS,
+    shell: str = "",
+    typed: bytes = b"",
+    **more: str,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run it; `shell` is what stands behind the command in a shell's line."""
+    """Run it on what is `typed`; `shell` is what stands behind the command in a shell's line."""
     return subprocess.run(
         [
             "bash",
@@ -62,7 +66,7 @@ def run(
             "bash",
             *command(*arguments, words=words),
         ],
-        input=b"",
+        input=typed,
         capture_output=True,
         check=False,
         timeout=60,
@@ -349,7 +353,18 @@ def test_a_disk_that_fills_keeps_what_was_whole(tmp_path: Path) -> None:
     assert f"{len(whole)} of 200 results are in".encode() in done.stderr
 
 
-@pytest.mark.parametrize("shell", ["> /dev/full", "| head -1 > /dev/null", "<&-"])
-def test_a_chat_that_can_not_go_on(shell: str) -> None:
-    done = run("chat", words=LONG, shell=shell)
+@pytest.mark.parametrize(
+    ("shell", "status", "error"),
+    [
+        ("> /dev/full", 1, b"error: No space left on device"),
+        ("| head -1 > /dev/null", 141, None),  # SIGPIPE's
+        ("<&-", 0, None),  # as after Ctrl-D
+    ],
+)
+def test_a_chat_that_can_not_go_on(shell: str, status: int, error: bytes | None) -> None:
+    done = run("chat", words=LONG, shell=shell, typed=b"hello\n")
     no_traceback(done.stderr)
+    assert done.returncode == status
+    assert [line for line in done.stderr.splitlines() if line.startswith(b"error")] == (
+        [error] if error else []
+    )

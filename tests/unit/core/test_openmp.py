@@ -59,6 +59,16 @@ def test_who_has_made_an_engine_keeps_no_threads(tmp_path: Path) -> None:
     ThreadPoolExecutor(1).submit(check).result()
 
 
-def test_another_runtime_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_another_runtime_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "openmp_runtime", lambda: None)
-    openmp.release_threads()
+
+    def check() -> None:
+        compute()
+        computed = num_threads()
+        openmp.release_threads()
+        assert num_threads() == computed
+        monkeypatch.undo()
+        openmp.release_threads()
+        assert num_threads() == computed - 1
+
+    ThreadPoolExecutor(1).submit(check).result()
