@@ -53,6 +53,7 @@ def run(prompts: list[Tokens], block_size: int, *, partial_reuse: bool) -> Stats
         sequence = manager.sequence(prompt)
         plan = manager.begin_step(len(prompt))
         plan.prefill(sequence, len(prompt))
+        plan.copies()
         plan.commit([0])
         sequence.free()
     manager.check()

@@ -238,6 +238,7 @@ def _(world: World) -> Iterator[Timed]:
         fork.append([token])
     plan, tokens = world.manager.begin_step(BUDGET), world.tokens(RUNNING)
     plan.decode(forks)
+    plan.copies()
     yield lambda: plan.commit(tokens)
 
 

@@ -167,6 +167,7 @@ class SimReplica:
         if not computed:
             plan.rollback()
             return False
+        plan.copies()
         plan.commit([0] * len(done))
         rows = len(self.running)
         self.now += self.costs.seconds(computed, context, rows, self._context())

@@ -45,7 +45,8 @@ class BlockManager:
         if block_size < 2:
             raise ValueError(f"block_size is {block_size}; it must be 2 at least")
         self.block_size = block_size
-        self.kv = Blocks(num_blocks, block_size, **settings)
+        # Its model runner copies no blocks.
+        self.kv = Blocks(num_blocks, block_size, **{"partial_reuse": False, **settings})
         self._rows: dict[int, Row] = {}
         self._prefilling: dict[int, Row] = {}
         self._found: Row | None = None

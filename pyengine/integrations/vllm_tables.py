@@ -96,7 +96,11 @@ class Tables:
         self.block_size = block_size
         self.caching = caching
         self.kv = BlockManager(
-            num_blocks, block_size, prefix_caching=caching, events=events and caching
+            num_blocks,
+            block_size,
+            prefix_caching=caching,
+            partial_reuse=False,  # vLLM's runner does not carry out `StepPlan.copies`
+            events=events and caching,
         )
         self._null = self.kv.sequence([0])
         self._null.extend(1)

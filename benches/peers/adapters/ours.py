@@ -41,7 +41,7 @@ class Ours(Manager):
     works = frozenset({PREFILL, DECODE, FILL, STEPS, ABORT, FORK, LEASE})
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.manager = BlockManager(num_blocks, block_size)
+        self.manager = BlockManager(num_blocks, block_size, partial_reuse=False)
         self.running: list[Sequence] = []
         self.step: StepPlan | None = None
 

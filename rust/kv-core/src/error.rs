@@ -137,6 +137,12 @@ pub enum Error {
     /// `commit` with a wrong number of tokens.
     #[error("the plan samples {expected} tokens, commit was given {given}")]
     SampleCount { expected: usize, given: usize },
+    /// `commit` of a step whose copies the caller has not read.
+    #[error(
+        "step {plan} copies {copies} block{} before it runs, and copies() was not read since they were planned: carry them out and commit again, or roll the step back; an engine that cannot copy blocks sets partial_reuse=False and does not fork",
+        plural(*copies)
+    )]
+    CopiesNotRead { plan: u64, copies: usize },
     /// No such layer group.
     #[error("there are {groups} layer groups, got group={group}")]
     UnknownGroup { group: usize, groups: usize },
@@ -168,6 +174,10 @@ pub enum Error {
     /// No such block.
     #[error("block {block} is outside the pool of {num_blocks}")]
     UnknownBlock { block: u32, num_blocks: usize },
+}
+
+fn plural(count: usize) -> &'static str {
+    if count == 1 { "" } else { "s" }
 }
 
 fn names<T>(known: &[(&str, T)]) -> String {

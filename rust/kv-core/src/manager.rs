@@ -546,7 +546,9 @@ impl BlockManager {
 
     /// Blocks that must be copied before the step runs, as (source, destination), in order: for forks,
     /// and for prefills that begin inside a block.
-    pub fn copies(&self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
+    ///
+    /// A commit is refused until they were read: [`Error::CopiesNotRead`].
+    pub fn copies(&mut self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
         self.steps.copies(key)
     }
 

@@ -62,6 +62,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         | Error::SharedBlock { .. }
         | Error::NotKnown { .. }
         | Error::Accepted { .. }
+        | Error::CopiesNotRead { .. }
         | Error::DraftCount { .. }
         | Error::SampleCount { .. } => PlanError::new_err(text),
         Error::BufferTooSmall { .. } | Error::BufferTooNarrow { .. } => BufferError::new_err(text),

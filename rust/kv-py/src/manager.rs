@@ -29,7 +29,7 @@ use crate::trace::os_error;
 /// it), or None where they see everything; each group has a table of its own over the same pool. `prefix_caching=False` registers, matches
 /// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
 /// the same step computes. With `partial_reuse` a prefill whose match ends inside a block copies the tokens
-/// that it has in common with another one: `StepPlan.copies` has them, which every step must carry out. With `events` changes of the set of contents are kept for `take_events`.
+/// that it has in common with another one: `StepPlan.copies` has them, which every step must carry out: `commit` is refused until they were read. With `events` changes of the set of contents are kept for `take_events`.
 /// `eviction` is the order in which idle blocks go: "lru", or "2q", which keeps contents that were used
 /// again from being flushed by those that are used once. `hash_seed` makes content hashes equal in every process (random by default);
 /// `hash_bits` below 128 forces hash collisions, for tests.

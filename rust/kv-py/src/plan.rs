@@ -147,7 +147,8 @@ impl StepPlan {
         self.core.with(py, |core| core.cancel(plan, key))
     }
 
-    /// Blocks to copy before the step runs, as (source, destination), in order.
+    /// Blocks to copy before the step runs, as (source, destination), in order. `commit` is refused until they
+    /// were read.
     fn copies(&self, py: Python<'_>) -> PyResult<Vec<(u32, u32)>> {
         let ids = |(from, to): &(BlockId, BlockId)| (from.get(), to.get());
         self.core.with(py, |core| {
@@ -225,7 +226,8 @@ impl StepPlan {
     ///
     /// A sequence accepts the drafts that turned out right and one token after them. Registers every
     /// block that became full or merges it into the one that held its content first; returns the
-    /// merges. Raises `PlanError` and changes nothing if the counts are wrong or a token is no draft.
+    /// merges. Raises `PlanError` and changes nothing if the counts are wrong, a token is no draft, or blocks are
+    /// to be copied and `copies` was not read since they were planned.
     #[pyo3(signature = (sampled, counts = None))]
     fn commit(
         &self,

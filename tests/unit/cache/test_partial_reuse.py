@@ -1,11 +1,21 @@
 """Partial reuse and replay through the binding: blocks to copy, slots, counters, refusals."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pyengine.cache import BlockManager, NoBudget, Prefilled, Sequence, StepBuffers
+from pyengine.cache import (
+    BlockManager,
+    NoBudget,
+    PlanError,
+    Prefilled,
+    Sequence,
+    StepBuffers,
+)
+from pyengine.integrations.nano_vllm import BlockManager as NanoVllmManager
+from pyengine.integrations.vllm_tables import Tables
 
 BLOCK = 8
 
@@ -60,6 +70,78 @@ def test_it_can_be_switched_off(settings: dict[str, bool]) -> None:
     assert plan.copies() == []
     plan.commit([1])
     assert manager.stats().partial_hits == 0
+
+
+def test_a_commit_whose_copies_were_not_read_is_refused() -> None:
+    manager = BlockManager(8, BLOCK, events=True)
+    computed(manager, list(range(20)))
+    prompt = [*range(13), 60, 61, 62]
+    sequence = manager.sequence(prompt)
+    plan = manager.begin_step(64)
+    plan.prefill(sequence, 64)
+    manager.take_events()
+    with pytest.raises(PlanError, match=r"step 2 copies 1 block .*copies\(\).*partial_reuse"):
+        plan.commit([1])
+    with pytest.raises(PlanError, match=r"copies\(\)"):
+        plan.commit([1], [1])
+    assert manager.take_events() == []
+    assert manager.match_prefix(prompt).num_tokens == 8  # nothing unwritten is cached
+    manager.check()
+    plan.copies()
+    plan.commit([1])
+    assert manager.match_prefix(prompt).num_tokens == 16
+    manager.check()
+
+
+def test_copies_that_are_planned_after_they_were_read_are_read_again() -> None:
+    manager = BlockManager(16, BLOCK)
+    computed(manager, list(range(20)))
+    first, second = (manager.sequence([*range(13), last, last]) for last in (60, 70))
+    plan = manager.begin_step(64)
+    plan.prefill(first, 64)
+    plan.copies()
+    plan.prefill(second, 64)
+    with pytest.raises(PlanError, match="step 2 copies 2 blocks"):
+        plan.commit([1, 1])
+    plan.cancel(second)
+    plan.commit([1])  # the copy that is left was read
+    manager.check()
+
+
+def test_a_step_whose_copies_were_not_read_rolls_back() -> None:
+    manager = BlockManager(8, BLOCK)
+    computed(manager, list(range(20)))
+    before = manager.ledger()
+    sequence = manager.sequence([*range(13), 60, 61, 62])
+    plan = manager.begin_step(64)
+    plan.prefill(sequence, 64)
+    plan.rollback()
+    assert manager.ledger() == before
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NanoVllmManager(8, BLOCK).kv,
+        lambda: Tables(8, BLOCK, caching=True).kv,
+    ],
+    ids=["nano-vllm", "vllm"],
+)
+def test_integrations_that_copy_nothing_reuse_whole_blocks(
+    make: Callable[[], BlockManager],
+) -> None:
+    manager = make()
+    tokens = list(range(20))
+    first = manager.sequence(tokens)
+    first.extend(20)
+    first.publish(20)
+    sequence = manager.sequence([*tokens[:13], 60, 61, 62])
+    plan = manager.begin_step(64)
+    answer = plan.prefill(sequence, 64)
+    assert isinstance(answer, Prefilled)
+    assert (answer.num_cached_tokens, plan.copies()) == (8, [])
+    plan.rollback()
 
 
 def test_cached_tokens_are_replayed() -> None:

@@ -17,6 +17,7 @@ def test_columns_are_what_each_block_says(groups: list[int | None] | None) -> No
         sequence = manager.sequence(tokens, namespace=bytes([int(random.integers(0, 2))]))
         plan = manager.begin_step(64)
         if type(plan.prefill(sequence, 64)).__name__ == "Prefilled":
+            plan.copies()
             plan.commit([1])
             live.append(sequence)
             leases.append(sequence.lease())

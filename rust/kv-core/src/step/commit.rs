@@ -18,7 +18,7 @@ impl Steps {
         plan: PlanKey,
         sampled: &[u32],
     ) -> Result<Vec<Redirect>, Error> {
-        let expected = self.oldest_plan(plan)?.sampling();
+        let expected = self.runnable_plan(plan)?.sampling();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
                 expected,
@@ -47,7 +47,7 @@ impl Steps {
         tokens: &[u32],
         counts: &[usize],
     ) -> Result<(), Error> {
-        let plan = self.oldest_plan(plan)?;
+        let plan = self.runnable_plan(plan)?;
         let (expected, given) = (plan.sampling(), counts.len());
         if expected != given {
             return Err(Error::SampleCount { expected, given });
@@ -138,7 +138,7 @@ impl Steps {
         for block in fenced {
             state.pool.lift_fence(block);
         }
-        state.pool.stats.copied_blocks += copies.len() as u64;
+        state.pool.stats.copied_blocks += copies.pairs().len() as u64;
         state.pool.stats.committed_steps += 1;
         redirects
     }

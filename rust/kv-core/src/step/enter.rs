@@ -168,7 +168,7 @@ impl Steps {
         seq.table_version += 1;
         self.fence(state, source);
         state.pool.release(source);
-        self.newest().copies.push((source, copy));
+        self.newest().copies.extend([(source, copy)]);
         source
     }
 

@@ -143,6 +143,20 @@ impl Steps {
         }
     }
 
+    /// The plan, which must be the oldest, and whose copies the caller must have read: without them, blocks
+    /// would become content whose first tokens were never written.
+    #[inline]
+    fn runnable_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
+        let plan = self.oldest_plan(key)?;
+        match plan.copies.all_read() {
+            true => Ok(plan),
+            false => Err(Error::CopiesNotRead {
+                plan: key.serial,
+                copies: plan.copies.pairs().len(),
+            }),
+        }
+    }
+
     #[inline]
     fn newest(&mut self) -> &mut Plan {
         self.open.last_mut().expect("checked by newest_plan")
@@ -160,8 +174,12 @@ impl Steps {
     }
 
     /// Blocks that must be copied before the step runs, as (source, destination), in order.
-    pub(crate) fn copies(&self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
-        Ok(&self.open_plan(key)?.copies)
+    /// The caller has read them.
+    pub(crate) fn copies(&mut self, key: PlanKey) -> Result<&[(BlockId, BlockId)], Error> {
+        self.open_plan(key)?;
+        let mut open = self.open.iter_mut();
+        let plan = open.find(|plan| plan.key == key);
+        Ok(plan.map_or(&[], |plan| plan.copies.read()))
     }
 
     /// Whether the plan is open.

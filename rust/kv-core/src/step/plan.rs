@@ -208,6 +208,47 @@ impl Entry {
     }
 }
 
+/// Blocks to copy before a step runs, as (source, destination), and how many of them the caller has read.
+#[derive(Default)]
+pub(super) struct Copies {
+    pairs: Vec<(BlockId, BlockId)>,
+    /// The leading pairs that were read.
+    read: usize,
+}
+
+impl Copies {
+    pub(super) fn pairs(&self) -> &[(BlockId, BlockId)] {
+        &self.pairs
+    }
+
+    /// The pairs, which the caller carries out.
+    pub(super) fn read(&mut self) -> &[(BlockId, BlockId)] {
+        self.read = self.pairs.len();
+        &self.pairs
+    }
+
+    #[inline]
+    pub(super) fn all_read(&self) -> bool {
+        self.read == self.pairs.len()
+    }
+
+    pub(super) fn extend(&mut self, pairs: impl IntoIterator<Item = (BlockId, BlockId)>) {
+        self.pairs.extend(pairs);
+    }
+
+    #[cfg(test)]
+    pub(super) fn pairs_mut(&mut self) -> &mut [(BlockId, BlockId)] {
+        &mut self.pairs
+    }
+
+    /// Takes out the copies to these destinations.
+    pub(super) fn remove(&mut self, is_destination: impl Fn(BlockId) -> bool) {
+        let read = self.pairs[..self.read].iter();
+        self.read -= read.filter(|&&(_, to)| is_destination(to)).count();
+        self.pairs.retain(|&(_, to)| !is_destination(to));
+    }
+}
+
 /// An open step. The contents that it computes carry its number; they are ready once it is closed.
 pub(super) struct Plan {
     pub(super) key: PlanKey,
@@ -219,8 +260,7 @@ pub(super) struct Plan {
     pub(super) budget_left: usize,
     pub(super) num_tokens: usize,
     pub(super) num_samples: usize,
-    /// Blocks to copy before the step, source and destination.
-    pub(super) copies: Vec<(BlockId, BlockId)>,
+    pub(super) copies: Copies,
     /// Blocks that the step reads beside its sequences' own: held until it is closed.
     pub(super) fenced: Vec<BlockId>,
 }
@@ -235,7 +275,7 @@ impl Plan {
             budget_left: token_budget,
             num_tokens: 0,
             num_samples: 0,
-            copies: Vec::new(),
+            copies: Copies::default(),
             fenced: Vec::new(),
         }
     }

@@ -68,8 +68,8 @@ impl Steps {
                 if !extra.lent.is_empty() {
                     let row = extra.stood.rows() + extra.matched;
                     let table = &state.seqs.at(slot).table;
-                    let is_its = |copy| table.row(row).any(|block| block == copy);
-                    self.newest().copies.retain(|&(_, copy)| !is_its(copy));
+                    let is_its = |copy: BlockId| table.row(row).any(|block| block == copy);
+                    self.newest().copies.remove(is_its);
                 }
                 state.shorten(slot, rows);
                 if extra.matched > 0 {
@@ -111,7 +111,7 @@ impl Steps {
         let copy = seq.table.replace(group, row, source);
         seq.table_version += 1;
         state.pool.release(copy);
-        self.newest().copies.retain(|&(_, to)| to != copy);
+        self.newest().copies.remove(|to| to == copy);
     }
 
     /// Undoes the newest plan.

@@ -305,6 +305,7 @@ impl Player {
                 let one_each = vec![1; tokens.len()];
                 let counts = if counts.is_empty() { &one_each } else { counts };
                 let key = self.plan(*plan)?;
+                self.manager.copies(key)?;
                 let redirects = self.manager.commit_accepted(key, tokens, counts)?;
                 self.plans.remove(plan);
                 (&redirects).into()

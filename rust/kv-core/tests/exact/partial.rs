@@ -14,7 +14,7 @@ fn apart(common: u32, own: u32) -> Vec<u32> {
         .collect()
 }
 
-fn copies(m: &BlockManager, plan: PlanKey) -> Vec<(u32, u32)> {
+fn copies(m: &mut BlockManager, plan: PlanKey) -> Vec<(u32, u32)> {
     let copies = m.copies(plan).expect("open").iter();
     copies.map(|(from, to)| (from.get(), to.get())).collect()
 }
@@ -55,7 +55,7 @@ fn computing_starts_behind_the_copied_tokens() {
     let seq = sequence(&mut m, apart(10, 3));
     let plan = begin(&mut m, PLENTY);
     assert_eq!(planned(&mut m, plan.key(), &seq), (10, 3));
-    assert_eq!(copies(&m, plan.key()), [(2, 3)]);
+    assert_eq!(copies(&mut m, plan.key()), [(2, 3)]);
     assert_eq!(table(&m, &seq, 0), [0, 1, 3, 4].map(Some));
     // The source is held until the step is closed, and by no sequence.
     assert_eq!((m.refs(2), m.seq_refs(2)), (Ok(1), Ok(0)));
@@ -93,11 +93,11 @@ fn what_was_lent_is_given_back_with_the_plan() {
         let plan = begin(&mut m, PLENTY);
         assert_eq!(planned(&mut m, plan.key(), &seq), (10, 9));
         assert_eq!(planned(&mut m, plan.key(), &other), (9, 9));
-        assert_eq!(copies(&m, plan.key()), [(2, 3), (2, 6)]);
+        assert_eq!(copies(&mut m, plan.key()), [(2, 3), (2, 6)]);
         assert_eq!(m.refs(2), Ok(2));
         if cancelled {
             assert_eq!(m.cancel(plan.key(), seq.key()), Ok(vec![]));
-            assert_eq!(copies(&m, plan.key()), [(2, 6)]);
+            assert_eq!(copies(&mut m, plan.key()), [(2, 6)]);
             assert_eq!(table(&m, &seq, 0), []);
             m.check().expect("sound");
         }
@@ -126,7 +126,7 @@ fn who_does_not_want_it_gets_none() {
         let plan = begin(&mut m, PLENTY);
         let whole = if prefix_caching && read_cache { 8 } else { 0 };
         assert_eq!(planned(&mut m, plan.key(), &seq), (whole, 13 - whole));
-        assert_eq!(copies(&m, plan.key()), []);
+        assert_eq!(copies(&mut m, plan.key()), []);
         commit(&mut m, plan.key());
         assert_eq!(m.stats().partial_hits, 0);
     }
@@ -174,7 +174,7 @@ fn the_last_token_is_computed() {
         let plan = begin(&mut m, PLENTY);
         assert_eq!(planned(&mut m, plan.key(), &seq), (cached, 1));
         let lent = usize::from(len == 10 || len == 11);
-        assert_eq!(copies(&m, plan.key()).len(), lent, "{len} tokens");
+        assert_eq!(copies(&mut m, plan.key()).len(), lent, "{len} tokens");
         commit(&mut m, plan.key());
         m.check().expect("sound");
     }
@@ -193,7 +193,7 @@ fn a_content_that_is_computed_now_is_not_lent() {
     commit(&mut m, older.key());
     let plan = begin(&mut m, PLENTY);
     assert_eq!(planned(&mut m, plan.key(), &second), (10, 3));
-    assert_eq!(copies(&m, plan.key()), [(2, 3)]);
+    assert_eq!(copies(&mut m, plan.key()), [(2, 3)]);
 }
 
 /// It takes a block more where the source is idle: if there is none, computing is what is left.
@@ -213,7 +213,7 @@ fn nobody_waits_for_the_sake_of_a_copy() {
                 samples: true,
             };
             assert_eq!(answer, Ok(expected), "{num_blocks} blocks");
-            assert_eq!(copies(&m, plan.key()).len(), lent);
+            assert_eq!(copies(&mut m, plan.key()).len(), lent);
             m.check().expect("sound");
             m.rollback(plan.key()).expect("the newest");
             m.evict_idle();
@@ -236,7 +236,7 @@ fn nobody_waits_for_the_sake_of_a_copy() {
     );
     let answer = m.prefill(plan.key(), seq.key(), PLENTY, None);
     assert_eq!((answer, m.ledger()), (Ok(expected), ledger));
-    assert_eq!(copies(&m, plan.key()), []);
+    assert_eq!(copies(&mut m, plan.key()), []);
     let plan_view = m.plan_view(plan.key()).expect("open");
     assert_eq!(plan_view.budget_left, PLENTY);
 }
@@ -274,7 +274,7 @@ fn copies_that_turn_out_equal_are_merged() {
     for seq in &pair {
         assert_eq!(planned(&mut m, plan.key(), seq), (10, 3));
     }
-    assert_eq!(copies(&m, plan.key()), [(2, 3), (2, 5)]);
+    assert_eq!(copies(&mut m, plan.key()), [(2, 3), (2, 5)]);
     let redirects = commit(&mut m, plan.key());
     let expected = Redirect {
         sequence: pair[1].id(),
@@ -307,7 +307,7 @@ fn a_reserved_block_is_copied_to() {
     let plan = begin(&mut m, PLENTY);
     assert_eq!(planned(&mut m, plan.key(), &seq), (2, 2));
     assert_eq!(table(&m, &seq, 0), [first, reserved]);
-    assert_eq!(copies(&m, plan.key()), [(2, reserved.expect("held"))]);
+    assert_eq!(copies(&mut m, plan.key()), [(2, reserved.expect("held"))]);
     m.check().expect("sound");
     m.rollback(plan.key()).expect("the newest");
     assert_eq!(table(&m, &seq, 0), [first, reserved]);
@@ -332,7 +332,7 @@ fn every_layer_group_lends() {
         let (source, copy) = (held[group][4], mine[group][4]);
         (source.expect("held"), copy.expect("held"))
     });
-    assert_eq!(copies(&m, plan.key()), pairs);
+    assert_eq!(copies(&mut m, plan.key()), pairs);
     m.check().expect("sound");
     commit(&mut m, plan.key());
     m.check().expect("sound");

@@ -51,8 +51,9 @@ pub(crate) fn prefill(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle) {
     assert!(matches!(answer, Prefill::Planned { .. }), "{answer:?}");
 }
 
-/// Commits the oldest plan; each of its rows samples the same.
+/// Carries out the copies of the oldest plan and commits it; each of its rows samples the same.
 pub(crate) fn commit(m: &mut BlockManager, plan: PlanKey) -> Vec<Redirect> {
+    m.copies(plan).expect("open");
     let samples = m.plan_view(plan).expect("open").num_samples;
     m.commit(plan, &vec![SAMPLED; samples]).expect("the oldest")
 }
