@@ -76,4 +76,6 @@ pub use step::{
     StepArrays, TableRows,
 };
 pub use survey::{Branch, Survey};
-pub use trace::{Answer, Call, Divergence, Limits, Report, TraceError, replay, replay_within};
+pub use trace::{
+    Answer, Call, Divergence, EndedRecording, Limits, Report, TraceError, replay, replay_within,
+};

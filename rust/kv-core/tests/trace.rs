@@ -6,7 +6,9 @@
 mod recording;
 
 use std::io::{self, Write};
+use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
 use kv_core::{
     Answer, BlockManager, Call, Config, Error, Eviction, Limits, Prefill, Report, TraceError,
@@ -35,6 +37,7 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     }
     m.cancel(plan.key(), also.key())?;
     m.prefill(plan.key(), also.key(), 64, None)?;
+    m.copies(plan.key())?;
     m.commit(plan.key(), &[7, 7, 7])?;
     // The blocks of both become full and equal: a merge.
     let plan = m.begin_step(64)?;
@@ -579,6 +582,63 @@ fn a_full_disk_ends_the_recording_and_nothing_else() {
         manager.check().expect("sound");
         manager.stop_recording().expect("told once");
     }
+}
+
+/// Takes nothing before it is released.
+struct Stuck(mpsc::Receiver<()>);
+
+impl Write for Stuck {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        _ = self.0.recv();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_writer_that_is_stuck_stops_no_call() {
+    let (release, stuck) = mpsc::channel();
+    let mut manager = BlockManager::new(small()).expect("valid");
+    manager.record(Stuck(stuck)).expect("new");
+    let mut sequences = 0;
+    while manager.is_recording() {
+        every_operation(&mut manager).expect("goes on");
+        manager
+            .sequence(vec![u32::MAX; 100_000], b"", true)
+            .expect("tokens");
+        sequences += 1;
+        assert!(sequences < 1_000, "what waits to be written is bounded");
+    }
+    manager.check().expect("sound");
+    let error = manager.stop_recording().expect_err("not all was written");
+    let said = error.to_string();
+    assert!(
+        said.contains("the recording ended before operation"),
+        "{said}"
+    );
+    manager.stop_recording().expect("told once");
+    drop(release);
+}
+
+#[test]
+fn a_recording_is_waited_for_without_the_manager() {
+    let (release, stuck) = mpsc::channel();
+    let mut manager = BlockManager::new(small()).expect("valid");
+    manager.record(Stuck(stuck)).expect("new");
+    every_operation(&mut manager).expect("recorded");
+    let mut ended = manager.end_recording().expect("there is one");
+    every_operation(&mut manager).expect("goes on");
+    assert!(
+        ended.wait(Duration::from_millis(10)).is_none(),
+        "nothing is written"
+    );
+    drop(release);
+    let done = ended.wait(Duration::from_secs(60));
+    done.expect("all is written").expect("without an error");
+    assert!(manager.end_recording().is_none());
 }
 
 /// Leases that other threads drop while the manager works: wherever that falls, it is replayed there.

@@ -2,9 +2,9 @@
 //! go: no Python code runs under it, not even a finalizer, and no thread waits for it while it holds the
 //! GIL.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kv_core::{BlockManager as Core, Error};
+use kv_core::{BlockManager as Core, EndedRecording, Error};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
@@ -52,6 +52,22 @@ impl Locked {
         let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
         core.settle();
         Ok(core)
+    }
+}
+
+impl Drop for Locked {
+    /// What is left of a recording is written without the GIL: whoever reads it may need that.
+    fn drop(&mut self) {
+        let core = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let mut ended = core.abandon_recording();
+        if ended.is_none() {
+            return;
+        }
+        let mut finish = || ended.take().map(EndedRecording::finish);
+        // Nobody is there to be told what it came to.
+        if Python::try_attach(|py| drop(py.detach(&mut finish))).is_none() {
+            drop(finish());
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kv_core::{BlockManager as Core, BlockState, Config, Error};
 use pyo3::prelude::*;
@@ -256,8 +257,9 @@ impl BlockManager {
 
     /// Writes every operation from now on to a new file, for `replay`.
     ///
-    /// Only a manager that has had no sequence and no step can be recorded. If the file cannot be
-    /// written to later on, the recording ends there and the manager goes on.
+    /// Only a manager that has had no sequence and no step can be recorded. A thread of its own writes the
+    /// file. If that fails later on or falls 32 MiB behind, the recording ends there and the manager goes on:
+    /// `stop_recording` raises.
     /// Raises `TraceError`, and then makes no file; `OSError` if the file cannot be made.
     fn record(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
         self.core.with(py, |core| core.may_record())?;
@@ -267,12 +269,20 @@ impl BlockManager {
         self.core.with(py, |core| core.record(file))
     }
 
-    /// Ends the recording and closes its file; without a recording it does nothing.
+    /// Ends the recording and closes its file; without a recording it does nothing. Waits for the file without
+    /// the manager's lock and without the GIL.
     ///
     /// Raises `OSError` if not everything could be written.
     fn stop_recording(&self, py: Python<'_>) -> PyResult<()> {
-        let stopped = self.core.with(py, |core| Ok(core.stop_recording()))?;
-        stopped.map_err(|error| os_error(&error, None))
+        let Some(mut ended) = self.core.with(py, |core| Ok(core.end_recording()))? else {
+            return Ok(());
+        };
+        loop {
+            if let Some(written) = py.detach(|| ended.wait(SIGNALS_EVERY)) {
+                return written.map_err(|error| os_error(&error, None));
+            }
+            py.check_signals()?;
+        }
     }
 
     /// Recounts everything from scratch and compares; runs without the GIL. O(blocks + tokens).
@@ -283,6 +293,9 @@ impl BlockManager {
             .detached(py, |core| core.check().map_err(InvariantError::new_err))
     }
 }
+
+/// How long a wait goes on before interrupts are looked at.
+const SIGNALS_EVERY: Duration = Duration::from_millis(100);
 
 /// Windows that are read of a list that is too long: the core says how many are possible.
 const MOST_WINDOWS: usize = 1 << 10;

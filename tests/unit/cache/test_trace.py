@@ -206,3 +206,61 @@ def test_a_disk_that_fills_is_said_at_the_end_of_a_recording(tmp_path: Path) -> 
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "File too large" in done.stdout
+
+
+PIPE = """
+import os, sys, threading
+from pyengine.cache import BlockManager
+from tests.support.blocks import computed
+
+path = sys.argv[1]
+os.mkfifo(path)
+reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+manager = BlockManager(64, 4)
+manager.record(path)
+for _ in range(int(sys.argv[2])):
+    manager.sequence([4_000_000_000] * 100_000).free()
+computed(manager, range(30)).free()
+manager.check()
+if sys.argv[3] == "read":
+    os.set_blocking(reading, True)
+    with open(reading, "rb") as pipe, open(path + ".kvtrace", "wb") as file:
+        reader = threading.Thread(target=lambda: file.write(pipe.read()), daemon=True)
+        reader.start()
+        manager.stop_recording()
+        reader.join()
+else:
+    try:
+        manager.stop_recording()
+    except OSError as error:
+        print(error)
+print("the manager goes on")
+"""
+
+
+def record_to_a_pipe(path: Path, sequences: int, end: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PIPE, str(path), str(sequences), end],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_pipe_that_the_same_process_reads(tmp_path: Path) -> None:
+    """Nobody reads while calls record more than a pipe holds, or until the recording is stopped."""
+    said = record_to_a_pipe(tmp_path / "pipe", 10, "read")
+    assert said == "the manager goes on\n"
+    report = replay(tmp_path / "pipe.kvtrace")
+    assert report.is_complete and report.divergence is None
+    assert report.operations["sequence"] == 11
+
+
+def test_a_recording_that_nobody_takes_ends_and_the_manager_goes_on(tmp_path: Path) -> None:
+    said = record_to_a_pipe(tmp_path / "pipe", 100, "nobody reads")
+    assert "the recording ended before operation" in said and "MiB" in said
+    assert said.endswith("the manager goes on\n")

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Bodies are coded by `postcard`. `call.rs` says what an operation is, `frame.rs` how it is wrapped and
-//! what the header holds; `record.rs` writes, `replay.rs` reads, and `report.rs` is what came of it.
+//! what the header holds; `record.rs` codes them, a thread of `writer.rs` writes, `replay.rs` reads, and `report.rs` is what came of it.
 //!
 //! Operations are written after they succeeded, with their answers: a replay gives them to a manager
 //! of the same settings and seed and names the first one that is answered otherwise. What other threads
@@ -48,9 +48,11 @@ mod record;
 mod replay;
 mod report;
 mod words;
+mod writer;
 
 pub use call::{Answer, Call};
 pub use error::TraceError;
 pub(crate) use record::{Recorder, accepted, ids};
 pub use replay::{replay, replay_within};
 pub use report::{Divergence, Limits, Report};
+pub use writer::EndedRecording;

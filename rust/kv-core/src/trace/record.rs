@@ -1,61 +1,61 @@
 //! Recording: the manager's side.
 
-use std::io::{self, BufWriter, Write};
-use std::sync::Mutex;
+use std::io::{self, Write};
 
 use serde::Serialize;
 
 use super::call::{Answer, Call};
 use super::frame::{Header, write_frame, write_head};
+use super::writer::{EndedRecording, WriterThread};
 use crate::config::Config;
 use crate::error::Error;
 use crate::ids::SeqKey;
 use crate::manager::BlockManager;
 
-/// Writes operations down until the writer fails.
+/// Codes operations, for a thread to write them down until the writer fails or falls behind.
 pub(crate) struct Recorder {
-    /// Never locked: the mutex makes the manager `Sync` whatever the writer is.
-    out: Mutex<BufWriter<Box<dyn Write + Send>>>,
+    out: WriterThread,
     body: Vec<u8>,
     operations: u64,
     leases: u64,
-    failed: Option<io::Error>,
 }
 
 impl Recorder {
     fn new(writer: impl Write + Send + 'static, header: &Header) -> Self {
         let mut recorder = Self {
-            out: Mutex::new(BufWriter::new(Box::new(writer))),
+            out: WriterThread::new(writer),
             body: Vec::new(),
             operations: 0,
             leases: 0,
-            failed: None,
         };
-        recorder.attempt(write_head);
-        recorder.write_frame(header, 0);
+        recorder.out.write(0, |out| {
+            write_head(out).expect("memory takes everything");
+        });
+        recorder.write_frame(header);
         recorder
-    }
-
-    /// Writes, unless that has failed before. What fails is told at the end of the recording.
-    fn attempt(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) {
-        if self.failed.is_none() {
-            let out = self.out.get_mut();
-            let out = out.unwrap_or_else(std::sync::PoisonError::into_inner);
-            self.failed = write(out).err();
-        }
     }
 
     fn write(&mut self, call: &Call, answer: &Answer) {
         self.operations += 1;
-        self.write_frame(&(call, answer), self.operations);
+        self.write_frame(&(call, answer));
     }
 
-    fn write_frame(&mut self, what: &impl Serialize, operation: u64) {
+    fn write_frame(&mut self, what: &impl Serialize) {
         let mut body = std::mem::take(&mut self.body);
         body.clear();
         let body = postcard::to_extend(what, body).expect("memory takes everything");
-        self.attempt(|out| write_frame(out, &body, operation));
+        self.out.write(self.operations, |out| {
+            write_frame(out, &body, self.operations).expect("memory takes everything");
+        });
         self.body = body;
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        if self.out.is_open() {
+            _ = self.out.end().finish(); // nobody is there to be told
+        }
     }
 }
 
@@ -77,8 +77,9 @@ impl BlockManager {
     /// Writes every operation from now on to `writer`, for [`replay`](crate::replay).
     ///
     /// Only a manager that has had no sequence and no step can be recorded: a replay begins with an empty one.
-    /// Buffered: the writer gets the rest at [`stop_recording`](Self::stop_recording), or when the manager
-    /// is dropped. If writing fails, the recording ends there and the manager goes on as ever.
+    /// A thread of its own writes, in chunks: it gets the rest at [`stop_recording`](Self::stop_recording), or
+    /// when the manager is dropped. No call waits for the writer. If writing fails, or falls 32 MiB behind, the
+    /// recording ends there and the manager goes on as ever.
     ///
     /// # Errors
     /// [`Error::Recording`], [`Error::NotNew`]
@@ -95,18 +96,33 @@ impl BlockManager {
         Ok(())
     }
 
-    /// Ends the recording with the ledger. Without a recording it does nothing.
+    /// Whether operations are recorded: not any more once writing has failed or has fallen behind.
+    pub fn is_recording(&self) -> bool {
+        let recorder = self.recorder.as_ref();
+        recorder.is_some_and(|recorder| recorder.out.is_open())
+    }
+
+    /// Ends the recording with the ledger, and waits until all of it is written. Without a recording it does
+    /// nothing.
     ///
     /// # Errors
-    /// The first error of the writer; what came after it was not written.
+    /// As [`EndedRecording::wait`]; what came after the error was not written.
     pub fn stop_recording(&mut self) -> io::Result<()> {
+        self.end_recording().map_or(Ok(()), EndedRecording::finish)
+    }
+
+    /// Ends the recording with the ledger, and waits for nothing: the answer can be waited for without the
+    /// manager. `None` without a recording.
+    pub fn end_recording(&mut self) -> Option<EndedRecording> {
         let ledger = self.ledger();
         self.note(|_| Call::stop_recording(), ledger);
-        let Some(mut recorder) = self.recorder.take() else {
-            return Ok(());
-        };
-        recorder.attempt(|out| out.flush());
-        recorder.failed.take().map_or(Ok(()), Err)
+        self.abandon_recording()
+    }
+
+    /// Ends the recording without a last operation, as dropping the manager does.
+    pub fn abandon_recording(&mut self) -> Option<EndedRecording> {
+        let mut recorder = self.recorder.take()?;
+        Some(recorder.out.end())
     }
 
     /// Writes an operation down, if that is wanted: one branch if not.
@@ -120,6 +136,9 @@ impl BlockManager {
     #[cold]
     #[inline(never)]
     fn write_down(&mut self, call: impl FnOnce(&Self) -> Call, answer: impl Into<Answer>) {
+        if !self.is_recording() {
+            return;
+        }
         let call = call(self);
         if let Some(recorder) = &mut self.recorder {
             recorder.write(&call, &answer.into());

@@ -1,0 +1,201 @@
+//! A thread that writes a recording: no call of the manager waits for the file.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use std::{mem, thread};
+
+/// Bytes that go to the thread at once.
+const CHUNK: usize = 8 << 10;
+
+/// Bytes that may wait to be written. A recording that falls further behind ends.
+const MOST_WAITING: usize = 32 << 20;
+
+/// For how long a writer that takes nothing is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What the manager and the thread share.
+#[derive(Debug, Default)]
+struct Progress {
+    /// Bytes that are sent and not written.
+    waiting: AtomicUsize,
+    /// Once the thread has ended: whether everything was written.
+    outcome: Mutex<Option<io::Result<()>>>,
+    ended: Condvar,
+}
+
+impl Progress {
+    fn outcome(&self) -> MutexGuard<'_, Option<io::Result<()>>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, outcome: io::Result<()>) {
+        self.outcome().get_or_insert(outcome);
+        self.ended.notify_all();
+    }
+}
+
+/// Ends the thread's progress in any case, also where the writer panics.
+struct Ending(Arc<Progress>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0
+            .end(Err(io::Error::other("the recording's writer panicked")));
+    }
+}
+
+/// The sending side: bytes go in, a thread writes them.
+pub(super) struct WriterThread {
+    chunk: Vec<u8>,
+    /// None once the recording has ended early.
+    chunks: Option<Sender<Vec<u8>>>,
+    /// Why it has, unless the writer failed.
+    overflow: Option<io::Error>,
+    progress: Arc<Progress>,
+}
+
+impl WriterThread {
+    pub(super) fn new(writer: impl Write + Send + 'static) -> Self {
+        let (progress, (chunks, receiver)) = (Arc::new(Progress::default()), channel());
+        let ending = Ending(Arc::clone(&progress));
+        let thread = thread::Builder::new().name("kv-recording".into());
+        let spawned = thread.spawn(move || {
+            let outcome = write_all(writer, &receiver, &ending.0);
+            ending.0.end(outcome);
+        });
+        if let Err(error) = &spawned {
+            // The closure is gone, and has said that it panicked.
+            *progress.outcome() = Some(Err(io::Error::new(error.kind(), error.to_string())));
+        }
+        Self {
+            chunk: Vec::with_capacity(CHUNK),
+            chunks: spawned.is_ok().then_some(chunks),
+            overflow: None,
+            progress,
+        }
+    }
+
+    /// Whether what is written now is still part of the recording.
+    #[inline]
+    pub(super) fn is_open(&self) -> bool {
+        self.chunks.is_some()
+    }
+
+    /// Takes what `write` writes, which is operation number `operation`.
+    pub(super) fn write(&mut self, operation: u64, write: impl FnOnce(&mut Vec<u8>)) {
+        write(&mut self.chunk);
+        if self.chunk.len() < CHUNK {
+            return;
+        }
+        let waiting = self.progress.waiting.load(Ordering::Relaxed);
+        // One operation may be longer than what may wait.
+        if waiting == 0 || waiting + self.chunk.len() <= MOST_WAITING {
+            self.send();
+            return;
+        }
+        self.chunks = None;
+        self.overflow = Some(io::Error::other(format!(
+            "the recording ended before operation {operation}: {} MiB of it wait to be written; record to a \
+             file that takes them faster",
+            waiting >> 20
+        )));
+    }
+
+    fn send(&mut self) {
+        let Some(chunks) = &self.chunks else { return };
+        let chunk = mem::replace(&mut self.chunk, Vec::with_capacity(CHUNK));
+        let waiting = &self.progress.waiting;
+        waiting.fetch_add(chunk.len(), Ordering::Relaxed);
+        if chunks.send(chunk).is_err() {
+            self.chunks = None;
+        }
+    }
+
+    /// Sends the rest; the thread ends once that is written.
+    pub(super) fn end(&mut self) -> EndedRecording {
+        self.send();
+        self.chunks = None;
+        EndedRecording {
+            overflow: self.overflow.take(),
+            progress: Arc::clone(&self.progress),
+            seen: usize::MAX,
+            since: Instant::now(),
+        }
+    }
+}
+
+fn write_all(
+    mut writer: impl Write,
+    chunks: &Receiver<Vec<u8>>,
+    progress: &Progress,
+) -> io::Result<()> {
+    for chunk in chunks {
+        writer.write_all(&chunk)?;
+        progress.waiting.fetch_sub(chunk.len(), Ordering::Relaxed);
+    }
+    writer.flush()
+}
+
+/// A recording that has ended, of which the last bytes may still have to be written. The thread that
+/// writes them goes on if this is dropped.
+#[derive(Debug)]
+pub struct EndedRecording {
+    overflow: Option<io::Error>,
+    progress: Arc<Progress>,
+    /// Bytes that were waiting when there was last progress, and when that was.
+    seen: usize,
+    since: Instant,
+}
+
+impl EndedRecording {
+    /// Waits for at most `limit` until everything is written; `None` if it is not.
+    ///
+    /// # Errors
+    /// The first error of the writer, that the recording ended early because the writer was too slow, or
+    /// that it takes nothing any more.
+    pub fn wait(&mut self, limit: Duration) -> Option<io::Result<()>> {
+        let mut outcome = self.progress.outcome();
+        if outcome.is_none() && self.overflow.is_none() {
+            let waits = |outcome: &mut Option<_>| outcome.is_none();
+            let waited = self
+                .progress
+                .ended
+                .wait_timeout_while(outcome, limit, waits);
+            (outcome, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        let written = match outcome.take() {
+            // What was too much for the writer is missing, though it wrote the rest.
+            Some(Ok(())) | None if self.overflow.is_some() => self.overflow.take().map(Err),
+            outcome => outcome,
+        };
+        let waiting = self.progress.waiting.load(Ordering::Relaxed);
+        if written.is_some() || waiting != self.seen {
+            (self.seen, self.since) = (waiting, Instant::now());
+        }
+        let stalled = || {
+            io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!(
+                    "{waiting} bytes of the recording are not written, and its file has taken none for {} s",
+                    PATIENCE.as_secs()
+                ),
+            )
+        };
+        written.or_else(|| (self.since.elapsed() >= PATIENCE).then(|| Err(stalled())))
+    }
+
+    /// Waits until everything is written, or the writer takes nothing any more.
+    ///
+    /// # Errors
+    /// As [`EndedRecording::wait`].
+    pub fn finish(mut self) -> io::Result<()> {
+        loop {
+            if let Some(written) = self.wait(PATIENCE) {
+                return written;
+            }
+        }
+    }
+}
