@@ -6,6 +6,7 @@ divided how is transformers' plan of the model's class; here is what that plan n
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
@@ -141,12 +142,23 @@ _CPU_INSTRUCTIONS = {
 }
 _WANTED = " or ".join(_CPU_INSTRUCTIONS)
 
+_ONEDNN_SWITCHES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_NO_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+_NO_AMX = ("AVX2_VNNI_2", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512", "AVX10_2_512")
+"""oneDNN's names of instruction sets, as its page "CPU Dispatcher Control" lists them."""
+
 
 def bfloat16_instructions() -> str | None:
-    """What the CPU multiplies bfloat16 with; None: with nothing, as far as torch tells."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """What the CPU multiplies bfloat16 with; None: with nothing, as far as torch tells.
+
+    `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` hide instructions of torch and of oneDNN.
+    """
+    highest = next(filter(None, map(os.environ.get, _ONEDNN_SWITCHES)), "").upper()
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or highest in _NO_BFLOAT16:
         return None
     for name, question in _CPU_INSTRUCTIONS.items():
+        if name == "AMX" and highest in _NO_AMX:
+            continue
         supported = getattr(torch.cpu, question, None)  # private: it may go
         if supported is not None and supported():
             return name

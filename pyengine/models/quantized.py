@@ -4,11 +4,7 @@ What they multiply becomes integers too, so that oneDNN can use VNNI and AMX: ea
 of its own and two digits of 8 bits, which are two rows of one product. That is as good as 16 bits,
 where one digit (dynamic quantisation by token: Yao et al., 2022, ZeroQuant, arXiv:2206.01861) costs
 three times what rounding the weights does. Sums of integers are exact in any order: a row has the
-same bits in every batch.
-
-VNNI multiplies unsigned digits by signed weights, so without AMX digits are 128 more than they
-count, which oneDNN takes back. For signed ones it has loops in C there that take a thousand times
-as long (an AMD EPYC, a product of two rows: 24 ms instead of 0.02).
+same bits in every batch. How digits are written so that no sum saturates: `models/digits.py`.
 """
 
 from collections.abc import Iterator
@@ -21,21 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from pyengine.core.errors import ConfigurationError
+from pyengine.models.digits import LARGEST, Encoding, choose_encoding, pack
 from pyengine.models.joined import ATTENTION, GATED, replace_linears
-from pyengine.models.placement import bfloat16_instructions
 
-_LARGEST = 127
-_SECOND = 1 / (2 * _LARGEST)
+_SECOND = 1 / (2 * LARGEST)
 """What the second digit counts, in units of the first: that is half a unit off at most."""
 
 _TINY = 1e-12
 """The least a scale is: rows and channels of zeros stay zeros."""
-
-_ZERO = 0 if bfloat16_instructions() == "AMX" else 128
-"""The digit that counts nothing: digits are signed, or 128 more than that and unsigned."""
-
-_ROWS = 32
-"""Rows for which weights are laid out."""
 
 _numbers = count()
 
@@ -43,7 +32,7 @@ _numbers = count()
 def _units(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows `[R, K]` in units of their scales, from -127 to 127, and these, float32 `[R, 1]`."""
     floats = rows.float()
-    scales = floats.abs().amax(1, keepdim=True).clamp_min(_TINY) / _LARGEST
+    scales = floats.abs().amax(1, keepdim=True).clamp_min(_TINY) / LARGEST
     return floats / scales, scales
 
 
@@ -53,16 +42,15 @@ def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return units.round().to(torch.int8), scales
 
 
-def digits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[R, K]` as two digits, `[2 * R, K]`, first digits first; scales as `quantise`.
+def digits(rows: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[R, K]` as two digits, encoded, `[2 * R, K]` or more; scales as `quantise`.
 
-    They are `_ZERO` more than they count: int8 where that is 0, otherwise uint8.
+    First digits come first; second ones count `1 / 254` of them.
     """
     units, scales = _units(rows)
     first = units.round()
     second = ((units - first) / _SECOND).round()
-    both = torch.cat([first, second])
-    return (both + _ZERO).to(torch.uint8) if _ZERO else both.to(torch.int8), scales
+    return encoding.encode(torch.cat([first, second])), scales
 
 
 class Int8Linear(nn.Module):
@@ -74,21 +62,19 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        operators: Any = torch.ops.onednn
+        self.encoding = choose_encoding()
         with torch.no_grad():
             numbers, scales = quantise(linear.weight.detach())
-            self.weight = operators.qlinear_prepack(numbers, [_ROWS, self.in_features])
+            self.weight = pack(numbers)
             self._scales = scales.flatten()
-            self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
         bias: torch.Tensor | None = linear.bias
         self.bias = None if bias is None else bias.detach().float()
-        self._multiply = operators.qlinear_pointwise.default
         self._number = next(_numbers)
         _layers[self._number] = self
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`, of the same type."""
-        numbers, scales = digits(rows.flatten(0, -2))
+        numbers, scales = digits(rows.flatten(0, -2), self.encoding)
         if torch.compiler.is_compiling():
             product = torch.ops.pyengine.int8_product(numbers, self._number, self.out_features)
         else:
@@ -100,14 +86,8 @@ class Int8Linear(nn.Module):
         return found.to(rows.dtype).view(*rows.shape[:-1], self.out_features)
 
     def product(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Digits `[R, in_features]` times the weight, float32 `[R, out_features]`."""
-        found: torch.Tensor = self._multiply(
-            *(numbers, 1.0, _ZERO),
-            *(self.weight, self._scales, self._zeros, None),
-            *(1.0, 0, torch.float32),
-            *("none", (), ""),
-        )
-        return found
+        """Encoded digits times the weight, float32, a row for each digit."""
+        return self.encoding.multiply(numbers, self.weight, self._scales)
 
 
 class Int8Embedding(nn.Module):
@@ -133,8 +113,9 @@ def _int8_product(numbers: torch.Tensor, number: int, _out_features: int) -> tor
     return _layers[number].product(numbers)
 
 
-def _shape(numbers: torch.Tensor, _number: int, out_features: int) -> torch.Tensor:
-    return numbers.new_empty(numbers.shape[0], out_features, dtype=torch.float32)
+def _shape(numbers: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    num_rows = numbers.shape[0] // _layers[number].encoding.parts
+    return numbers.new_empty(num_rows, out_features, dtype=torch.float32)
 
 
 torch.library.define(

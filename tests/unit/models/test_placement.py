@@ -89,6 +89,29 @@ def test_torch_is_asked_for_the_instructions(monkeypatch, capability, answers, e
     cpu = SimpleNamespace(**{name: lambda: True for name in answers})
     monkeypatch.setattr(placement.torch, "cpu", cpu)  # whose names are private, and may be gone
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    assert bfloat16_instructions() == expected
+
+
+@pytest.mark.parametrize(
+    ("switch", "highest", "expected"),
+    [
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", None),
+        ("ONEDNN_MAX_CPU_ISA", "avx512_core", None),
+        ("DNNL_MAX_CPU_ISA", "AVX512_CORE_VNNI", None),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "AVX-512 BF16"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX", "AMX"),
+        ("ONEDNN_MAX_CPU_ISA", "DEFAULT", "AMX"),
+    ],
+)
+def test_instructions_that_onednn_may_not_use_do_not_count(monkeypatch, switch, highest, expected):
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    cpu = SimpleNamespace(**{name: lambda: True for name in names})
+    monkeypatch.setattr(placement.torch, "cpu", cpu)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv(switch, highest)
     assert bfloat16_instructions() == expected
 
 
