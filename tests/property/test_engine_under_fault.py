@@ -16,6 +16,7 @@ import pytest
 
 from pyengine.core import RequestOutput, SamplingParams
 from pyengine.runner import StepLogits
+from pyengine.sampling import sample_seed
 from tests.support import fake_runner
 from tests.support.engines import EOS, make_bench
 from tests.support.fake_runner import continued
@@ -47,7 +48,7 @@ def alone(prompt: list[int], params: SamplingParams, index: int, room: int) -> l
     """What the sample gives by itself, on an engine of its own or without any."""
     length = min(params.max_tokens or room, room)
     if params.temperature > 0:
-        seed = (params.seed or 0) + index
+        seed = sample_seed(params.seed or 0, index)
         one = replace(params, n=1, seed=seed, max_tokens=length, prompt_logprobs=None)
         return make_bench().generate([prompt], one)[0].outputs[0].token_ids
     tokens = continued(prompt, length)

@@ -8,6 +8,7 @@ from pyengine.cache import BlockManager
 from pyengine.core import InvalidRequestError, SamplingParams
 from pyengine.engine import Prompt
 from pyengine.engine.capacity import longest_sequence
+from pyengine.sampling import sample_seed
 from tests.support.engines import Bench, make_bench
 from tests.support.fake_runner import Fault, continued
 
@@ -119,7 +120,9 @@ def test_samples_fork_and_slide_each_on_their_own(groups: tuple[int | None, ...]
     assert len({tuple(one.token_ids) for one in output.outputs}) == 4
     for index, one in enumerate(output.outputs):
         alone = make_bench(600, 4, groups=groups)
-        (expected,) = alone.generate([prompt], params(50, temperature=1, seed=5 + index))
+        (expected,) = alone.generate(
+            [prompt], params(50, temperature=1, seed=sample_seed(5, index))
+        )
         assert one.token_ids == expected.outputs[0].token_ids
     assert 0 < bench.engine.stats().counters["copied_blocks"] <= 3 * len(groups)
     bench.assert_all_free()

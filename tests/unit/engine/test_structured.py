@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from pyengine.core import InvalidRequestError, RequestOutput, SamplingParams, StructuredOutputs
+from pyengine.sampling import sample_seed
 from pyengine.sampling import structured as structured_module
 from tests.support import tokenizers
 from tests.support.engines import EOS, Bench, Sink, make_bench
@@ -98,7 +99,10 @@ def test_each_of_several_samples_has_its_own_place(depth: int) -> None:
     (several,) = engine.generate([[1, 2, 3]], params)
     for index, one in enumerate(several.outputs):
         alone = asked(
-            StructuredOutputs(json=SCHEMA), temperature=1.5, seed=3 + index, max_tokens=80
+            StructuredOutputs(json=SCHEMA),
+            temperature=1.5,
+            seed=sample_seed(3, index),
+            max_tokens=80,
         )
         (expected,) = engine.generate([[1, 2, 3]], alone)
         assert one.token_ids == expected.outputs[0].token_ids
