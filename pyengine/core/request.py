@@ -14,7 +14,7 @@ class Request:
     prompt token is computed, also what the cache holds, but for `readable_tokens`. `num_samples`
     completions will run once the prompt is computed: it is admitted when there are seats for all of
     them. It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step
-    computes at most `max_chunk` tokens of its prompt.
+    computes at most `max_chunk` tokens of prompts that have such a bound, all of them together.
     """
 
     request_id: str
@@ -33,8 +33,18 @@ class Request:
     """When the first step with tokens of it was planned, in seconds of `time.monotonic`."""
 
     def readable_tokens(self) -> int:
-        """How many tokens it may take from the cache although `read_cache` is off.
+        """How many tokens need not be computed if their KV is cached, although `read_cache` is off.
 
-        Asked when it is admitted; it may have changed the next time.
+        Asked when it is considered for admission; it may have changed the next time.
         """
         return 0
+
+    def awaits_prefix(self) -> bool:
+        """Whether a running request computes what this one would compute again if it ran now.
+
+        It is admitted when that is over, or the other request does not run any more.
+        """
+        return False
+
+    def admitted(self) -> None:
+        """Take note of the admission: a step with tokens of this request is being planned."""

@@ -137,7 +137,12 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
-        Scheduler(manager, _scheduler_limits(settings), replay=loaded.num_heads),
+        Scheduler(
+            manager,
+            _scheduler_limits(settings),
+            replay=loaded.num_heads,
+            prefix_caching=settings.enable_prefix_caching,
+        ),
         executor,
         facts,
         tokenizer=loaded.tokenizer,

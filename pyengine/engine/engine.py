@@ -457,6 +457,8 @@ class Engine:
         """Forget a request that has ended, and tell whoever waits for it."""
         state.finished_time = monotonic()
         self._requests.pop(state.request_id, None)
+        if state.scores is not None:
+            state.scores.withdraw()
         if self._drafting is not None:
             self._drafting.forget(state.samples)
         sink = state.sink

@@ -1,7 +1,7 @@
 """Log-probabilities of prompts' tokens, kept so that who wants them may read the cache."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TypeAlias
@@ -36,9 +36,14 @@ class PromptLogprobCache:
         self.block_size = block_size
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[bytes, _Entries] = OrderedDict()
+        self.pending: dict[bytes, PromptLogprobs] = {}
+        """Blocks that a running request computes, by hash: others wait for them."""
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._blocks
 
     def leading(self, names: Sequence[bytes]) -> list[_Entries]:
         """The entries of the first blocks, up to one that is not here."""
@@ -54,6 +59,7 @@ class PromptLogprobCache:
 
     def put(self, name: bytes, entries: _Entries) -> None:
         """Keep a copy of a block's entries, at most `[block_size]`, if there are none."""
+        self.pending.pop(name, None)
         if name not in self._blocks:
             self._blocks[name] = entries.copy()
         self._blocks.move_to_end(name)
@@ -64,12 +70,22 @@ class PromptLogprobCache:
 class PromptLogprobs:
     """Of one prompt: what was computed or is in the cache, in the order of its tokens.
 
-    The log-probability of a token follows from the one before it. So of the blocks whose entries
-    are known the last is computed all the same: it begins where the others end. Its end, less than
-    a block, is kept likewise, so of a prompt that is known as a whole little but this is computed.
+    The log-probability of a token follows from the one before it. So of the tokens whose entries
+    are known the last one is computed all the same, where the blocks before it are cached. The end
+    of a prompt, less than a block, is kept likewise.
     """
 
-    __slots__ = ("_cache", "_entries", "_known", "_names", "_num_known", "_prompt", "_top")
+    __slots__ = (
+        "_awaited",
+        "_cache",
+        "_entries",
+        "_is_running",
+        "_known",
+        "_names",
+        "_num_known",
+        "_prompt",
+        "_top",
+    )
 
     def __init__(self, cache: PromptLogprobCache, prompt: Prompt, top: int) -> None:
         """`top` is how many of the most probable tokens are wanted; the cache has one."""
@@ -80,11 +96,43 @@ class PromptLogprobs:
         self._entries: _Entries = np.zeros(len(prompt.token_ids), dtype=_ENTRY)
         self._num_known = 1  # the first token follows nothing
         self._known: list[_Entries] = []
+        self._awaited: bytes | None = None
+        """Hash of the first block that was unknown when it was last asked for."""
+        self._is_running: Callable[[], bool] = _never
 
     def readable_tokens(self) -> int:
         """How many tokens need not be computed, if their keys and values are there."""
         self._known = self._cache.leading(self._names) if self._top <= 1 else []
-        return max(0, len(self._known) - 1) * self._cache.block_size  # also less than the prompt
+        num_known = min(len(self._known) * self._cache.block_size, len(self._prompt.token_ids))
+        return max(0, num_known - 1)
+
+    def awaits_prefix(self) -> bool:
+        """Whether a running request computes the first block whose entries are unknown."""
+        if self._top > 1:
+            return False
+        if self._is_pending(self._awaited):
+            return True
+        num_known = len(self._cache.leading(self._names))
+        self._awaited = self._names[num_known] if num_known < len(self._names) else None
+        return self._is_pending(self._awaited)
+
+    def _is_pending(self, name: bytes | None) -> bool:
+        request = None if name is None else self._cache.pending.get(name)
+        return request is not None and request is not self and request._is_running()
+
+    def announce(self, is_running: Callable[[], bool]) -> None:
+        """Let others wait for the unknown blocks of this prompt, as long as `is_running`."""
+        self._is_running = is_running
+        for name in self._names:
+            if name not in self._cache and not self._is_pending(name):
+                self._cache.pending[name] = self
+
+    def withdraw(self) -> None:
+        """Let nobody wait any more: the request has ended."""
+        self._is_running = _never
+        for name in self._names:
+            if self._cache.pending.get(name) is self:
+                del self._cache.pending[name]
 
     def extend(self, first: int, computed: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Take what was computed of the tokens from position `first` on; return all that is new.
@@ -113,6 +161,10 @@ class PromptLogprobs:
         is_whole = end == len(self._entries)
         for block in range(begin // size, len(self._names) if is_whole else end // size):
             self._cache.put(self._names[block], self._entries[block * size : (block + 1) * size])
+
+
+def _never() -> bool:
+    return False
 
 
 def _names(prompt: Prompt, block_size: int) -> list[bytes]:

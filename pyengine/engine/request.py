@@ -332,6 +332,15 @@ class RequestState(Request):
         """See `Request.readable_tokens`."""
         return 0 if self.scores is None else self.scores.readable_tokens()
 
+    def awaits_prefix(self) -> bool:
+        """See `Request.awaits_prefix`."""
+        return self.scores is not None and self.scores.awaits_prefix()
+
+    def admitted(self) -> None:
+        """See `Request.admitted`."""
+        if self.scores is not None:
+            self.scores.announce(lambda: self.samples[0].is_running)
+
     def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
         """Take what is said of the prompt's tokens from position `first` on."""
         assert self.scores is not None

@@ -9,7 +9,8 @@ What it promises (the tests carry the numbers):
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
 5. Each token is hashed at most once.
 6. Nothing starves: admission follows the order of priority and arrival and reads exact counts
-   only. (Those of a lower priority wait for as long as others keep coming before them.)
+   only. (Those of a lower priority wait for as long as others keep coming before them. Others
+   pass a request that would compute again what a running one computes, until that is computed.)
 7. Out of blocks, the last request in that order that really frees some is preempted, by
    recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
@@ -18,8 +19,8 @@ What it promises (the tests carry the numbers):
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
 and 5 are its doing; the order of calls below makes 3, 4, 6 and 7. A request that may read the cache
-only so far (`Request.readable_tokens`) stands on a lease before that call, and its prefix is hashed
-anew each time that it is considered.
+only so far (`Request.readable_tokens`) has cached blocks attached before that call, and its prefix
+is hashed anew each time that it is considered.
 """
 
 from bisect import insort
@@ -31,7 +32,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import BlockManager, NoBudget, NoRoom, Prefilled, Redirect
+from pyengine.cache import BlockManager, Lease, NoBudget, NoRoom, Prefilled, Redirect
 from pyengine.cache import Sequence as CachedSequence
 from pyengine.core.errors import ConfigurationError, PyEngineError
 from pyengine.scheduler.reuse import ReuseCounters
@@ -41,6 +42,8 @@ from pyengine.scheduler.waiting import WaitingQueue
 _J = TypeVar("_J", bound=Job)
 _by_order = attrgetter("order")
 _NOBODY: frozenset[Job] = frozenset()
+_MOST_PASSED = 64
+"""Waiting jobs that others may pass in a step; so a step looks at few of them."""
 
 
 class StalledError(PyEngineError):
@@ -90,11 +93,20 @@ class _Attached(NamedTuple):
 class Scheduler:
     """Decides what each step computes. Who waits and who runs is in order."""
 
-    def __init__(self, manager: BlockManager, limits: SchedulerLimits, *, replay: int = 0) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        limits: SchedulerLimits,
+        *,
+        replay: int = 0,
+        prefix_caching: bool = True,
+    ) -> None:
         """Of what is found in the cache, the last `replay` tokens are computed again, not written:
-        for heads, which need the hidden states there."""
+        for heads, which need the hidden states there. `prefix_caching` is the manager's: without
+        it no request waits for a prefix that another one computes."""
         self._manager = manager
         self._replay = replay
+        self._prefix_caching = prefix_caching
         self._groups = manager.groups
         self._limits = limits
         self._waiting = WaitingQueue()
@@ -268,6 +280,8 @@ class Scheduler:
         for job in [job for job in self._running if job.num_uncomputed > 1]:
             if not job.is_running or job in without:  # preempted for an older one just now
                 continue
+            if not step.has_room(job.request):
+                continue
             answer = self._prefill(step, job)
             while isinstance(answer, NoRoom) and self._make_room(step, job) is not job:
                 answer = self._prefill(step, job)
@@ -280,7 +294,8 @@ class Scheduler:
         self, step: ScheduledStep, job: Job, reserve: int | None = None
     ) -> Prefilled | NoRoom | NoBudget:
         """Plan the next chunk of a prompt."""
-        most = int(min(self._limits.max_num_batched_tokens, job.request.max_chunk))
+        bound = job.request.max_chunk - step.num_bounded
+        most = int(min(self._limits.max_num_batched_tokens, bound))
         replay = min(self._replay, most)
         return step.plan.prefill(job.sequence, most, reserve=reserve, replay=replay or None)
 
@@ -289,7 +304,7 @@ class Scheduler:
 
         What the first one was short of that was not admitted; None if that was a seat, or all were.
         """
-        candidates = self._candidates(without)
+        candidates = self._candidates(step, without)
         job = next(candidates, None)
         if job is None:
             return None
@@ -315,6 +330,7 @@ class Scheduler:
             num_cached = attached.num_tokens + answer.num_cached_tokens
             entry = step.add_prefill(job, answer.num_tokens, num_cached)
             entry.num_attached, entry.num_attached_blocks = attached
+            job.request.admitted()
             if not entry.samples:
                 reserve += self._blocks_to_come(job)
             job = next(candidates, None)
@@ -329,18 +345,52 @@ class Scheduler:
         most = request.readable_tokens()
         if not most:
             return _Attached()
-        tokens = request.prompt_token_ids[:most]
+        size = self._manager.block_size
+        tokens = request.prompt_token_ids[: -(-most // size) * size]
         with self._manager.match_prefix(tokens, namespace=request.namespace) as lease:
-            job.sequence.attach(lease)
-            return _Attached(lease.num_tokens, self._reuse.num_blocks(lease.blocks))
+            if lease.num_tokens > most:
+                self._attach_all_but_one(job, lease)
+            else:
+                job.sequence.attach(lease)
+            num_blocks = self._reuse.num_blocks(lease.blocks)
+        return _Attached(job.sequence.num_computed_tokens, num_blocks)
 
-    def _candidates(self, without: Collection[Job]) -> Iterator[Job]:
-        """Who may be admitted, in order; each has been admitted when the next one is asked for."""
-        if without:
-            yield from [job for job in self._waiting if job not in without]
-            return
-        while (job := self._waiting.first()) is not None:
-            yield job
+    def _attach_all_but_one(self, job: Job, lease: Lease) -> None:
+        """Attach the blocks of a lease and let the last of their tokens be computed, not written.
+
+        So it is where a prompt is cached as a whole: the sequence has what follows only then.
+        """
+        request, end = job.request, lease.num_tokens
+        tokens = job.sequence.tokens()
+        sequence = self._manager.sequence(
+            tokens[:end], namespace=request.namespace, read_cache=request.read_cache
+        )
+        sequence.attach(lease)
+        if end < len(tokens):
+            sequence.append(tokens[end:])
+        job.sequence, before = sequence, job.sequence
+        before.free()
+        self._decodes = [_Decodes(), _Decodes()]  # they may hold the sequence before
+
+    def _candidates(self, step: ScheduledStep, without: Collection[Job]) -> Iterator[Job]:
+        """Who may be admitted, in order; each has been admitted when the next one is asked for.
+
+        Others pass a job that waits for the prefix that another one computes, and a prompt for
+        which the bound of the step leaves no token: both wait for jobs that run, not for blocks.
+        """
+        may_await = self._prefix_caching and not without
+        num_passed = 0
+        for job in self._waiting.in_order():
+            if job in without:
+                continue
+            request = job.request
+            is_awaiting = may_await and request.awaits_prefix()
+            if not is_awaiting and step.has_room(request):
+                yield job
+                continue
+            num_passed += 1
+            if num_passed > _MOST_PASSED:
+                return
 
     def _blocks_to_come(self, job: Job) -> int:
         """Blocks that the job takes at most for the known tokens that no step computes yet.

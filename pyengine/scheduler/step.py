@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 
 from pyengine.cache import Sequence as CachedSequence
@@ -117,6 +118,8 @@ class ScheduledStep:
     decodes: tuple[Job, ...] = ()
     chunks: list[Entry] = field(default_factory=list)
     drafts: Mapping[Job, Sequence[int]] = field(default_factory=dict)
+    num_bounded: int = 0
+    """Tokens of prompts of which a step computes a bounded number (`Request.max_chunk`)."""
 
     @property
     def jobs(self) -> list[Job]:
@@ -149,6 +152,10 @@ class ScheduledStep:
         decodes = [Entry(job, job.num_computed - 1, 1, 0, samples=True) for job in self.decodes]
         return decodes + self.chunks
 
+    def has_room(self, request: Request) -> bool:
+        """Whether the bound of `request`, if there is one, leaves tokens for a chunk of it."""
+        return self.num_bounded < request.max_chunk
+
     def add_decodes(self, jobs: tuple[Job, ...]) -> None:
         """Note jobs whose next token the plan decodes."""
         self.decodes = self.decodes + jobs if self.decodes else jobs
@@ -162,6 +169,8 @@ class ScheduledStep:
         samples = start + num_tokens == job.num_tokens
         entry = Entry(job, start, num_tokens, num_cached, samples)
         self.chunks.append(entry)
+        if job.request.max_chunk != inf:
+            self.num_bounded += num_tokens
         job.num_computed = entry.end
         job.num_tokens += samples
         return entry
@@ -188,6 +197,8 @@ class ScheduledStep:
         _move_back(decodes, chunks)
         self.decodes = tuple(one for one in self.decodes if one not in decodes)
         self.chunks = [entry for entry in self.chunks if entry not in chunks]
+        bounded = [entry.num_tokens for entry in chunks if entry.request.max_chunk != inf]
+        self.num_bounded -= sum(bounded)
         return [one for one in jobs if one is not job and one.sequence.id in gone]
 
     def rollback(self) -> None:

@@ -46,6 +46,22 @@ class WaitingQueue:
             heappop(self._heap)
         return None
 
+    def in_order(self) -> Iterator[Job]:
+        """The jobs in order, O(log n) for each that is asked for.
+
+        Meanwhile jobs may be taken out, and none added.
+        """
+        self.first()  # forgets those before it that are gone
+        heap = self._heap
+        ahead = [(heap[0], 0)] if heap else []
+        while ahead:
+            entry, place = heappop(ahead)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heappush(ahead, (heap[child], child))
+            if self._entries.get(entry.job) is entry:
+                yield entry.job
+
     def discard(self, job: Job) -> None:
         """Take a job out, if it is here."""
         self._entries.pop(job, None)

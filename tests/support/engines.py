@@ -141,7 +141,8 @@ def make_bench(
     limits = SchedulerLimits(
         max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
     )
-    scheduler = Scheduler(blocks, limits)
+    caching = bool(manager.get("prefix_caching", True))
+    scheduler = Scheduler(blocks, limits, prefix_caching=caching)
     most = max_model_len or num_blocks * block_size
     runner = FakeRunner(num_blocks, block_size, groups=groups, width=-(-most // block_size))
     facts = ModelFacts(

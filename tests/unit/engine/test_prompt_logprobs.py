@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import Prompt
+from pyengine.engine import Prompt, RequestState, intake
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
+from pyengine.runner import StepLogits
 from pyengine.sampling import TokenLogprobs
 from tests.support.engines import Bench, make_bench
-from tests.support.fake_runner import Fault
+from tests.support.fake_runner import VOCAB_SIZE, Fault
 
 BLOCK = 4
 
@@ -60,16 +61,16 @@ def test_a_second_run_computes_little_and_gives_the_same(depth: int, budget: int
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
-def test_of_a_prompt_that_is_known_as_a_whole_its_last_block_is_computed(length: int) -> None:
+def test_of_a_prompt_that_is_known_one_token_is_computed_behind_its_blocks(length: int) -> None:
     prompt = list(range(length))
     bench = make_bench(64, BLOCK)
     bench.generate([prompt], asked())
     (found,) = bench.generate([prompt], asked())
     same(found, computed(prompt, asked()))
-    assert found.num_cached_tokens == (length - 1) // BLOCK * BLOCK
+    assert found.num_cached_tokens == min(length // BLOCK * BLOCK, length - 1)
     (found,) = bench.generate([[*prompt, 90]], asked())  # its end is no beginning of this one's
     same(found, computed([*prompt, 90], asked()))
-    assert found.num_cached_tokens == max(0, length // BLOCK - 1) * BLOCK
+    assert found.num_cached_tokens == max(0, length // BLOCK * BLOCK - 1)
 
 
 def test_those_that_come_later_in_the_same_run_read_what_the_first_computed() -> None:
@@ -81,7 +82,7 @@ def test_those_that_come_later_in_the_same_run_read_what_the_first_computed() ->
     done = bench.run()
     for name, last in [("a", 1), ("b", 2), ("c", 3)]:
         same(done[name], computed([*shots, last], asked()))
-    assert (done["a"].num_cached_tokens, done["b"].num_cached_tokens) == (0, 56)
+    assert (done["a"].num_cached_tokens, done["b"].num_cached_tokens) == (0, 59)
 
 
 @pytest.mark.parametrize("first", [0, 1, 3, None])
@@ -112,7 +113,7 @@ def test_a_prefix_that_was_computed_without_them_is_computed_again_from_there() 
     bench.generate([prompt], asked(None))  # the blocks of all of it are there
     (found,) = bench.generate([prompt], asked())
     same(found, computed(prompt, asked()))
-    assert found.num_cached_tokens == 16
+    assert found.num_cached_tokens == 19
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -147,6 +148,165 @@ def test_the_counters_have_what_a_step_that_was_rolled_back_read_once() -> None:
     after = bench.engine.stats().counters
     assert after["cached_tokens"] - before["cached_tokens"] == found.num_cached_tokens >= 45
     assert after["prompt_tokens"] - before["prompt_tokens"] == 50
+
+
+@pytest.mark.parametrize("groups", [(None,), (None, 6), (5,)])
+def test_what_is_known_and_has_lost_its_keys_and_values_is_computed(
+    groups: tuple[int | None, ...],
+) -> None:
+    """From where the keys and values end; the log-probability there is known."""
+    prompt = list(range(40))
+    bench = make_bench(16 * len(groups), BLOCK, groups=groups)
+    bench.generate([prompt[:-1]], asked(max_tokens=1))
+    kept = bench.engine.intake._prompt_logprobs
+    assert len(kept) == 10
+    bench.generate([[90 - at for at in range(30)]], asked(None))  # takes blocks from the end
+    (found,) = bench.generate([prompt], asked(max_tokens=1))
+    same(found, computed_with(groups, prompt, asked(max_tokens=1)))
+    if groups == (None,):
+        assert 0 < found.num_cached_tokens < 35
+        assert found.num_cached_tokens % BLOCK == 0
+    bench.assert_all_free()
+
+
+def computed_with(
+    groups: tuple[int | None, ...], prompt: list[int], params: SamplingParams
+) -> RequestOutput:
+    (output,) = make_bench(64, BLOCK, groups=groups, prefix_caching=False).generate(
+        [prompt], params
+    )
+    return output
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("groups", [(None,), (None, 6), (5,)])
+@pytest.mark.parametrize("budget", [16, 256])
+@pytest.mark.parametrize("length", [39, 40, 41])
+def test_equal_prompts_that_are_queued_together_are_computed_once(
+    length: int, budget: int, groups: tuple[int | None, ...], depth: int
+) -> None:
+    prompt = [at % 97 for at in range(length)]
+    bench = make_bench(
+        512, BLOCK, groups=groups, depth=depth, max_num_batched_tokens=budget, max_num_seqs=8
+    )
+    found = bench.generate([prompt] * 8, asked(max_tokens=1))
+    expected = computed_with(groups, prompt, asked(max_tokens=1))
+    for one in found:
+        same(one, expected)
+    assert work(bench) == length + 7 * max(1, length % BLOCK)
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_of_the_same_beginning_wait_for_the_first_and_for_nothing_else(depth: int) -> None:
+    shots, others = list(range(40)), [[50 + at] * 9 for at in range(3)]
+    bench = make_bench(512, BLOCK, depth=depth, max_num_batched_tokens=64, max_num_seqs=16)
+    suite = [[*shots, 60 + at, 70 + at] for at in range(6)]
+    prompts = [*suite[:3], *others, *suite[3:]]
+    bench.submit({str(at): prompt for at, prompt in enumerate(prompts)}, asked(max_tokens=1))
+    bench.engine.step()
+    # The first one, and others as far as there is room; a chunk ends with a block.
+    assert bench.runner.computed[0] == 42 + 9 + 9 + 4
+    found = bench.run()
+    for at, prompt in enumerate(prompts):
+        same(found[str(at)], computed(prompt, asked(max_tokens=1)))
+    assert work(bench) == 42 + 5 * 3 + 3 * 9
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("how", ["abort", "fail", "by chance"])
+def test_if_the_one_that_computes_for_others_goes_the_next_one_does(how: str, depth: int) -> None:
+    prompt = list(range(40))
+    bench = make_bench(512, BLOCK, depth=depth, max_num_batched_tokens=16, max_num_seqs=8)
+    bench.submit(dict.fromkeys("abc", prompt), asked(max_tokens=1))
+    bench.engine.step()
+    if how == "abort":
+        bench.abort(["a"])
+    elif how == "fail":
+        bench.engine._fail(bench.states["a"], ValueError("by hand"))
+    else:
+        bench.runner.fault = Fault(len(bench.runner.computed), RuntimeError("by chance"))
+    if how != "by chance":
+        del bench.states["a"]
+    done = bench.run()
+    assert len(done) == (3 if how == "by chance" else 2)
+    for one in done.values():
+        same(one, computed(prompt, asked(max_tokens=1)))
+    assert work(bench) <= 40 + 16 * depth + 2
+    kept = bench.engine.intake._prompt_logprobs
+    assert not kept.pending  # nothing is kept of requests that are gone
+    bench.assert_all_free()
+
+
+def test_requests_that_cannot_read_wait_for_no_other() -> None:
+    prompt = list(range(40))
+    bench = make_bench(512, BLOCK, max_num_batched_tokens=256)
+    bench.submit({"a": prompt}, asked(1))
+    bench.submit({"b": prompt}, asked(2))  # more than is kept
+    bench.submit({"c": prompt}, asked(None))
+    bench.engine.add_request("d", Prompt(token_ids=prompt, namespace=b"other"), asked(1))
+    bench.engine.step()
+    assert bench.scheduler.num_waiting == 0
+
+
+def test_without_a_cache_equal_prompts_run_at_once() -> None:
+    bench = make_bench(512, BLOCK, max_num_batched_tokens=256, prefix_caching=False)
+    prompt = list(range(40))
+    bench.submit({"a": prompt, "b": prompt, "c": prompt}, asked(1))
+    bench.engine.step()
+    assert bench.runner.computed == [120]
+
+
+def test_many_that_wait_for_one_cost_a_step_little() -> None:
+    bench = make_bench(512, BLOCK, max_num_batched_tokens=8, max_num_seqs=8)
+    prompt, asks = list(range(64)), [0]
+    bench.submit({str(at): prompt for at in range(500)}, asked(max_tokens=1))
+    awaits = RequestState.awaits_prefix
+
+    def counted(state: RequestState) -> bool:
+        asks[0] += 1
+        return awaits(state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestState, "awaits_prefix", counted)
+        for _ in range(4):
+            asks[0] = 0
+            bench.engine.step()
+            assert 0 < asks[0] <= 66
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_requests", [1, 5])
+def test_a_step_has_no_more_logits_of_prompts_than_the_cap(
+    num_requests: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many prompts it computes, and whatever else is in it."""
+    monkeypatch.setattr(intake, "_PROMPT_LOGITS", 20 * VOCAB_SIZE)
+    bench = make_bench(512, BLOCK, depth=depth, max_num_batched_tokens=256, max_num_seqs=16)
+    seen: list[int] = []
+    run = bench.runner.run
+
+    def counted(sizes: Any, copies: Any, sampled: Any, extra_rows: Any) -> StepLogits:
+        seen.append(0 if extra_rows is None else len(extra_rows))
+        return run(sizes, copies, sampled, extra_rows)
+
+    bench.runner.run = counted  # type: ignore[method-assign]
+    prompts = [[at * 7 % 97, *range(at, at + 50)] for at in range(num_requests)]
+    bench.submit({str(at): prompt for at, prompt in enumerate(prompts)}, asked(0))
+    plain = [[90 - at, *range(30)] for at in range(3)]
+    bench.submit({f"plain {at}": prompt for at, prompt in enumerate(plain)}, asked(None))
+    bench.engine.step()
+    bench.engine.step()
+    states = bench.states
+    assert all(states[f"plain {at}"].first_token_time is not None for at in range(3))
+    done = bench.run()
+    assert max(seen) <= 20
+    assert sum(seen) == num_requests * 50
+    assert len([one for one in seen if one]) <= num_requests * 50 / 20 + num_requests + 1
+    for at, prompt in enumerate(prompts):
+        same(done[str(at)], computed(prompt, asked(0)))
+    bench.assert_all_free()
 
 
 def test_other_namespaces_are_not_read() -> None:
@@ -236,10 +396,10 @@ def test_the_cache_keeps_what_was_used_last_and_the_beginnings_of_prompts() -> N
     assert len(kept) == 4
     assert PromptLogprobs(kept, prompts[0], 1).readable_tokens() == 0  # its first block has gone
     again = PromptLogprobs(kept, prompts[1], 1)
-    assert again.readable_tokens() == 4
+    assert again.readable_tokens() == 5
     assert again.extend(5, entries([5])) == entries([1, 2, 3, 4, 5])
     other = PromptLogprobs(kept, Prompt(token_ids=[8, 1, 2, 4]), 0)
-    assert other.readable_tokens() == 0
+    assert other.readable_tokens() == 1
     assert PromptLogprobs(kept, prompts[1], 2).readable_tokens() == 0
 
 
