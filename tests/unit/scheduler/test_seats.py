@@ -1,0 +1,107 @@
+"""Seats: a request with several samples is admitted when all of them may run at once."""
+
+from random import Random
+
+import pytest
+
+from pyengine.cache import BlockManager
+from pyengine.core import SamplingParams
+from pyengine.core.request import Request
+from pyengine.scheduler import Job, Scheduler, SchedulerLimits, StalledError
+from tests.support.engines import make_bench
+
+
+class Seats:
+    """A scheduler of four seats, whose prompts of 16 tokens take two steps."""
+
+    def __init__(self, budget: int = 8) -> None:
+        limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=4)
+        self.scheduler = Scheduler(BlockManager(256, 4), limits)
+        self.jobs: dict[str, Job] = {}
+
+    def add(self, name: str, num_samples: int) -> None:
+        prompt = [Random(name).randrange(90) for _ in range(16)]
+        request = Request(request_id=name, prompt_token_ids=prompt, num_samples=num_samples)
+        self.jobs[name] = Job(request)
+        self.scheduler.add(self.jobs[name])
+
+    def step(self) -> str:
+        """Plan and commit a step, fork what has its first token; the names of who was in it."""
+        step = self.scheduler.schedule()
+        assert step is not None
+        self.scheduler.commit(step, [1] * len(step.sampling_jobs))
+        for job in step.sampling_jobs:
+            if job.num_seats > 1:
+                others = [(Job(job.request, at), 1) for at in range(1, job.num_seats)]
+                self.scheduler.fork(job, others)
+        assert self.scheduler.num_running <= 4
+        return "".join(dict.fromkeys(job.request.request_id for job in step.jobs))
+
+
+@pytest.mark.parametrize(
+    ("samples", "admitted"),
+    [
+        ({"a": 3, "b": 2}, "a"),
+        ({"a": 3, "b": 1}, "ab"),
+        ({"a": 2, "b": 2, "c": 1}, "ab"),
+        ({"a": 1, "b": 1, "c": 2, "d": 1}, "abc"),
+        ({"a": 4, "b": 1}, "a"),
+        ({"a": 1, "b": 4, "c": 1}, "a"),  # nobody passes one that waits for seats
+    ],
+)
+def test_those_that_come_together_share_the_seats(samples: dict[str, int], admitted: str) -> None:
+    seats = Seats(budget=256)
+    for name, num_samples in samples.items():
+        seats.add(name, num_samples)
+    assert seats.step() == admitted
+    assert seats.step() == admitted
+
+
+@pytest.mark.parametrize(("second", "is_admitted"), [(1, True), (2, False), (4, False)])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_seats_are_held_before_and_after_the_samples_are_forked(
+    steps: int, second: int, is_admitted: bool
+) -> None:
+    """The first request, of three samples, computes its prompt for two steps; then they decode."""
+    seats = Seats()
+    seats.add("a", 3)
+    for _ in range(steps):
+        seats.step()
+    seats.scheduler.limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=4)
+    seats.add("b", second)
+    assert seats.step() == ("ab" if is_admitted else "a")
+    running = [job for job in seats.scheduler.running if job.request.request_id == "a"]
+    seats.scheduler.finish(running[:2])
+    seats.step()
+    assert seats.jobs["b"].is_running == (second <= 3 or not running[2:])
+
+
+def test_one_that_needs_more_seats_than_there_are_is_named() -> None:
+    seats = Seats()
+    seats.add("a", 5)
+    with pytest.raises(StalledError, match="runs 5 samples at once"):
+        seats.scheduler.schedule()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_step_has_more_samples_than_seats(depth: int) -> None:
+    random = Random(depth)
+    bench = make_bench(512, 4, depth=depth, max_num_seqs=8, max_num_batched_tokens=32)
+    counts, most = {}, 0
+    for number in range(60):
+        counts[f"{number}"] = random.randint(1, 8)
+        params = SamplingParams(
+            n=counts[f"{number}"], seed=number, max_tokens=random.randint(1, 9), ignore_eos=True
+        )
+        prompt = [random.randrange(90) for _ in range(random.randint(1, 40))]
+        bench.submit({f"{number}": prompt}, params)
+        for _ in range(random.choice([0, 0, 1, 4])):
+            most = max(most, len(bench.engine.step().rows))
+            assert bench.scheduler.num_running <= 8
+    while bench.engine.has_work:
+        most = max(most, len(bench.engine.step().rows))
+        assert bench.scheduler.num_running <= 8
+    assert most == 8
+    for name, output in bench.take_finished().items():
+        assert len(output.outputs) == counts[name]
+    bench.assert_all_free()
