@@ -107,7 +107,8 @@ class PoolSettings:
     free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
     sequence of `max_model_len` tokens takes at most; `None`: one table, nothing given back.
     `available_memory`, in bytes, is what the pool may take where something else than the free
-    memory of its device limits it; `None`: nothing does.
+    memory of its device limits it; `None`: nothing does. `bytes_beside` is what each block takes
+    in another pool besides, that of a draft model: both together keep to the limits.
     """
 
     block_size: int
@@ -118,6 +119,7 @@ class PoolSettings:
     max_model_len: int = 8192
     blocks_per_seq: int | None = None
     available_memory: int | None = None
+    bytes_beside: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_cache_memory"):
@@ -157,7 +159,8 @@ def resolve_num_blocks(
 
     Raises `ConfigurationError` where the pool does not fit, with what was asked for and found.
     """
-    per_block = bytes_per_block(specs, settings.block_size)
+    own = bytes_per_block(specs, settings.block_size)
+    per_block = own + settings.bytes_beside
     available = settings.available_memory
     if available is None:
         available = available_memory(device)
@@ -187,7 +190,7 @@ def resolve_num_blocks(
             f"({num_blocks} + 1 blocks of {settings.block_size} tokens, {per_block} bytes each), "
             f"{_size(available)} are available on {device}; {way_out}"
         )
-    return PoolSize(num_blocks, num_bytes, asked)
+    return PoolSize(num_blocks, (num_blocks + 1) * own, asked)
 
 
 def _default_blocks(

@@ -147,8 +147,12 @@ class EngineSettings:
     )
     draft_model: str | Path | None = setting(
         None,
-        "the smaller model of speculation=draft, named as the model is; of the same tokenizer",
+        "the smaller model of speculation=draft, named as the model is; of the same tokenizer; "
+        "it has the model's dtype, quantization, attention backend, and a share of the KV memory",
         parse=str | None,
+    )
+    draft_revision: str | None = setting(
+        None, "branch, tag or commit of a draft_model of the hub; without it the newest"
     )
     num_speculative_tokens: int | None = setting(
         None,
@@ -209,6 +213,11 @@ class EngineSettings:
             raise ConfigurationError(
                 f"speculation={self.speculation!r} and draft_model={shown(self.draft_model)}: a "
                 "second model drafts with speculation='draft' and its name, and not otherwise"
+            )
+        if self.draft_revision is not None and self.draft_model is None:
+            raise ConfigurationError(
+                f"draft_revision={shown(self.draft_revision)} is that of draft_model, which is not "
+                "given"
             )
         if self.tensor_parallel_size != 1:
             self._check_divided()

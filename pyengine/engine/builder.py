@@ -41,7 +41,8 @@ from pyengine.engine.capacity import (
     model_facts,
     plan_cache,
 )
-from pyengine.engine.draft_model import DraftModel, check_vocabularies
+from pyengine.engine.draft_loading import LoadedDraft, load_draft
+from pyengine.engine.draft_model import DraftModel
 from pyengine.engine.engine import Engine
 from pyengine.engine.executor import Executor
 from pyengine.engine.heads import HeadDrafter
@@ -105,6 +106,7 @@ def _check(settings: EngineSettings) -> None:
 
 def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     loaded = team.loaded if team else _load(settings)
+    draft = load_draft(settings, loaded)  # before the memory that is left is looked at
     needs = needs_of(
         loaded.model,
         loaded.device,
@@ -114,6 +116,8 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     )
     choice = select_backend(settings.attention_backend, needs)
     pool = _pool_settings(settings, choice, needs, loaded, team)
+    if draft is not None:
+        pool = replace(pool, bytes_beside=draft.bytes_per_token * pool.block_size)
     most, asked = settings.max_num_batched_tokens, settings.max_model_len
     plan = plan_cache(
         loaded, pool, most, layer_groups=settings.layer_groups, kv_dtype=needs.cache_dtype
@@ -151,7 +155,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
         heads = HeadDrafter(executor, plan.block_size) if loaded.heads is not None else None
-        drafter = heads or _drafter(settings, loaded, plan, executor)
+        drafter = heads or _drafter(settings, executor, draft, plan)
         most, vocab_size = limits.rows_per_seq - 1, facts.vocab_size
         speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
         engine.speculate(speculator, heads)
@@ -162,6 +166,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         **_about_cache(plan, facts, settings),
         "async_scheduling": executor.depth > 1,
         **_about_speculation(settings, limits),
+        **({} if draft is None else draft.describe(draft.plan_cache(settings, plan))),
         "generation_config": about_sampling(settings, params),
     }
     return BuiltEngine(
@@ -354,44 +359,28 @@ def _executor(settings: EngineSettings, runner: Runner, device: torch.device) ->
 
 
 def _drafter(
-    settings: EngineSettings, loaded: LoadedModel, plan: CachePlan, executor: Executor
+    settings: EngineSettings,
+    executor: Executor,
+    draft: LoadedDraft | None,
+    plan: CachePlan,
 ) -> Drafter:
     """The drafter that was asked for, if that is not the model itself."""
-    if settings.speculation == "ngram":
-        return NgramDrafter()
-    if settings.speculation == "suffix":
-        return SuffixDrafter()
-    return _draft_model(settings, loaded, plan, executor)
+    if draft is not None:
+        return _draft_model(settings, executor, draft, draft.plan_cache(settings, plan))
+    return NgramDrafter() if settings.speculation == "ngram" else SuffixDrafter()
 
 
 def _draft_model(
-    settings: EngineSettings, loaded: LoadedModel, plan: CachePlan, executor: Executor
+    settings: EngineSettings, executor: Executor, draft: LoadedDraft, cache: CachePlan
 ) -> DraftModel:
-    """A second model, with a cache for as many tokens as the first one has."""
-    draft = load_model(
-        settings.draft_model,
-        device=loaded.device,
-        dtype=loaded.dtype,
-        token=settings.token,
-    )
-    check_vocabularies(loaded, draft)
-    needs = needs_of(draft.model, draft.device, draft.dtype)
-    choice = select_backend("auto", needs)
-    longest = min(draft.max_model_len, loaded.max_model_len)
-    pool = PoolSettings(
-        block_size=choice.block_size,
-        num_blocks=-(-plan.size.num_blocks * plan.block_size // choice.block_size),
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=longest,
-    )
-    most = settings.max_num_batched_tokens
-    cache = plan_cache(draft, pool, most, layer_groups=False)
+    """A second model over a cache of its own."""
+    longest, most = draft.longest, settings.max_num_batched_tokens
     limits = RunnerLimits(
         max_num_batched_tokens=most,
         max_num_seqs=settings.max_num_seqs,
         max_blocks_per_seq=-(-longest // cache.block_size),
     )
-    runner = _runner(settings, draft, choice, cache, limits)
+    runner = _runner(settings, draft.loaded, draft.choice, cache, limits)
     return DraftModel(executor, runner, cache.manager(), most=most, longest=longest)
 
 

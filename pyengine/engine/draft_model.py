@@ -36,7 +36,12 @@ def check_vocabularies(model: LoadedModel, draft: LoadedModel) -> None:
 
 
 class DraftModel:
-    """Drafts by a model that runs over blocks of its own."""
+    """Drafts by a model that runs over blocks of its own.
+
+    A text is computed in chunks: one in each step of the engine, within the token budget that the
+    step leaves. A text that is not wholly computed gets no drafts. So a long prompt delays a stream
+    no more than a prompt of the engine does.
+    """
 
     def __init__(
         self, executor: Executor, runner: Runner, manager: BlockManager, *, most: int, longest: int
@@ -46,9 +51,13 @@ class DraftModel:
         self._executor = executor
         self._runner = runner
         self._manager = manager
-        self._most = most
+        self._most = self._budget = most
         self._longest = longest
         self._sequences: dict[Context, CachedSequence] = {}
+
+    def begin_step(self, budget: int) -> None:
+        """See `ComputingDrafter.begin_step`."""
+        self._budget = min(budget, self._most)
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
@@ -63,18 +72,16 @@ class DraftModel:
             sequence.free()
 
     def _drafts(self, asked: Mapping[Context, int]) -> dict[Context, list[int]]:
-        self._catch_up(asked)
         known = self._sequences
         counts = {
-            context: min(count, self._longest - known[context].num_tokens)
-            for context, count in asked.items()
-            if context in known
+            context: min(asked[context], self._longest - known[context].num_tokens)
+            for context in self._computed(asked)
         }
         drafts: dict[Context, list[int]] = {context: [] for context in counts}
-        forks = {one: known[one].fork(known[one].num_tokens) for one in drafts}
+        forks = {context: known[context].fork(known[context].num_tokens) for context in drafts}
         try:
             for number in range(max(counts.values(), default=0)):
-                alive = [one for one, count in counts.items() if count > number]
+                alive = [context for context, count in counts.items() if count > number]
                 for context, token in self._decoded(alive, forks).items():
                     drafts[context].append(token)
         finally:
@@ -82,52 +89,63 @@ class DraftModel:
                 fork.free()
         return drafts
 
-    def _catch_up(self, asked: Mapping[Context, int]) -> None:
-        """Compute what stands of each text, but for its last token.
+    def _computed(self, asked: Mapping[Context, int]) -> list[Context]:
+        """Those of whose text all is computed but the last token, once the budget is used up.
 
         A text for which there is no room has no sequence afterwards.
         """
-        behind: dict[Context, int] = {}
+        missing: dict[Context, int] = {}
         for context in asked:
-            prompt = [int(token) for token in context.request.prompt_token_ids]
-            tokens = [*prompt, *context.token_ids]
-            sequence = self._sequences.get(context)
-            if len(tokens) > self._longest:
-                continue
-            if sequence is None:
-                namespace = context.request.namespace
-                sequence = self._manager.sequence(tokens[:-1], namespace=namespace)
-                self._sequences[context] = sequence
-            elif sequence.num_tokens < len(tokens):
-                if new := tokens[sequence.num_tokens : -1]:
-                    sequence.append(new)
-            else:
-                continue
-            behind[context] = tokens[-1]
-        while behind:
+            num_tokens = _num_tokens(context)
+            if 1 < num_tokens <= self._longest:
+                missing[context] = num_tokens - 1 - self._extended(context).num_computed_tokens
+        behind = [  # those that few tokens hold up come first
+            context
+            for context in sorted(missing, key=lambda context: missing[context])
+            if self._sequences[context].num_tokens < _num_tokens(context)
+        ]
+        if behind and self._budget:
             self._compute_some(behind, asked)
+        ready = [context for context in missing if context in self._sequences]
+        return [
+            context
+            for context in ready
+            if self._sequences[context].num_tokens == _num_tokens(context)
+        ]
 
-    def _compute_some(self, behind: dict[Context, int], asked: Mapping[Context, int]) -> None:
-        """Compute a step of these texts; those that are done are taken out.
+    def _extended(self, context: Context) -> CachedSequence:
+        """The sequence of a text, with all of its tokens but the last; only new ones are copied."""
+        prompt, output = context.request.prompt_token_ids, context.token_ids
+        sequence = self._sequences.get(context)
+        if sequence is None:
+            begin = prompt if output else prompt[:-1]
+            sequence = self._manager.sequence(begin, namespace=context.request.namespace)
+            self._sequences[context] = sequence
+        if new := output[sequence.num_tokens - len(prompt) : -1]:
+            sequence.append(new)
+        return sequence
 
-        The last token of each, which is given, stands where others would sample one.
+    def _compute_some(self, behind: Sequence[Context], asked: Mapping[Context, int]) -> None:
+        """Compute one step of these texts, in their order.
+
+        The last token of each, which is known, stands where others would sample one.
         """
-        with self._step() as plan:
-            done = []
-            for context in list(behind):
+        with self._step(self._budget) as plan:
+            last_tokens = []
+            for context in behind:
                 sequence = self._sequences[context]
-                answer = plan.prefill(sequence, self._most)
+                answer = plan.prefill(sequence, self._budget)
+                if isinstance(answer, NoRoom) and self._give_up_others(asked):
+                    answer = plan.prefill(sequence, self._budget)
                 if isinstance(answer, NoBudget):
                     break
                 if isinstance(answer, NoRoom):
-                    if not self._give_up_others(asked):
-                        del behind[context]
-                        self.forget(context)
+                    self.forget(context)
                 elif answer.samples:
-                    done.append(context)
+                    last_tokens.append(_last_token(context))
             if plan.num_tokens:
                 self._runner.prepare(plan)(None)
-            plan.commit([behind.pop(context) for context in done])
+            plan.commit(last_tokens)
 
     def _give_up_others(self, asked: Mapping[Context, int]) -> bool:
         """Give back the blocks of texts that nobody asks about now; whether there were any."""
@@ -140,7 +158,7 @@ class DraftModel:
         self, contexts: list[Context], forks: Mapping[Context, CachedSequence]
     ) -> dict[Context, int]:
         """The most probable next token of each; none where there is no room."""
-        with self._step() as plan:
+        with self._step(self._most) as plan:
             misfits = set(plan.decode([forks[context] for context in contexts]))
             fitting = [one for at, one in enumerate(contexts) if at not in misfits]
             tokens: list[int] = []
@@ -150,11 +168,19 @@ class DraftModel:
         return dict(zip(fitting, tokens, strict=True))
 
     @contextmanager
-    def _step(self) -> Iterator[StepPlan]:
+    def _step(self, budget: int) -> Iterator[StepPlan]:
         """A step that is rolled back if it fails."""
-        plan = self._manager.begin_step(self._most)
+        plan = self._manager.begin_step(budget)
         try:
             yield plan
         finally:
             if plan.is_open:
                 plan.rollback()
+
+
+def _num_tokens(context: Context) -> int:
+    return len(context.request.prompt_token_ids) + len(context.token_ids)
+
+
+def _last_token(context: Context) -> int:
+    return int((context.token_ids or context.request.prompt_token_ids)[-1])

@@ -79,6 +79,8 @@ class Drafting:
         """Drafts that are worth computing beside a step."""
         if not samples:
             return {}
+        budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
+        self._speculator.begin_step(max(0, budget))
         most = [one.max_output - len(one.token_ids) - 1 for one in samples]
         given = self._speculator.propose(samples, most)
         drafts = [_possible(sample, draft) for sample, draft in zip(samples, given, strict=True)]

@@ -4,13 +4,14 @@ Drafters propose. The scheduler plans what is left of a step for drafts, the run
 with everything else, and the engine accepts those that the model's own draws confirm.
 """
 
-from pyengine.speculation.drafter import Context, Draft, Drafter
+from pyengine.speculation.drafter import ComputingDrafter, Context, Draft, Drafter
 from pyengine.speculation.ngram import NgramDrafter
 from pyengine.speculation.policy import Curve, EveryDraft, PayingDrafts, Policy, StepCosts, StepSize
 from pyengine.speculation.speculator import Speculator
 from pyengine.speculation.suffix import SuffixDrafter
 
 __all__ = [
+    "ComputingDrafter",
     "Context",
     "Curve",
     "Draft",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pyengine.core.request import Request
 
@@ -53,4 +53,13 @@ class Drafter(Protocol):
 
     def forget(self, context: Context) -> None:
         """The sample has ended. It may never have been seen."""
+        ...
+
+
+@runtime_checkable
+class ComputingDrafter(Drafter, Protocol):
+    """A drafter that computes texts itself, within the token budget of the engine's steps."""
+
+    def begin_step(self, budget: int) -> None:
+        """Until the next call, compute at most so many tokens of texts, drafts aside."""
         ...

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from pyengine.speculation.drafter import NO_DRAFT, Context, Draft, Drafter
+from pyengine.speculation.drafter import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
 from pyengine.speculation.policy import Policy, StepSize
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,11 @@ class Speculator:
         self._vocab_size = vocab_size
         self._without: set[Context] = set()
         """Those that go on without drafts."""
+
+    def begin_step(self, budget: int) -> None:
+        """Tell a drafter that computes how many tokens a step leaves it. See `ComputingDrafter`."""
+        if isinstance(self._drafter, ComputingDrafter):
+            self._drafter.begin_step(budget)
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         """A draft for each context, of at most so many tokens; any number of them empty."""

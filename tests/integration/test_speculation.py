@@ -12,7 +12,9 @@ from transformers import AutoConfig
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.structured_outputs import StructuredOutputs
+from pyengine.engine import draft_loading
 from pyengine.engine.draft_model import DraftModel
+from pyengine.models import load_model
 from pyengine.speculation import Drafter, NgramDrafter, SuffixDrafter
 from tests.integration.test_tokens_families import groups_of
 from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
@@ -175,6 +177,68 @@ def test_a_second_model_can_draft(pair: tuple[Path, Path], is_ahead: bool) -> No
             drafter._manager.check()
 
 
+def drafting(pair: tuple[Path, Path], **settings: Any) -> tuple[LLM, DraftModel]:
+    """An engine whose model drafts by its first layer, and the drafter."""
+    whole, first = pair
+    llm = served(whole, speculation="draft", draft_model=first, **settings)
+    found = llm._engine._drafting
+    assert found is not None and isinstance(found._speculator._drafter, DraftModel)
+    return llm, found._speculator._drafter
+
+
+def test_a_draft_model_is_as_the_model_was_asked_for(pair: tuple[Path, Path]) -> None:
+    settings = {"quantization": "int8", "attention_backend": "gather", "block_size": 8}
+    llm, drafter = drafting(pair, num_blocks=256, **settings)
+    runner: Any = drafter._runner
+    kinds = {type(one).__name__ for one in runner._model.modules()}
+    assert "Int8Linear" in kinds, kinds
+    assert drafter._manager.block_size == 8
+    assert llm.describe()["draft_attention_backend"] == "gather"
+    llm, drafter = drafting(pair, num_blocks=256)
+    assert llm.describe()["draft_attention_backend"] != "gather"
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_memory": 1 << 20}, {}])
+def test_both_models_share_the_memory_of_the_pool(
+    settings: dict[str, Any], pair: tuple[Path, Path]
+) -> None:
+    """The pools hold equally many tokens, and together as much as one alone would take."""
+    llm, drafter = drafting(pair, block_size=4, **settings)
+    alone = served(pair[0], block_size=4, **settings).describe()
+    told, (ours, theirs) = llm.describe(), (llm._manager, drafter._manager)
+    assert theirs.num_blocks * theirs.block_size == ours.num_blocks * ours.block_size
+    both = int(str(told["kv_cache_bytes"])) + int(str(told["draft_kv_cache_bytes"]))
+    if settings:
+        assert 0.95 * settings["kv_cache_memory"] < both <= settings["kv_cache_memory"]
+        assert ours.num_blocks < int(str(alone["num_blocks"]))
+
+
+def test_a_draft_model_has_a_revision_of_its_own(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def load(*args: Any, **settings: Any) -> Any:
+        seen.append(settings["revision"])
+        return load_model(*args, **{**settings, "revision": None})
+
+    monkeypatch.setattr(draft_loading, "load_model", load)
+    drafting(pair, **ROOMY)
+    drafting(pair, **ROOMY, draft_revision="v2")
+    assert seen == [None, "v2"]
+
+
+def test_what_a_draft_model_cannot_do_is_said_of_it(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = random_model("gpt2", vocab_size=VOCAB)  # its linear layers are Conv1D
+    model.save_pretrained(tmp_path)
+    save_byte_level(tmp_path, VOCAB)
+    settings: dict[str, Any] = {**ROOMY, "speculation": "draft", "draft_model": tmp_path}
+    with pytest.raises(ConfigurationError, match="draft_model: quantization='int8'"):
+        served(pair[0], **settings, quantization="int8")
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -202,6 +266,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
         ),
         ({"speculation": "draft"}, "draft_model=None: a second model drafts with"),
         ({"draft_model": "x"}, "speculation=None and draft_model='x'"),
+        ({"draft_revision": "x"}, "draft_revision='x' is that of draft_model"),
         ({"speculation": "ngram", "num_speculative_tokens": 0}, "it must be at least 1"),
         ({"speculation": "ngram", "num_speculative_tokens": 10_000}, "it must be at most 64"),
     ],
