@@ -29,7 +29,7 @@ from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.intake import Intake, ModelFacts, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery
+from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
 from pyengine.engine.request import OutputSink, RequestState, Sample
 from pyengine.engine.view import EngineView, view_of
 from pyengine.scheduler import Scheduler, StalledError
@@ -314,7 +314,7 @@ class Engine:
     def _failed(self, samples: list[Sample], num_tokens: int, error: BaseException) -> None:
         """See how to go on after a step that failed and was rolled back; raise where that is not
         possible."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             self._shrink(num_tokens, error)
             return
         if isinstance(error, torch.AcceleratorError):
@@ -339,7 +339,7 @@ class Engine:
                 "a step failed and is tried again with others: %r", error, exc_info=traceback
             )
 
-    def _shrink(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+    def _shrink(self, num_tokens: int, error: BaseException) -> None:
         """Go on with smaller steps after one of `num_tokens` tokens that did not fit."""
         limits = self._memory.smaller(num_tokens)
         if limits is None:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from pyengine.engine.request import RequestState, Sample
 from pyengine.scheduler import SchedulerLimits
 
@@ -14,6 +16,20 @@ _HOPELESS = 4
 """So many found at fault without a step that goes well in between: it is not the requests."""
 _FIRST_CALM, _LONGEST_CALM = 64, 4096
 """Steps without a failure before limits are raised again."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc")
+"""What torch's allocator for CPUs, the system, and libraries in C++ say, in lower case."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed because memory was missing, a device's or that of this process.
+
+    torch has a class for devices alone: on CPUs it raises a plain `RuntimeError`.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return type(error) is RuntimeError and any(words in text for words in _OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)

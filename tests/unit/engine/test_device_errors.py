@@ -1,39 +1,75 @@
 """Devices without memory for a step, or that fail: smaller steps, errors with the numbers."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import TypeAlias
 
+import numpy as np
 import pytest
 import torch
 
 from pyengine.core import SamplingParams
-from pyengine.core.errors import DeviceMemoryError, EngineDeadError
+from pyengine.core.errors import ConfigurationError, DeviceMemoryError, EngineDeadError
+from pyengine.engine.recovery import is_out_of_memory
 from pyengine.runner import StepLogits
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import Fault, continued
 
 
-def small_device(fits: int, *, depth: int = 1, seats: int = 16) -> Bench:
+def on_a_device(text: str) -> BaseException:
+    return torch.OutOfMemoryError(text)
+
+
+def on_a_cpu(text: str) -> BaseException:
+    """As torch says it: the words are those of its allocator."""
+    return RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        f"you {text}. Error code 12 (Cannot allocate memory)"
+    )
+
+
+def in_numpy(text: str) -> BaseException:
+    return MemoryError(text)
+
+
+OutOfMemory: TypeAlias = Callable[[str], BaseException]
+
+
+def small_device(
+    fits: int, *, depth: int = 1, seats: int = 16, error: OutOfMemory = on_a_device
+) -> Bench:
     """A device on which a step of more than `fits` tokens runs out of memory."""
     bench = make_bench(256, 4, max_num_batched_tokens=64, max_num_seqs=seats, depth=depth)
     run = bench.runner.run
 
     def limited(sizes: tuple[int, int, int], *rest: object) -> StepLogits:
         if sizes[0] > fits:
-            raise torch.OutOfMemoryError(f"tried to allocate {sizes[0]} MiB, {fits} MiB are free")
+            raise error(f"tried to allocate {sizes[0]} MiB, {fits} MiB are free")
         return run(sizes, *rest)
 
     bench.runner.run = limited  # type: ignore[method-assign, assignment]
     return bench
 
 
+def test_what_torch_and_numpy_raise_on_a_cpu_is_known() -> None:
+    """Whatever the words are in the version at hand."""
+    for allocate in (torch.empty, np.empty):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            allocate(1 << 56)
+        assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ConfigurationError("cannot allocate memory"))
+
+
+@pytest.mark.parametrize("error", [on_a_device, on_a_cpu, in_numpy])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("fits", [1, 3, 11, 40])
 def test_the_batch_shrinks_until_it_fits_and_no_token_differs(
-    fits: int, depth: int, caplog: pytest.LogCaptureFixture
+    fits: int, depth: int, error: OutOfMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    random, bench = Random(fits), small_device(fits, depth=depth)
+    random, bench = Random(fits), small_device(fits, depth=depth, error=error)
     prompts = [[random.randrange(9) for _ in range(random.randint(1, 50))] for _ in range(14)]
     with caplog.at_level(logging.WARNING):
         outputs = bench.generate(prompts, GREEDY)
@@ -46,8 +82,11 @@ def test_the_batch_shrinks_until_it_fits_and_no_token_differs(
     bench.assert_all_free()
 
 
-def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives() -> None:
-    bench = small_device(0)
+@pytest.mark.parametrize("error", [on_a_device, on_a_cpu, in_numpy])
+def test_a_single_token_that_does_not_fit_is_an_error_and_the_engine_lives(
+    error: OutOfMemory,
+) -> None:
+    bench = small_device(0, error=error)
     bench.submit({"a": [1, 2, 3]})
     with pytest.raises(DeviceMemoryError, match=r"a step of 1 token .* 0 MiB are free.*num_blocks"):
         bench.run()
