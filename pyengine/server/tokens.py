@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from pyengine.core.errors import InvalidRequestError
@@ -10,7 +10,9 @@ from pyengine.engine import tokenizer_errors
 from pyengine.server.chat import chat_options, render
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
+from pyengine.server.fields import CHAT
 from pyengine.server.generation import encode
+from pyengine.server.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.json_route import JsonRoute
 from pyengine.server.requests import ChatOptionFields, ClientModel, Messages
 from pyengine.server.responses import ServerModel
@@ -52,13 +54,16 @@ class DetokenizeResponse(ServerModel):
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, context: Context) -> TokenizeResponse:
+async def tokenize(body: TokenizeRequest, context: Context, response: Response) -> TokenizeResponse:
     """The token ids of a prompt, or of a conversation by the model's chat template."""
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "send either prompt or messages", param="prompt")
     template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
     variables = TemplateVariables.of(body, template, context.settings)
+    check_ignored(variables.ignored, CHAT, context.settings)
+    if variables.ignored:
+        response.headers[IGNORED_HEADER] = ", ".join(variables.ignored)
     options = chat_options(body, variables, context.settings, body.tools)
 
     def make(tokenizer: Any) -> tuple[list[int], list[str] | None]:

@@ -103,6 +103,28 @@ def tools(client: OpenAI, model: str) -> None:
     assert streamed.function.arguments == call.function.arguments
 
 
+def fields_without_effect(client: OpenAI, model: str) -> None:
+    """Fields that only OpenAI's service reads are accepted and named; answers come back as they are."""
+    sent = {
+        "store": True,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "tool_choice": "auto",
+    }
+    raw = client.chat.completions.with_raw_response.create(
+        model=model, messages=QUESTION, max_tokens=4, **sent
+    )
+    assert set(raw.headers["x-pyengine-ignored"].split(", ")) == set(sent)
+    message = raw.parse().choices[0].message.model_dump()
+    message |= {"annotations": [], "id": "m1"}
+    back = [*QUESTION, message, *QUESTION]
+    assert client.chat.completions.create(model=model, messages=back, max_tokens=4).choices
+    assert client.models.retrieve(model).id == model
+
+
 def refusals(client: OpenAI, model: str) -> None:
     """Errors are those that the client knows."""
     try:
@@ -142,7 +164,7 @@ def main(address: str) -> None:
     """All of it."""
     with OpenAI(base_url=f"{address}/v1", api_key="none", timeout=600) as client:
         (card,) = client.models.list().data
-        for part in (chats, completions, tools, refusals):
+        for part in (chats, completions, tools, fields_without_effect, refusals):
             part(client, card.id)
             print(part.__name__)
     asyncio.run(parsed(address, card.id, 100))

@@ -268,6 +268,11 @@ def test_reasoning_effort_turns_thinking_on_and_off(client: Client) -> None:
 def test_reasoning_effort_is_named_where_no_template_reads_it(tmp_path: Path) -> None:
     with open_small_engine(save_small_model(tmp_path, chat.CONCATENATES)) as engine:
         text, ignored = prompt_of(make_client(engine), reasoning_effort="high")
+        body = {"messages": [USER], "reasoning_effort": "high"}
+        response = make_client(engine).post("/tokenize", body)
+        assert response.headers[HEADER] == "reasoning_effort"
+        error = make_client(engine, strict=True).refusal("/tokenize", body)
+        assert error["param"] == "reasoning_effort"
     assert ignored == "reasoning_effort"
     assert text == prompt_of_messages(USER)
 
