@@ -270,7 +270,7 @@ _FORM = (
     _ignored("routed_experts_prompt_start", "answers do not name experts"),
 )
 _SERVICE = (
-    _honoured("request_id", "without it the header x-request-id, or a new one"),
+    _honoured("request_id", "comes back as x-request-id, as that header does; need not be unique"),
     _honoured("cache_salt", "only prompts with the same one share cached blocks"),
     _honoured("priority", "smaller ones are served first"),
     _ignored("service_tier", "there is one tier; the answer is the same"),

@@ -93,7 +93,9 @@ class InertFields(ClientModel):
     metadata: dict[str, str] | None = _inert("metadata")
     mm_payload: str | None = _inert("mm_payload")
     mm_processor_kwargs: dict[str, Any] | None = _inert("mm_processor_kwargs")
-    modalities: Annotated[list[str], Field(max_length=MAX_ITEMS)] | None = _inert("modalities")
+    modalities: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = _inert(
+        "modalities"
+    )
     prediction: dict[str, Any] | None = _inert("prediction")
     prompt_cache_key: str | None = _inert("prompt_cache_key")
     prompt_cache_options: dict[str, Any] | None = _inert("prompt_cache_options")

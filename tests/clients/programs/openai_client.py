@@ -104,7 +104,7 @@ def tools(client: OpenAI, model: str) -> None:
 
 
 def fields_without_effect(client: OpenAI, model: str) -> None:
-    """Fields that only OpenAI's service reads are accepted and named; answers come back as they are."""
+    """Fields that only OpenAI's service reads are named; answers come back as they are."""
     sent = {
         "store": True,
         "service_tier": "auto",
