@@ -118,7 +118,7 @@ def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
         for engine, each in seconds.items():
             found.begin("float32", work, engine)
             found.add("float32", work, engine, each)
-        [line] = [one for one in end_to_end.goals(found) if one.startswith(f"| {work}, float32")]
+        [line] = [text for text in end_to_end.goals(found) if text.startswith(f"| {work}, float32")]
         assert line.endswith(f"1.05, {verdict} |")
 
 
@@ -135,12 +135,12 @@ def test_what_became_slower_is_named() -> None:
 
 def test_lowered_goals_are_those_of_the_code() -> None:
     rows = {row[0]: row[2] for row in table("docs/performance.md", "work", "first goal")}
-    index = {one.text: one.least for one in goals.SPEED if one.peer == goals.SGLANG}
+    index = {goal.text: goal.least for goal in goals.SPEED if goal.peer == goals.SGLANG}
     for name in ("cold prefill 8,192, array", "hot prefill 8,192, array"):
         assert float(rows[f"{name}, over SGLang's index"]) == index[name]
     for number, compiled in ((1, ", compiled"), (5, ""), (6, "")):
         work = end_to_end.WORKS[number].name
-        said = [float(one) for one in rows[f"{work}{compiled}, over vLLM"].split(" and ")]
+        said = [float(number) for number in rows[f"{work}{compiled}, over vLLM"].split(" and ")]
         assert tuple(said) == end_to_end.GOALS[work]
     assert end_to_end.START not in end_to_end.GOALS
     assert rows[f"{end_to_end.START}, over vLLM"] == "none"

@@ -51,23 +51,27 @@ def test_no_rule_is_made_up() -> None:
 def test_what_is_not_refused_is_declared(route: str) -> None:
     """What is refused whatever its value is no field of the form, all others are."""
     rules, declared = rules_of(route), set(FORMS[route].model_fields)
-    always = {name for name, one in rules.items() if one.effect is Effect.REFUSED}
-    always -= {name for name, one in rules.items() if one.special}
+    always = {name for name, rule in rules.items() if rule.effect is Effect.REFUSED}
+    always -= {name for name, rule in rules.items() if rule.special}
     assert declared == set(rules) - always
     assert always
 
 
 def test_every_group_has_each_field_of_a_route_once() -> None:
     names = [
-        (one.name, route) for rules in FIELDS.values() for one in rules for route in one.routes
+        (rule.name, route) for rules in FIELDS.values() for rule in rules for route in rule.routes
     ]
     assert len(names) == len(set(names)) > 100
 
 
 def test_what_is_not_honoured_says_why() -> None:
-    rules = [one for several in FIELDS.values() for one in several]
-    assert [one.name for one in rules if one.effect is not Effect.HONOURED and not one.note] == []
-    assert [one.name for one in rules if bool(one.special) != (one.is_special is not None)] == []
+    rules = [rule for several in FIELDS.values() for rule in several]
+    assert [
+        rule.name for rule in rules if rule.effect is not Effect.HONOURED and not rule.note
+    ] == []
+    assert [
+        rule.name for rule in rules if bool(rule.special) != (rule.is_special is not None)
+    ] == []
 
 
 def test_a_special_value_has_an_effect_of_its_own() -> None:

@@ -200,14 +200,14 @@ def test_an_empty_stop_among_others_stops_nothing(client: Client) -> None:
 @pytest.mark.parametrize("path", BOTH)
 def test_without_detokenization_there_is_no_text(path: str, client: Client) -> None:
     body = {**BODIES[path], "return_token_ids": True, "logprobs": path == CHAT or 1}
-    (told,) = client.answer(path, body)["choices"]
+    (expected,) = client.answer(path, body)["choices"]
     response = client.post(path, {**body, "detokenize": False})
     (choice,) = response.json()["choices"]
     assert HEADER not in response.headers
-    assert choice["token_ids"] == told["token_ids"] and len(choice["token_ids"]) == 2
+    assert choice["token_ids"] == expected["token_ids"] and len(choice["token_ids"]) == 2
     assert (choice["message"]["content"] if path == CHAT else choice["text"]) == ""
     events = client.events(path, {**body, "detokenize": False})
-    assert [one for event in events for one in event["choices"][0]["token_ids"]] == told[
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected[
         "token_ids"
     ]
 
@@ -260,9 +260,9 @@ def test_reasoning_effort_turns_thinking_on_and_off(client: Client) -> None:
     assert prompt_of(client, reasoning_effort="high") == (plain, None)
     off, ignored = prompt_of(client, reasoning_effort="none")
     assert off.endswith("<think>\n\n</think>\n\n") and ignored is None
-    told = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of(client, **told)[0] == off
-    assert prompt_of(client, **told, reasoning_effort="high") == (off, "reasoning_effort")
+    expected = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of(client, **expected)[0] == off
+    assert prompt_of(client, **expected, reasoning_effort="high") == (off, "reasoning_effort")
 
 
 def test_reasoning_effort_is_named_where_no_template_reads_it(tmp_path: Path) -> None:
@@ -278,7 +278,10 @@ def test_reasoning_effort_is_named_where_no_template_reads_it(tmp_path: Path) ->
 
 
 def prompt_of_messages(*messages: Any) -> str:
-    return "".join([f"[{one['role']}]{one['content']}\n" for one in messages]) + "[assistant]"
+    return (
+        "".join([f"[{message['role']}]{message['content']}\n" for message in messages])
+        + "[assistant]"
+    )
 
 
 KEYS: dict[str, Any] = {
