@@ -122,6 +122,26 @@ def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
         assert line.endswith(f"1.05, {verdict} |")
 
 
+def test_the_readme_repeats_figures_of_the_results() -> None:
+    xeon, epyc = record("end-to-end-xeon-amx"), record("end-to-end-epyc-avx512")
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    work = end_to_end.WORKS[0].name
+    plain, small = (
+        (end_to_end.OURS, end_to_end.COMPILED),
+        (end_to_end.INT8, end_to_end.INT8_COMPILED),
+    )
+    seconds = [xeon.best("bfloat16", work, engines) for engines in (plain, small)]
+    assert seconds[0] is not None and seconds[1] is not None
+    assert f"one request is {seconds[0] / seconds[1]:.2f} times as fast as in bfloat16" in text
+    ratios = [xeon.ratio("bfloat16", work, name, end_to_end.LLAMA) for name in small]
+    assert f"{max(filter(None, ratios)):.2f} of llama.cpp's" in text
+    spans = []
+    for column in (2, 1):
+        cells = [line.split("|")[column + 1] for line in list(end_to_end.summary(epyc))[2:]]
+        spans.append(f"{min(map(float, cells)):.2f} to {max(map(float, cells)):.2f}")
+    assert f"one round: {spans[0]} in bfloat16, {spans[1]} in float32." in text
+
+
 def test_what_became_slower_is_named() -> None:
     def row(median: float, spread: float) -> dict[str, Any]:
         return {"processor": {"median": median, "q1": median - spread, "q3": median + spread}}

@@ -1,5 +1,6 @@
 """Each field of OpenAI's API and of vLLM's is honoured, named as without effect, or refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from pyengine.core.errors import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
-from tests.support import chat
+from tests.support import api_fields, chat
 from tests.support.serving import (
     Client,
     error_of,
@@ -382,6 +383,22 @@ def test_a_hint_leads_somewhere_else(path: str, name: str, hint: str, client: Cl
     body = {**BODIES.get(path, {"prompt": "x"}), name: 1}
     error = client.refusal(path, body)
     assert error["param"] == name and hint in error["message"].partition(": ")[2]
+
+
+@pytest.mark.parametrize("path", [*BOTH, "/tokenize", "/detokenize"])
+def test_no_hint_suggests_the_word_that_was_sent(path: str, client: Client) -> None:
+    known = {*api_fields.OPENAI_CHAT, *api_fields.OPENAI_COMPLETIONS}
+    known |= {*api_fields.VLLM_CHAT, *api_fields.VLLM_COMPLETIONS, "request_ids", "tokens"}
+    body = BODIES.get(path, {"prompt": "x"} if path == "/tokenize" else {"tokens": [5]})
+    count = 0
+    for name in sorted(known - set(body)):
+        response = client.post(path, {**body, name: {}})
+        error = {"code": None} if response.status_code == 200 else error_of(response)
+        if error["code"] == "unknown_parameter":
+            hint = error["message"].partition("nothing was run: ")[2]
+            assert hint and name not in re.findall(r"(?:mean|use) (\w+)", hint), hint
+            count += 1
+    assert count > 3
 
 
 @pytest.mark.parametrize(
