@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -212,8 +213,8 @@ def _message(position: int, message: Any, template: str) -> dict[str, Any]:
         is_known = key in _MESSAGE_KEYS or (isinstance(key, str) and template_reads(template, key))
         if not is_known and key not in _INERT_KEYS:
             raise InvalidRequestError(
-                f"message {position} has the key {key!r}, which the chat template does not "
-                f"read; known are {', '.join(sorted(_MESSAGE_KEYS))}"
+                f"message {position} has the key {reprlib.repr(key)}, which the chat template "
+                f"does not read; known are {', '.join(sorted(_MESSAGE_KEYS))}"
             )
         if is_known and value is not None:
             plain[key] = value
@@ -238,7 +239,7 @@ def _check_role(position: int, role: str, template: str) -> None:
     Many templates write any role as it comes, so a misspelt role would change the prompt.
     """
     refuse_surrogates(role)
-    if role not in _ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", template):
+    if role not in _ROLES and not any(f"{mark}{role}{mark}" in template for mark in "'\""):
         raise InvalidRequestError(
             f"message {position} has the role {shown(role)}: it must be one of "
             f"{', '.join(_ROLES)}, or a role that the chat template names"
@@ -247,7 +248,8 @@ def _check_role(position: int, role: str, template: str) -> None:
 
 def template_reads(template: str, name: str) -> bool:
     """Whether the name occurs in the template, not as a part of another one."""
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
+    # The first test is for names of some megabytes, of which no expression is to be made.
+    return name in template and bool(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template))
 
 
 def unread_keys(messages: Sequence[Any], template: str) -> list[str]:
@@ -303,8 +305,8 @@ def _part(position: int, part: Any, content: Any) -> str:
     for name in part:
         if name not in _PART_KEYS | _INERT_PART_KEYS | {key}:
             raise InvalidRequestError(
-                f"a part of the content of message {position} has the key {name!r}, which would "
-                f"change nothing: leave it out; known are {', '.join(sorted(_PART_KEYS))}"
+                f"a part of the content of message {position} has the key {reprlib.repr(name)}, "
+                f"which would change nothing: leave it out; known are {', '.join(sorted(_PART_KEYS))}"
             )
     return text
 

@@ -41,6 +41,8 @@ _LATER: Mapping[type[PyEngineError], tuple[str, int | None]] = {
     ReplicaLostError: ("replica_lost", 1),
 }
 """Errors that are nobody's fault: a word for them, and in how many seconds to come again."""
+_LONGEST_PATH = 200
+"""Characters of a field's name that an error repeats."""
 _PROMPT_FORMS = "give text, token ids, or a list of at most 1,024 of either, none of them empty"
 
 
@@ -157,7 +159,7 @@ def _path(location: Sequence[Any]) -> str:
             path = str(part)
         elif str(part).isidentifier() and part not in ("str", "int", "float", "bool"):
             path += f".{part}"
-    return path
+    return path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]}..."
 
 
 def _of_unknown(path: str, location: Sequence[Any], request: Request) -> ApiError:
@@ -172,6 +174,8 @@ def _of_unknown(path: str, location: Sequence[Any], request: Request) -> ApiErro
     forms = [] if body is None else _forms_within(body.field_info.annotation)
     known = _known_names(forms, location[:-1])
     hint = OTHER_NAMES.get(name) or (None if is_within else _hint_of_other_routes(name, route))
+    if hint is None and len(name) > _LONGEST_PATH:  # comparing it holds the event loop
+        hint = "leave it out"
     if hint is None:
         nearest = difflib.get_close_matches(name, [other for other in known if other != name], n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"

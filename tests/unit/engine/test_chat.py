@@ -1,6 +1,7 @@
 """Conversations become token ids, or are refused by what is wrong with them."""
 
 from collections.abc import Iterator, Mapping
+from time import process_time
 from types import MappingProxyType
 from typing import Any
 
@@ -275,3 +276,14 @@ def test_without_a_template_or_a_tokenizer() -> None:
 def test_options_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         ChatOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "x" * 3_000_000}, {"role": "user", "y" * 3_000_000: 1}]
+)
+def test_long_names_are_refused_at_once(message: dict[str, Any], tokenizer: Any) -> None:
+    """No expression is made of what somebody sent: for a name of 3 MB that takes seconds."""
+    start = process_time()
+    with pytest.raises(InvalidRequestError, match="message 0 has the"):
+        render_chat([{"content": "x", **message}], tokenizer)
+    assert process_time() - start < 0.5

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -413,6 +414,14 @@ def test_no_hint_suggests_the_word_that_was_sent(path: str, client: Client) -> N
 def test_hints_within_a_field_are_names_within_it(fields: Any, hint: str, client: Client) -> None:
     error = client.refusal(COMPLETIONS, {**BODIES[COMPLETIONS], **fields})
     assert error["code"] == "unknown_parameter" and hint in error["message"], error
+
+
+def test_a_long_name_is_refused_at_once(client: Client) -> None:
+    body = {**BODIES[COMPLETIONS], "x" * 3_000_000: 1}
+    start = process_time()
+    error = client.refusal(COMPLETIONS, body)
+    assert process_time() - start < 0.5
+    assert len(error["message"]) < 500 and len(error["param"]) < 500
 
 
 def test_context_length_has_its_code(client: Client) -> None:
