@@ -57,6 +57,8 @@ check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; change
 	cargo fmt --all --check
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
+	RUSTFLAGS="--cfg loom" cargo check -p kv-core --test loom --target-dir target/loom
+	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
