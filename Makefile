@@ -19,6 +19,7 @@ BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
+MUTANTS := .venv-mutants
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
@@ -30,10 +31,13 @@ BENCH ?=
 DEVICE ?= cuda
 OUT ?= target/gpu
 
+# The file of `make mutants-python`; all of its files without.
+FILE ?=
+
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test check wheel soak loom fuzz mutants bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test check wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -92,7 +96,10 @@ fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; nee
 	cargo fuzz run replay --sanitizer none --fuzz-dir rust/fuzz --target-dir target/fuzz \
 	  target/fuzz/corpus-replay rust/fuzz/corpus/replay -- -max_total_time=$(SECONDS) -max_len=4096
 
-mutants: ## changes kv-core in every way that cargo-mutants knows: which ones does no test notice? hours
+mutants-python: $(MUTANTS)/.installed $(BUILT) ## the same for the scheduler, batches, recovery, keys; FILE=pyengine/engine/recovery.py: minutes
+	$(MUTANTS)/bin/python tools/mutants.py $(FILE)
+
+mutants: mutants-python ## changes kv-core in every way that cargo-mutants knows: which ones does no test notice? hours
 	@command -v cargo-mutants > /dev/null || cargo install cargo-mutants --locked
 	PROPTEST_MAX_SHRINK_ITERS=0 cargo mutants -p kv-core -j2 --timeout 60 --shuffle -o target/mutants
 
@@ -107,6 +114,7 @@ vllm-tests: $(BUILT) ## vLLM's own tests of its block management with ours; both
 
 gpu-check: $(DEV) $(BUILT) ## does the GPU path work? every backend on every family; DEVICE=cpu: on small models here
 	$(BIN)/python -m pytest tests/gpu --device $(DEVICE) --report $(OUT)/checks.md
+	$(BIN)/python -m pytest -m gpu tests/integration/test_gpu_checks.py tests/unit/benches
 
 gpu-bench: $(ENGINE) $(BUILT) ## how fast is the GPU path? five minutes; DEVICE=cpu: tiny, to see that it runs
 	$(BIN)/python -m benches.gpu --device $(DEVICE) --out $(OUT)
@@ -126,7 +134,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(MUTANTS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -174,6 +182,11 @@ $(CLIENTS)/.installed: pyproject.toml $(DEV)
 $(CLUSTER)/.installed: pyproject.toml $(DEV)
 	$(call environment,$(CLUSTER),cluster)
 	$(call borrow,$(CLUSTER))
+	@touch $@
+
+$(MUTANTS)/.installed: pyproject.toml $(DEV)
+	$(call environment,$(MUTANTS),mutants)
+	$(call borrow,$(MUTANTS))
 	@touch $@
 
 $(BUILT): $(RUST_SOURCES) $(ENGINE)

@@ -21,6 +21,7 @@ def checked(*arguments: str, report: Path) -> tuple[int, str]:
     return done.returncode, report.read_text() if report.exists() else done.stdout
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_the_checks_pass_on_a_cpu(tmp_path: Path) -> None:
     wanted = "gather-mistral or window or flashinfer-llama"
@@ -40,6 +41,7 @@ def figures(page: str, check: str) -> tuple[float, float]:
     return float(error), float(bound)
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_a_device_that_is_not_there_is_a_failure_that_is_written_down(tmp_path: Path) -> None:
     wanted = "test_the_first_use_of_a_backend and gather"

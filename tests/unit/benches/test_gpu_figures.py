@@ -69,6 +69,7 @@ def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
         main(["--only", "sundries", "--out", str(tmp_path)])
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_every_work_runs_and_one_without_a_device_is_named(tmp_path: Path) -> None:
     main(["--device", "cpu", "--out", str(tmp_path)])

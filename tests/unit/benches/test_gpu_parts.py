@@ -92,6 +92,7 @@ def test_a_command_ends_with_its_step(tmp_path: Path, seconds: float, words: str
     assert not lives(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_who_is_cut_off_has_a_report(tmp_path: Path) -> None:
     """A part as it is called, ended from outside in the middle of a step."""
@@ -112,6 +113,7 @@ def test_who_is_cut_off_has_a_report(tmp_path: Path) -> None:
     assert checks.read_text() == before  # nobody goes on
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_the_long_prompt_fits_into_the_pool_of_a_dry_run(tmp_path: Path) -> None:
     assert long_prompt(Spot("cpu", str(tmp_path))) == {"prompt": 700, "equal": 3}

@@ -1,0 +1,114 @@
+"""Which changes of the engine's Python does no test notice? By mutmut, on a copy of the tree.
+
+    python tools/mutants.py [FILE...]
+
+Run by `make mutants-python` in an environment that has mutmut. Each file has tests of its own,
+which run for each of its mutants in a process forked after everything is imported. The copies and
+mutmut's results stay in target/mutants-python; the tree itself is not touched.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from time import monotonic
+from typing import IO
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "target" / "mutants-python"
+COPIED = ("pyengine", "tests", "benches", "tools", "pyproject.toml")
+CHILDREN = 2
+
+_SCHEDULER = ("tests/unit/scheduler",)
+TESTS: dict[str, tuple[str, ...]] = {
+    "pyengine/scheduler/scheduler.py": _SCHEDULER,
+    "pyengine/scheduler/step.py": _SCHEDULER,
+    "pyengine/scheduler/waiting.py": _SCHEDULER,
+    "pyengine/engine/batch.py": (
+        "tests/unit/engine/test_batch.py",
+        "tests/unit/engine/test_overlap.py",
+        "tests/unit/engine/test_engine.py",
+    ),
+    "pyengine/engine/recovery.py": (
+        "tests/unit/engine/test_recovery.py",
+        "tests/unit/engine/test_device_errors.py",
+    ),
+    "pyengine/server/auth.py": ("tests/unit/server/test_guards.py",),
+}
+"""The files that are mutated, and the tests that should notice."""
+
+_SETTINGS = """\
+[mutmut]
+source_paths=pyengine
+only_mutate={file}
+also_copy=
+    {copied}
+pytest_add_cli_args_test_selection=
+    {tests}
+pytest_add_cli_args=
+    -p
+    no:cacheprovider
+    -m
+    not soak and not gpu and not clients and not cluster
+"""
+
+
+def main(files: list[str]) -> None:
+    """Mutate each file, and print what was missed."""
+    for file in files or list(TESTS):
+        if file not in TESTS:
+            sys.exit(f"{file} has no tests listed in tools/mutants.py; it lists {', '.join(TESTS)}")
+        mutate(file)
+
+
+def mutate(file: str) -> None:
+    """Run mutmut on one file, in a fresh copy."""
+    start, folder = monotonic(), OUT / Path(file).stem
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    settings = _SETTINGS.format(
+        file=file,
+        copied="\n    ".join(name for name in COPIED if name not in ("pyengine", "tests")),
+        tests="\n    ".join(TESTS[file]),
+    )
+    (folder / "setup.cfg").write_text(settings)
+    print(f"{file}: the output of mutmut is in {folder / 'mutmut.log'}", flush=True)
+    with (folder / "mutmut.log").open("w") as log:
+        done = mutmut(folder, "run", "--max-children", str(CHILDREN), output=log)
+    if done.returncode:
+        sys.exit(f"mutmut failed: {(folder / 'mutmut.log').read_text()[-2000:]}")
+    results = dict(re.findall(r"^\s+(\S+): (.+)$", said(folder, "results", "--all", "true"), re.M))
+    for name, result in results.items():
+        if result not in ("killed", "timeout"):
+            print(f"\n{result}: {said(folder, 'show', name)}")
+    counts = Counter(results.values())
+    parts = ", ".join(f"{count} {result}" for result, count in sorted(counts.items()))
+    print(f"{file}: {len(results)} mutants in {monotonic() - start:.0f} s: {parts}", flush=True)
+
+
+def said(folder: Path, *arguments: str) -> str:
+    """What mutmut prints."""
+    return str(mutmut(folder, *arguments, output=subprocess.PIPE).stdout)
+
+
+def mutmut(
+    folder: Path, *arguments: str, output: int | IO[str]
+) -> "subprocess.CompletedProcess[str]":
+    """Call it in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", "mutmut", *arguments],
+        cwd=folder,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
