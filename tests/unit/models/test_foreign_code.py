@@ -1,12 +1,12 @@
 """Python in a model folder is never run, and nobody is asked about it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.forked import run_forked
 from tests.unit.models.test_gguf import write_tiny_gguf
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
@@ -47,13 +47,12 @@ def add_code(folder: Path, file: str, **settings: object) -> None:
 
 def load(what: str, path: Path, home: Path) -> tuple[int, str]:
     """Exit status and what was said, by a process that answers every question with "y"."""
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD, what, str(path)],
+    done = run_forked(
+        _LOAD,
+        what,
+        str(path),
         input="y\n" * 20,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
         env={
             "PATH": "",
             "PYTHONPATH": ":".join(filter(None, sys.path)),

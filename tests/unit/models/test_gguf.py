@@ -18,6 +18,7 @@ from pyengine.models.cache_folder import build_once, cache_root
 from pyengine.models.gguf import converted_gguf
 from pyengine.models.gguf_header import read_header
 from pyengine.models.weights import check_weights
+from tests.support.forked import run_forked
 from tests.support.versions import IS_TRANSFORMERS_5_17
 
 HIDDEN, HEADS, VOCAB, FEED = 32, 2, 8, 64
@@ -290,8 +291,7 @@ def test_a_disk_that_fills_meanwhile_is_named_and_nothing_is_left(tmp_path):
         "try:\n    gguf.converted_gguf(Path(sys.argv[1]))\n"
         "except gguf.ModelLoadError as error:\n    print(error)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "tiny.gguf")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_forked(code, str(tmp_path / "tiny.gguf"))
     assert "tiny.gguf cannot be stored in" in done.stdout and "PYENGINE_CACHE" in done.stdout
     assert list((cache_root() / "models").iterdir()) == []
 

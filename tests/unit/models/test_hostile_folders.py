@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from pyengine.core.errors import ModelLoadError
 from pyengine.models import load_model
 from pyengine.models.config import read_config
 from pyengine.parallel import Team
+from tests.support.forked import run_forked
 from tests.unit.models.test_gguf import write_tiny_gguf
 from tests.unit.models.test_unsupported import save, set_config
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
@@ -294,8 +293,7 @@ def test_a_file_that_may_not_be_read_is_named(original, file):
         folder = shutil.copytree(original, Path(name) / "model")
         Path(name).chmod(0o755)
         (folder / file).chmod(0)
-        command = [sys.executable, "-c", _LOAD, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = run_forked(_LOAD, str(folder))
     assert (done.returncode, done.stderr) == (0, "")
     assert str(folder) in done.stdout and "ermission denied" in done.stdout
 
