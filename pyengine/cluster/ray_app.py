@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any, cast
 
 from prometheus_client.core import Metric
@@ -204,4 +205,6 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
     """
     handle = engines(arguments.get("engine") or {}, **(arguments.get("replicas") or {}))
     ingress = serve.deployment(serve.ingress()(Ingress), name="ingress")
-    return ingress.bind(handle, dict(arguments.get("server") or {}))
+    # Made here, so that keys in the environment of whoever deploys count, too.
+    server = ServerSettings(**(arguments.get("server") or {}))
+    return ingress.bind(handle, asdict(server))

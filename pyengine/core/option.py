@@ -6,6 +6,7 @@ Imports the standard library only.
 
 import dataclasses
 import inspect
+import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ class SettingOption:
     """How a setting is explained and checked, and what it looks like on the command line.
 
     `flag` is the option's name, None: the field's; `parse` the type that the command line reads
-    and `convert` what makes the setting of it; `env` a variable that is read where the option is
-    not given. `hidden` options work without being listed, but where a server is run.
+    and `convert` what makes the setting of it; `env` a variable that is read where the setting,
+    one of several texts, is not given. `hidden` options work without being listed, but where a
+    server is run.
     """
 
     help: str
@@ -51,9 +53,16 @@ def option_of(one: "dataclasses.Field[Any]") -> SettingOption:
 
 
 def check_settings(settings: Any) -> None:
-    """Make every field a plain Python object; `ConfigurationError` where one can't be taken."""
+    """Make every field a plain Python object; `ConfigurationError` where one can't be taken.
+
+    Texts that are not given are read from the environment where the setting names a variable.
+    """
     for one in dataclasses.fields(settings):
-        object.__setattr__(settings, one.name, _checked(one, getattr(settings, one.name)))
+        value = getattr(settings, one.name)
+        env = option_of(one).env
+        if env is not None and value == one.default:
+            value = tuple(os.environ.get(env, "").split())
+        object.__setattr__(settings, one.name, _checked(one, value))
 
 
 _KINDS: dict[Any, tuple[type, str]] = {

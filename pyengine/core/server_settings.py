@@ -52,6 +52,23 @@ class ServerSettings:
         env="PYENGINE_API_KEY",
         repr=False,
     )
+    admin_key: tuple[str, ...] = _several(
+        "key of those who run the server: /kv, /metrics of all, other keys' requests; a single "
+        "--api-key is one; PYENGINE_ADMIN_KEY keeps it out of the list of processes",
+        "--admin-key",
+        env="PYENGINE_ADMIN_KEY",
+        repr=False,
+    )
+    insecure: bool = _server(
+        False, "without a key, listen also on addresses that other machines can reach"
+    )
+    allowed_host: tuple[str, ...] = _several(
+        "name by which clients reach the server, for the check of the Host header; * for any",
+        "--allowed-host",
+    )
+    max_priority: float = _server(
+        0.0, "`priority` of a request may be so far from 0; of an admin's any", least=0
+    )
     share_prefix_cache: bool = _server(
         False,
         "prompts share cached blocks whatever their key; without it those of each key share among "
@@ -121,15 +138,22 @@ class ServerSettings:
             raise ConfigurationError(
                 "ssl_keyfile and ssl_certfile belong together: give both, or none of them"
             )
-        if any(not key.isascii() or key != key.strip() or " " in key for key in self.api_key):
+        if set(self.api_key) & set(self.admin_key):
+            raise ConfigurationError("admin_key and api_key have a key in common: give another one")
+        if any(not key.isascii() or key != key.strip() or " " in key for key in self.keys):
             raise ConfigurationError(
-                "api_key: a key is made of ASCII characters without spaces, as it is sent in a "
-                "header"
+                "api_key, admin_key: a key is made of ASCII characters without spaces, as it is "
+                "sent in a header"
             )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path == "/"):
             raise ConfigurationError(
                 f"root_path={shown(self.root_path)}: it must begin with / and name a path, as /llm"
             )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, the admins' last."""
+        return self.api_key + self.admin_key
 
     @property
     def max_body_bytes(self) -> int:

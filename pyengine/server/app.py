@@ -18,6 +18,7 @@ from pyengine.server.errors import handle_errors
 from pyengine.server.ignored import IGNORED_HEADER
 from pyengine.server.limits import BodyGuard, DrainGuard
 from pyengine.server.observation import Observation
+from pyengine.server.origins import OriginGuard
 from pyengine.server.rendering import TokenizerThreads
 from pyengine.server.responses import ErrorResponse
 from pyengine.server.served import Observe, ServedEngine
@@ -72,7 +73,8 @@ def create_app(
     # The last one added is the first to see a request.
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
     app.add_middleware(DrainGuard, context=context)
-    app.add_middleware(KeyGuard, keys=settings.api_key)
+    app.add_middleware(KeyGuard, settings=settings)
+    app.add_middleware(OriginGuard, settings=settings)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -12,6 +13,7 @@ from fastapi import Depends, Request
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import RequestState
+from pyengine.server.auth import Caller, require_admin
 from pyengine.server.errors import ApiError
 from pyengine.server.rendering import TokenizerThreads
 from pyengine.server.served import ServedEngine, ServedStream
@@ -50,7 +52,9 @@ class ServerContext:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a large body is read."""
     num_resets: int = 0
-    """How often the cache was emptied by `reset_prefix_cache`."""
+    """How often the cache was emptied by `reset_prefix_cache`, for all keys."""
+    resets_of_keys: Counter[bytes] = field(default_factory=Counter)
+    """How often a client emptied it for its own key."""
 
     def check_model(self, name: str | None) -> str:
         """The model's name as the client calls it. Raises `ApiError` (404) for another model."""
@@ -68,7 +72,7 @@ class ServerContext:
     @property
     def separates_keys(self) -> bool:
         """True if prompts share cached blocks only with those of the same key."""
-        return len(self.settings.api_key) > 1 and not self.settings.share_prefix_cache
+        return len(self.settings.keys) > 1 and not self.settings.share_prefix_cache
 
     def salt(self, key: bytes, cache_salt: str | None) -> str | None:
         """The salt of a request: of its key where keys are separated, and the client's own.
@@ -77,9 +81,22 @@ class ServerContext:
         Each part has its place, so no part of one request equals another part of a different one.
         """
         digest = hashlib.sha256(key).hexdigest() if self.separates_keys else None
-        if digest is None and cache_salt is None and not self.num_resets:
+        resets = [self.num_resets, self.resets_of_keys[key]]
+        if digest is None and cache_salt is None and not any(resets):
             return None
-        return json.dumps([self.num_resets, digest, cache_salt])
+        return json.dumps([*resets, digest, cache_salt])
+
+    def reset(self, caller: Caller) -> None:
+        """Have what is cached found by no later request: an admin's for all, else of the key.
+
+        Raises `ApiError` (403) where a key has no cached prompts to itself.
+        """
+        if caller.is_admin:
+            self.num_resets += 1
+            return
+        if not self.separates_keys:
+            require_admin(caller, "/reset_prefix_cache, where keys share the cache,")
+        self.resets_of_keys[caller.key] += 1
 
     def reported_cached_tokens(self, num_cached: int) -> int:
         """The cached tokens of a prompt as a client may see them: whole blocks.
@@ -102,13 +119,14 @@ class ServerContext:
         self.live[name] = Running(request_ids, key, client_id)
         return stream
 
-    def calls_of(self, key: bytes | None, wanted: str) -> list[Running]:
-        """Calls of a key, or of any if it is None, by the client's id or by the answer's."""
+    def calls_of(self, caller: Caller, wanted: str) -> list[Running]:
+        """Calls of a key, for an admin of any, by the client's id or by the answer's."""
         own_name = wanted.removeprefix("chatcmpl-").removeprefix("cmpl-")
         return [
             call
             for name, call in self.live.items()
-            if key in (None, call.key) and (call.client_id == wanted or name == own_name)
+            if (caller.is_admin or call.key == caller.key)
+            and (call.client_id == wanted or name == own_name)
         ]
 
     def leave(self, name: str, stream: ServedStream) -> None:

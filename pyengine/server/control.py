@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from pyengine.server.auth import key_of
+from pyengine.server.auth import caller_of
 from pyengine.server.context import Context
 from pyengine.server.json_route import JsonRoute
 from pyengine.server.requests import MAX_ITEMS, ClientModel, RequestId
@@ -47,9 +47,12 @@ async def load(context: Context) -> Load:
 
 
 @router.post("/reset_prefix_cache", response_class=Response)
-async def reset_prefix_cache(context: Context) -> Response:
-    """Have what is cached found by no request from now on; it gives way as room is needed."""
-    context.num_resets += 1
+async def reset_prefix_cache(request: Request, context: Context) -> Response:
+    """Have what is cached found by no request from now on; it gives way as room is needed.
+
+    With a client's key that is what this key has cached.
+    """
+    context.reset(caller_of(request.scope))
     return Response()
 
 
@@ -58,10 +61,10 @@ async def abort_requests(body: AbortRequest, request: Request, context: Context)
     """End requests; their readers get what there is, with the finish reason "abort".
 
     An id is that of an answer, or one that the client sent as `request_id` or x-request-id; of
-    that id all requests end. Only requests that came with the same key.
+    that id all requests end. Only requests of the same key; an admin key ends those of all.
     """
-    key = key_of(request.scope)
-    calls = {wanted: context.calls_of(key, wanted) for wanted in body.request_ids}
+    caller = caller_of(request.scope)
+    calls = {wanted: context.calls_of(caller, wanted) for wanted in body.request_ids}
     ids = {name for several in calls.values() for call in several for name in call.request_ids}
     await asyncio.gather(*(context.engine.abort(name) for name in ids))
     return Aborted(aborted=[wanted for wanted, several in calls.items() if several])

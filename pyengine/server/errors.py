@@ -29,8 +29,10 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 _LATER: Mapping[type[PyEngineError], tuple[str, int | None]] = {

@@ -21,7 +21,7 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import RequestState, encode_text
-from pyengine.server.auth import key_of
+from pyengine.server.auth import caller_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.ignored import IGNORED_HEADER
@@ -164,6 +164,16 @@ def _length_field(body: SamplingFields) -> tuple[str, int | None]:
     return ("max_tokens", body.max_tokens) if length is None else ("max_completion_tokens", length)
 
 
+def check_priority(priority: float, most: float) -> None:
+    """Raise `ApiError` (400) for a priority that is too far from 0."""
+    if abs(priority) <= most:
+        return
+    limit = f"from -{most:g} to {most:g}" if most else "0: --max-priority lets clients choose"
+    raise ApiError(
+        400, f"priority={priority:g}: on this server it may be {limit}", param="priority"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call that runs: its names, when it came, what it gives, and its fields without effect.
@@ -218,10 +228,11 @@ async def begin(
     effect.
     """
     model = context.check_model(body.model)
-    client_id, key = client_id_of(request, body), key_of(request.scope)
+    client_id, caller = client_id_of(request, body), caller_of(request.scope)
     name = new_name(client_id)
-    salt = context.salt(key, body.cache_salt)
     params = within_limit(body, params, context.settings.max_answer_tokens)
+    salt = context.salt(caller.key, body.cache_salt)
+    check_priority(body.priority, caller.max_priority)
 
     def made(prompts: Sequence[Sequence[int]]) -> list[RequestState]:
         requests = [
@@ -243,7 +254,7 @@ async def begin(
         requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)))
     else:  # a grammar may take a while to compile, and tokenizers are for all
         requests = await asyncio.to_thread(made, await threads.run(encoded))
-    stream = context.submit(name, key, client_id, requests)
+    stream = context.submit(name, caller.key, client_id, requests)
     return Call(context, name, client_id, model, int(time.time()), stream, ignored)
 
 

@@ -1,6 +1,7 @@
 """From the first connection to the last answer: listening, signals, drain."""
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -69,6 +70,7 @@ def _socket(settings: ServerSettings) -> socket.socket:
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
+        _check_reach(settings, str(address[0]))
         server = socket.socket(family, kind, protocol)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
@@ -79,6 +81,16 @@ def _socket(settings: ServerSettings) -> socket.socket:
         server.close()
         raise _not_listening(f"{settings.host}, port {settings.port}", error) from error
     return server
+
+
+def _check_reach(settings: ServerSettings, address: str) -> None:
+    """Raise `ConfigurationError` for a server that other machines could use without a key."""
+    is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if not (is_local or settings.keys or settings.insecure):
+        raise ConfigurationError(
+            f"host={settings.host!r} lets other machines in, and without a key all of them would "
+            "be served: give --api-key KEY, or --insecure"
+        )
 
 
 def _unix_socket(path: str) -> socket.socket:

@@ -58,7 +58,7 @@ def over(
             app = create_app(engine, ServerSettings(), ClusterObservation)
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             async with httpx2.AsyncClient(
-                transport=transport, base_url="http://server", timeout=60
+                transport=transport, base_url="http://localhost", timeout=60
             ) as client:
                 return await use(local, engine, client)
 

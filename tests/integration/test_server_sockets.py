@@ -58,7 +58,7 @@ def request_of(body: Any, path: str = "/v1/completions", **headers: str) -> byte
     content = json.dumps(body).encode()
     lines = [
         f"POST {path} HTTP/1.1",
-        "host: server",
+        "host: localhost",
         "content-type: application/json",
         f"content-length: {len(content)}",
         *(f"{name}: {value}" for name, value in headers.items()),
@@ -78,7 +78,7 @@ def rest_of(client: socket.socket) -> bytes:
 
 @pytest.mark.parametrize(
     "first",
-    [b"", b"POST", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"],
+    [b"", b"POST", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"],
     ids=["nothing", "a word", "half"],
 )
 def test_headers_that_do_not_come_in_time(first: bytes, server: RunningServer) -> None:
@@ -114,7 +114,9 @@ def test_a_body_that_does_not_come_in_time(server: RunningServer) -> None:
 
 
 def test_a_body_that_nobody_wants_is_not_read_for_ever(server: RunningServer) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n"
+    )
     with server.connect() as client:
         client.sendall(head)
         started = time.monotonic()
@@ -134,7 +136,7 @@ def test_a_body_that_nobody_wants_is_not_read_for_ever(server: RunningServer) ->
         b"GET /" + b"y" * 1_000_000,
         b"\x16\x03\x01\x02\x00" * 1000,
         b"GET / HTTX/1.1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
     ],
     ids=["many headers", "a long one", "a long path", "TLS", "no HTTP", "a negative length"],
 )
@@ -363,6 +365,26 @@ def test_a_unix_socket(engine: AsyncEngine, tmp_path: Path) -> None:
             answer = client.post("http://server/v1/completions", json=GOOD)
             assert answer.json()["usage"]["completion_tokens"] == 2
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_let_in"),
+    [
+        ({}, False),
+        ({"insecure": True}, True),
+        ({"api_key": ("one",)}, True),
+        ({"admin_key": ("one",)}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "127.0.0.2"}, True),
+    ],
+)
+def test_other_machines_need_a_key_or_a_word(settings: Any, is_let_in: bool) -> None:
+    opening = listening(ServerSettings(**{"host": "0.0.0.0", "port": 0, **settings}))
+    if is_let_in:
+        with opening:
+            return
+    with pytest.raises(ConfigurationError, match=r"give --api-key KEY, or --insecure"):
+        opening.__enter__()
 
 
 def test_a_path_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:

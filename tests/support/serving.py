@@ -56,7 +56,7 @@ class Client:
                 self.app, raise_app_exceptions=False, root_path=self._root_path
             )
             async with httpx2.AsyncClient(
-                transport=transport, base_url="http://server", timeout=60
+                transport=transport, base_url="http://localhost", timeout=60
             ) as client:
                 return await use(client)
 

@@ -351,8 +351,16 @@ def test_the_id_of_a_client_comes_back_and_is_not_the_servers(client: Client) ->
     assert len(seen) == 7
 
 
-def test_priorities_are_taken(client: Client) -> None:
-    assert client.complete([5], max_tokens=1, priority=-3)["choices"]
+def test_priorities_are_taken_as_far_as_the_server_lets(client: Client) -> None:
+    body = {"prompt": [5], "max_tokens": 1}
+    for priority in (-1e9, -3, 0.5):
+        error = client.refusal("/v1/completions", {**body, "priority": priority})
+        assert error["param"] == "priority" and "--max-priority" in error["message"]
+    assert client.complete(**body, priority=0)["choices"]
+    bounded = make_client(client.context.engine, max_priority=3)
+    assert bounded.complete(**body, priority=-3)["choices"]
+    error = bounded.refusal("/v1/completions", {**body, "priority": 3.5})
+    assert "from -3 to 3" in error["message"]
 
 
 def test_no_thread_is_taken_for_a_request(client: Client) -> None:

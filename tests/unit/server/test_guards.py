@@ -32,11 +32,12 @@ CHATTING = {
     "ignore_eos": True,
 }
 KEY = {"authorization": "Bearer one"}
+ADMIN = {"authorization": "Bearer two"}
 
 
 @pytest.fixture
 def guarded(engine: AsyncEngine) -> Client:
-    return make_client(engine, api_key=("one", "two"), cors_origin=("http://page",))
+    return make_client(engine, api_key=("one",), admin_key=("two",), cors_origin=("http://page",))
 
 
 def routes(client: Client) -> list[tuple[str, str]]:
@@ -59,6 +60,13 @@ def test_every_route_but_health_needs_a_key(guarded: Client) -> None:
         error = error_of(response, 401)
         assert error["code"] == "invalid_api_key" and error["type"] == "authentication_error"
         assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/health/", "/health/x", "/healthmetrics", "/HEALTH", "/health%2F..%2Fkv"]
+)
+def test_a_path_that_begins_like_health_needs_a_key(path: str, guarded: Client) -> None:
+    error_of(guarded.get(path), 401)
 
 
 @pytest.mark.parametrize("key", ["Bearer one", "Bearer two", "bearer two", "BEARER  one"])
@@ -92,15 +100,15 @@ def test_browsers_ask_for_the_key_of_the_page(guarded: Client) -> None:
     response = guarded.get("/kv")
     assert "as the password" in error_of(response, 401)["message"]
     assert response.headers["www-authenticate"].startswith("Basic realm=")
-    for headers in (password(b"anybody:one"), password(b":two", "basic"), KEY):
+    for headers in (password(b"anybody:two"), password(b":two", "basic"), ADMIN):
         assert guarded.get("/kv", headers=headers).text.startswith("<!doctype html>")
-    for wrong in (password(b"one:"), password(b"one"), {"authorization": "Basic ~~~"}):
+    for wrong in (password(b"two:"), password(b"two"), {"authorization": "Basic ~~~"}):
         assert guarded.get("/kv", headers=wrong).status_code == 401
 
 
 def test_a_password_opens_nothing_but_the_page(guarded: Client) -> None:
     """Browsers send it by themselves, whoever has made them ask."""
-    good = password(b":one")
+    good = password(b":two")
     for path in ("/version", "/metrics", "/kv/", "/v1/models"):
         assert guarded.get(path, headers=good).status_code == 401
     assert guarded.post(COMPLETIONS, GOOD, headers=good).status_code == 401

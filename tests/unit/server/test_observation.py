@@ -56,7 +56,7 @@ def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -
         stream = app.state.observation.watch.stream()
         body = {"prompt": "between you and me", "max_tokens": 900, "ignore_eos": True}
         transport = httpx2.ASGITransport(app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             call = asyncio.create_task(client.post("/v1/completions", json=body))
             async for event in stream:
                 if '"running":1' in event:
@@ -95,7 +95,7 @@ def test_requests_are_logged_while_the_server_is_up(
         transport = httpx2.ASGITransport(app)
         async with (
             app.router.lifespan_context(app),
-            httpx2.AsyncClient(transport=transport, base_url="http://server") as client,
+            httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client,
         ):
             await client.post("/v1/completions", json=body)
 
