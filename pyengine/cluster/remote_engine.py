@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pyengine.core.errors import (
 )
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
+from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import Intake, PromptLogprobCache, RequestState
 from pyengine.engine.intake import refuse_taken
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
@@ -108,6 +110,12 @@ class RemoteEngine:
     def prepare_structured_outputs(self) -> None:
         """See `AsyncEngine.prepare_structured_outputs`: forms are checked here, too."""
         self._intake.grammars.prepare()
+
+    def compile_structured_outputs(
+        self, structured_outputs: StructuredOutputs, tenant: bytes = b""
+    ) -> Future[Any]:
+        """See `AsyncEngine.compile_structured_outputs`."""
+        return self._intake.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> RemoteLoad:
         """How much there is to do."""

@@ -1,6 +1,7 @@
 """What `LLM` and `AsyncEngine` have in common: a model, an engine, requests made of prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -11,6 +12,7 @@ from pyengine.core.errors import ConfigurationError, InvalidRequestError
 from pyengine.core.openmp import release_threads
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.settings import EngineSettings
+from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine.builder import build_engine
 from pyengine.engine.chat import ChatOptions, Message, render_chat
 from pyengine.engine.engine import EngineObserver, EngineStats
@@ -73,6 +75,16 @@ class Frontend:
         `llguidance` or a tokenizer is missing.
         """
         self._engine.intake.grammars.prepare()
+
+    def compile_structured_outputs(
+        self, structured_outputs: StructuredOutputs, tenant: bytes = b""
+    ) -> Future[Any]:
+        """Have a grammar compiled, before a request needs it; nobody has to wait in a thread.
+
+        Grammars of different tenants are compiled in turns. Raises `QueueFullError` if too many of
+        this tenant wait; the future fails with `InvalidRequestError` for what cannot be served.
+        """
+        return self._engine.intake.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> EngineStats:
         """The block manager's ledger and counters, and what the scheduler is at."""

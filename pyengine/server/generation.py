@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pyengine.core.errors import ContextLengthError, InvalidRequestError
+from pyengine.core.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from pyengine.core.fields import shown
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
@@ -253,9 +253,28 @@ async def begin(
     if params.structured_outputs is None:
         requests = await threads.run(lambda tokenizer: made(encoded(tokenizer)))
     else:  # a grammar may take a while to compile, and tokenizers are for all
-        requests = await asyncio.to_thread(made, await threads.run(encoded))
+        prompts = await threads.run(encoded)
+        await compiled(context, params.structured_outputs, caller.key)
+        requests = await asyncio.to_thread(made, prompts)
     stream = context.submit(name, caller.key, client_id, requests)
     return Call(context, name, client_id, model, int(time.time()), stream, ignored)
+
+
+async def compiled(context: ServerContext, form: StructuredOutputs, tenant: bytes) -> None:
+    """Wait until a grammar is compiled, without a thread. Raises `InvalidRequestError`.
+
+    Raises `ApiError` (429) if too many grammars of this tenant wait.
+    """
+    try:
+        grammar = asyncio.wrap_future(context.engine.compile_structured_outputs(form, tenant))
+    except QueueFullError as error:
+        raise ApiError(429, str(error), code="too_many_grammars", retry_after=2) from error
+    # Others may wait for the same one; and if the client goes, nobody reads an error.
+    grammar.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    try:
+        await asyncio.shield(grammar)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) -> list[int]:

@@ -1,6 +1,7 @@
 """What the server asks of an engine: `AsyncEngine` has it, and so have several behind a router."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -9,6 +10,7 @@ from fastapi import APIRouter
 from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
+from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import RequestState
 from pyengine.engine.prompts import PromptLike
 
@@ -61,6 +63,12 @@ class ServedEngine(Protocol):
         ...
 
     def prepare_structured_outputs(self) -> None:
+        """See `AsyncEngine`."""
+        ...
+
+    def compile_structured_outputs(
+        self, structured_outputs: StructuredOutputs, tenant: bytes = b""
+    ) -> Future[Any]:
         """See `AsyncEngine`."""
         ...
 

@@ -1,17 +1,19 @@
 """Two keys on one real server: neither reads the other's prompts, by counts or by time."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import httpx2
 import pytest
 
-from pyengine.engine import AsyncEngine
-from tests.support.serving import RunningServer, open_small_engine, save_small_model
+from pyengine.engine import AsyncEngine, grammars
+from tests.support.serving import RunningServer, assert_soon, open_small_engine, save_small_model
 
 KEYS = ("of-the-victim", "of-the-attacker")
 PIN = "48159263"
@@ -37,6 +39,10 @@ class Tenant:
         response = self.client.post(COMPLETIONS, json=body)
         assert response.status_code == 200, response.text
         return response.json()["usage"]
+
+    def status(self, prompt: Any, **fields: Any) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, **fields}
+        return int(self.client.post(COMPLETIONS, json=body).status_code)
 
     def cached(self, prompt: Any, **fields: Any) -> int:
         return int(self.usage(prompt, **fields)["prompt_tokens_details"]["cached_tokens"])
@@ -146,6 +152,30 @@ def times_of_guesses(victim: Tenant, attacker: Tenant, seed: int) -> float:
 def test_time_does_not_tell_another_keys_prompts(engine: AsyncEngine) -> None:
     with tenants(engine) as (victim, attacker):
         assert 0.15 < times_of_guesses(victim, attacker, seed=1) < 0.85
+
+
+def test_slow_grammars_of_one_key_do_not_make_another_wait(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = grammars._Checker.ask
+
+    def slowly(checker: Any, question: Any, limit: float) -> Any:
+        if isinstance(question, list) and "slow" in question[1]:
+            sleep(0.5)
+            return {"error": "too slow", "is_passing": "yes"}
+        return ask(checker, question, limit)
+
+    with tenants(engine) as (attacker, victim), ThreadPoolExecutor(60) as threads:
+        monkeypatch.setattr(grammars._Checker, "ask", slowly)
+        forms = [{"choice": [f"slow {place}"]} for place in range(60)]
+        sent = [threads.submit(attacker.status, [5], structured_outputs=form) for form in forms]
+        assert_soon(lambda: any(each.done() for each in sent))  # those that are too many
+        begin = perf_counter()
+        victim.usage([5], structured_outputs={"choice": ["fast"]})
+        assert perf_counter() - begin < 3
+        victim.usage([5])
+        statuses = Counter(each.result() for each in sent)
+    assert set(statuses) == {400, 429} and 20 <= statuses[429] <= 28
 
 
 def test_where_keys_share_by_setting_both_attacks_succeed(engine: AsyncEngine) -> None:

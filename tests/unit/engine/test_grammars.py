@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import InvalidRequestError, SamplingParams, StructuredOutputs
+from pyengine.core import InvalidRequestError, QueueFullError, SamplingParams, StructuredOutputs
 from pyengine.engine import grammars as grammars_module
 from pyengine.engine.grammars import Grammars
 from tests.support.callers import FakeModel
@@ -19,6 +19,7 @@ from tests.support.docs import ROOT
 from tests.support.engines import EOS
 from tests.support.fake_runner import VOCAB_SIZE
 from tests.support.processes import wait_for_end
+from tests.support.serving import assert_soon
 from tests.unit.engine.test_structured import ONE_OF, SCHEMA, tokenizer
 
 
@@ -175,6 +176,96 @@ def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
         there.matcher(ONE_OF)
     assert not there.matcher(StructuredOutputs(json=SCHEMA)).error
     assert len(there._idle) == 1
+
+
+class SlowCheckers:
+    """Grammars that have "slow" in them take a second, and fail if they should."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.3) -> None:
+        self.texts: list[str] = []
+        self.answer: dict[str, str] | None = None
+        ask = grammars_module._Checker.ask
+
+        def slowly(checker: Any, question: Any, limit: float) -> Any:
+            if not isinstance(question, list) or "slow" not in question[1]:
+                return ask(checker, question, limit)
+            self.texts.append(question[1])
+            time.sleep(seconds)
+            return self.answer or ask(checker, question, limit)
+
+        monkeypatch.setattr(grammars_module._Checker, "ask", slowly)
+
+
+def slow(place: int) -> StructuredOutputs:
+    return StructuredOutputs(choice=[f"slow {place}"])
+
+
+def test_many_slow_grammars_of_one_tenant_do_not_make_another_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = grammars()
+    there.prepare()
+    checkers = SlowCheckers(monkeypatch)
+    several = [there.compile(slow(place), b"one") for place in range(20)]
+    begin = time.monotonic()
+    assert not there.matcher(ONE_OF, b"two").error
+    assert time.monotonic() - begin < 2  # a process begins, too
+    assert len(checkers.texts) <= 8
+    mine = there.compile(slow(19), b"two")  # the last one of the other's queue
+    assert not mine.result().error and mine is several[19]
+    assert not all(future.done() for future in several)
+    assert [future.result().error for future in several] == [""] * 20
+    assert len(checkers.texts) == 20
+    assert_soon(lambda: not there._num_workers)
+    assert not there._queue._running and not there._queue._waiting
+
+
+def test_a_tenant_has_so_many_waiting_and_known_ones_never_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = grammars()
+    there.matcher(ONE_OF)
+    SlowCheckers(monkeypatch, 0.02)
+    monkeypatch.setattr(grammars_module, "_MAX_WAITING", 4)
+    several = []
+    with pytest.raises(QueueFullError, match="4 other grammars of this sender wait"):
+        for place in range(100):
+            several.append(there.compile(slow(place), b"one"))
+    assert not there.compile(ONE_OF, b"one").result().error
+    for _ in range(10):  # nor does one that is in the queue already count again
+        assert there.compile(slow(0), b"one") is several[0]
+    assert not there.matcher(slow(1000), b"two").error
+    assert [future.result().error for future in several] == [""] * len(several)
+    assert not there.matcher(slow(1001), b"one").error
+
+
+@pytest.mark.parametrize("is_passing", [True, False])
+def test_what_failed_for_time_is_tried_again(
+    is_passing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = grammars()
+    there.prepare()
+    checkers = SlowCheckers(monkeypatch, 0)
+    checkers.answer = {"error": "no", **({"is_passing": "yes"} if is_passing else {})}
+    with pytest.raises(InvalidRequestError, match="cannot be served: no"):
+        there.matcher(slow(0))
+    checkers.answer = None
+    if is_passing:
+        assert not there.matcher(slow(0)).error
+    else:
+        with pytest.raises(InvalidRequestError, match="cannot be served: no"):
+            there.matcher(slow(0))
+    assert len(checkers.texts) == 1 + is_passing
+
+
+def test_a_process_that_was_killed_does_not_have_a_grammar_refused_for_ever() -> None:
+    there = grammars()
+    there.prepare()
+    for checker in there._idle:
+        checker._process.kill()
+    with pytest.raises(InvalidRequestError, match="takes more than 2 s"):
+        there.matcher(ONE_OF)
+    assert not there.matcher(ONE_OF).error
 
 
 def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
