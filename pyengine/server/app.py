@@ -22,6 +22,7 @@ from pyengine.server.origins import OriginGuard
 from pyengine.server.rendering import TokenizerThreads
 from pyengine.server.responses import ErrorResponse
 from pyengine.server.served import Observe, ServedEngine
+from pyengine.server.traffic import RefusalWatch
 
 _ROUTERS = (health.router, completions.router, chat.router, tokens.router, control.router)
 
@@ -53,8 +54,10 @@ def create_app(
         with suppress(PyEngineError):  # who needs it will be told
             await asyncio.to_thread(engine.prepare_structured_outputs)
         seen.open()
+        context.traffic.open(settings.log_format)
         yield
         await seen.close()
+        context.traffic.close()
         context.tokenizers.close()
 
     app = FastAPI(
@@ -75,6 +78,7 @@ def create_app(
     app.add_middleware(DrainGuard, context=context)
     app.add_middleware(KeyGuard, settings=settings)
     app.add_middleware(OriginGuard, settings=settings)
+    app.add_middleware(RefusalWatch, traffic=context.traffic)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,

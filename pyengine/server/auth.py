@@ -58,6 +58,12 @@ def caller_of(scope: Any) -> Caller:
     return caller
 
 
+def known_caller_of(scope: Any) -> Caller | None:
+    """The sender of any request; None where it had no key, or needed none."""
+    caller: Caller | None = scope.get(_CALLER)
+    return caller
+
+
 def require_admin(caller: Caller, what: str) -> None:
     """Raise `ApiError` (403) without an admin key."""
     if not caller.is_admin:

@@ -201,7 +201,7 @@ class _Writer:
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
         """The answer of one piece."""
         (output,) = outputs
-        tally = Tally(call.context)
+        tally = Tally(call)
         tally.add(output)
         choices = []
         for one in output.outputs:
@@ -222,7 +222,7 @@ class _Writer:
 
     async def chunks(self, call: Call) -> AsyncIterator[str]:
         """The items of a stream."""
-        tally, options = Tally(call.context), self._body.stream_options
+        tally, options = Tally(call), self._body.stream_options
         has_usage = options is not None and options.continuous_usage_stats
         async for item in call.stream:
             tally.add(item)

@@ -110,7 +110,7 @@ class _Writer:
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         """The answer of one piece."""
-        tally = Tally(call.context)
+        tally = Tally(call)
         for item in outputs:
             tally.add(item)
         choices = [choice for item in outputs for choice in self._choices(item)]
@@ -118,7 +118,7 @@ class _Writer:
 
     async def chunks(self, call: Call) -> AsyncIterator[str]:
         """The items of a stream."""
-        tally, options = Tally(call.context), self.body.stream_options
+        tally, options = Tally(call), self.body.stream_options
         async for item in call.stream:
             tally.add(item)
             usage = {}

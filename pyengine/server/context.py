@@ -17,6 +17,7 @@ from pyengine.server.auth import Caller, require_admin
 from pyengine.server.errors import ApiError
 from pyengine.server.rendering import TokenizerThreads
 from pyengine.server.served import ServedEngine, ServedStream
+from pyengine.server.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ServerContext:
     """Characters of a prompt that may fit into the model."""
     block_size: int
     """Tokens of a cached block."""
+    traffic: Traffic = field(default_factory=Traffic)
     created: int = field(default_factory=lambda: int(time.time()))
     live: dict[str, Running] = field(default_factory=dict)
     num_open: int = 0

@@ -28,6 +28,7 @@ from pyengine.server.ignored import IGNORED_HEADER
 from pyengine.server.requests import MAX_ITEMS, SamplingFields
 from pyengine.server.responses import PromptTokensDetails, ServerModel, Usage
 from pyengine.server.served import ServedStream
+from pyengine.server.traffic import KeyCounts
 
 _T = TypeVar("_T")
 
@@ -187,6 +188,8 @@ class Call:
     model: str
     created: int
     stream: ServedStream
+    counts: KeyCounts
+    """Of its key."""
     ignored: Sequence[str] = ()
 
     @property
@@ -257,7 +260,9 @@ async def begin(
         await compiled(context, params.structured_outputs, caller.key)
         requests = await asyncio.to_thread(made, prompts)
     stream = context.submit(name, caller.key, client_id, requests)
-    return Call(context, name, client_id, model, int(time.time()), stream, ignored)
+    counts = context.traffic.keys[caller.name]
+    counts.requests += 1
+    return Call(context, name, client_id, model, int(time.time()), stream, counts, ignored)
 
 
 async def compiled(context: ServerContext, form: StructuredOutputs, tenant: bytes) -> None:
@@ -294,16 +299,23 @@ def encode(context: ServerContext, tokenizer: Any, text: str, *, special: bool) 
 class Tally:
     """The tokens of a call, as they come."""
 
-    context: ServerContext
+    call: Call
     prompt: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     completion: int = 0
 
     def add(self, item: RequestOutput) -> None:
         """Take an item: a delta, or the whole."""
-        self.prompt[item.index] = len(item.prompt_token_ids)
-        self.cached[item.index] = self.context.reported_cached_tokens(item.num_cached_tokens)
-        self.completion += sum([len(one.token_ids) for one in item.outputs])
+        counts = self.call.counts
+        if item.index not in self.prompt:
+            self.prompt[item.index] = len(item.prompt_token_ids)
+            cached = self.call.context.reported_cached_tokens(item.num_cached_tokens)
+            self.cached[item.index] = cached
+            counts.prompt_tokens += len(item.prompt_token_ids)
+            counts.cached_tokens += cached
+        count = sum([len(output.token_ids) for output in item.outputs])
+        self.completion += count
+        counts.generation_tokens += count
 
     def usage(self) -> Usage:
         """What has come so far."""

@@ -24,9 +24,13 @@ from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
 from pyengine.server.observation import Observation
 from pyengine.server.served import Observe, ServedEngine
+from pyengine.server.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
+_http_log = _log.getChild("http")
+_http_log.setLevel(logging.ERROR)
+"""What clients do wrong is in the log of refusals, which has a limit."""
 _MAX_HEADER_BYTES = 1 << 16
 _LAST_WORDS = 5
 """Seconds in which answers that are there must have been read, once nothing runs any more."""
@@ -134,9 +138,10 @@ def make_server(
     `observe` is that of `create_app`. The engine stays its maker's to close.
     """
     app = create_app(engine, settings, observe)
+    of_server = {"seconds": settings.body_timeout, "traffic": app.state.context.traffic}
     config = uvicorn.Config(
         app,
-        http=type("Protocol", (TimedProtocol,), {"seconds": settings.body_timeout}),
+        http=type("Protocol", (TimedProtocol,), of_server),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -218,13 +223,21 @@ class TimedProtocol(H11Protocol):
     """
 
     seconds: float = 60.0
+    traffic = Traffic()
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio."""
         super().connection_made(transport)
+        self.logger = _http_log
         self._set_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn."""
+        client = self.client[0] if self.client else None
+        self.traffic.refuse(400, "invalid_http", client=client)
+        super().send_400_response(msg)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""

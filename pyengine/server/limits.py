@@ -8,6 +8,9 @@ from pyengine.server.auth import OPEN_PATH, path_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError
 
+_WHILE_IT_DRAINS = ("/metrics",)
+"""Routes that are answered until the end, beside /health."""
+
 
 class DrainGuard:
     """Answers 503 while the server drains; counts the requests that are being answered."""
@@ -20,7 +23,7 @@ class DrainGuard:
         """See ASGI."""
         if scope["type"] != "http" or path_of(scope) == OPEN_PATH:
             await self._app(scope, receive, send)
-        elif self._context.is_draining:
+        elif self._context.is_draining and path_of(scope) not in _WHILE_IT_DRAINS:
             error = ApiError(
                 503, "the server takes no more requests: it ends", code="draining", retry_after=10
             )

@@ -1,4 +1,7 @@
-"""One line per request: who, how much, how long, how it ended. Never a prompt, never an answer."""
+"""One line per request: who, how much, how long, how it ended. Never a prompt, never an answer.
+
+Refusals have lines, too (`traffic.py`).
+"""
 
 import json
 import logging
@@ -36,14 +39,15 @@ def request_line(request: RequestState) -> dict[str, Any]:
     }
 
 
-class RequestLog:
-    """Observes an engine and logs each request when it ends.
+class LineLog:
+    """Writes lines of plain values.
 
-    The engine's thread only puts a record into a queue; a thread of its own writes it, so a slow
-    terminal slows no step. `close` writes what is left.
+    `put` only puts a record into a queue; a thread writes it, so a slow terminal slows nothing
+    else. `close` writes what is left.
     """
 
-    def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
+    def __init__(self, name: str, format: LogFormat = "text", stream: TextIO | None = None) -> None:
+        self._name = name
         handler = logging.StreamHandler(sys.stderr if stream is None else stream)
         handler.setFormatter(_Json() if format == "json" else _Text())
         records: SimpleQueue[Any] = SimpleQueue()
@@ -51,6 +55,26 @@ class RequestLog:
         self._handler = _Raw(records)
         self._is_closed = False
         self._listener.start()
+
+    def put(self, line: dict[str, Any]) -> None:
+        """Have a line written."""
+        if self._is_closed:
+            return
+        record = logging.LogRecord(self._name, logging.INFO, "", 0, "", None, None)
+        record.created, record.msg = time(), line
+        self._handler.enqueue(record)
+
+    def close(self) -> None:
+        """Write what is left. Lines that come later are not written."""
+        self._is_closed = True
+        self._listener.stop()
+
+
+class RequestLog(LineLog):
+    """Observes an engine and logs each request when it ends."""
+
+    def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
+        super().__init__(_log.name, format, stream)
 
     def on_arrival(self, request: RequestState) -> None:
         """Nothing."""
@@ -60,16 +84,7 @@ class RequestLog:
 
     def on_finish(self, request: RequestState) -> None:
         """Note a request that has ended."""
-        if self._is_closed:
-            return
-        record = logging.LogRecord(_log.name, logging.INFO, "", 0, "", None, None)
-        record.created, record.msg = time(), request_line(request)
-        self._handler.enqueue(record)
-
-    def close(self) -> None:
-        """Write what is left. Requests that end later are not logged."""
-        self._is_closed = True
-        self._listener.stop()
+        self.put(request_line(request))
 
 
 class _Raw(QueueHandler):

@@ -25,6 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
 from pyengine.engine import EngineStats, RequestState, Sample, StepResult
+from pyengine.server.auth import caller_of
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
@@ -388,6 +389,27 @@ def metrics_router(metrics: EngineMetrics) -> APIRouter:
 
 
 def exposed(request: Request, registry: CollectorRegistry) -> Response:
-    """What a registry has, in the form that the reader asks for."""
+    """What a registry has, and the server, in the form that the reader asks for.
+
+    A client's key gets what was counted of this key.
+    """
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    context = getattr(request.app.state, "context", None)  # none in an application of others
+    if context is not None:
+        caller = caller_of(request.scope)
+        families = list(context.traffic.collect(context.names[0], caller))
+        if caller.is_admin:
+            families += registry.collect()
+        registry = _Families(families)
     return Response(encode(registry), headers={"Content-Type": content_type})
+
+
+class _Families(CollectorRegistry):
+    """Metrics that were collected already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__(auto_describe=False)
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
