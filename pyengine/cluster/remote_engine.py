@@ -140,13 +140,17 @@ class RemoteEngine:
 
     def submit(self, requests: Sequence[RequestState]) -> "RemoteStream":
         """See `AsyncEngine.submit`. Called on the event loop."""
-        if self._is_draining:
-            raise EngineClosedError("the engine takes no more requests: it is being drained")
-        self.check_health()
+        self.check_room()
         refuse_taken(requests, self._live)
         stream = RemoteStream(self, [_Remote(one, place) for place, one in enumerate(requests)])
         self._live.update({one.state.request_id: one for one in stream.requests})
         return stream
+
+    def check_room(self) -> None:
+        """See `AsyncEngine.check_room`; the queues are the replicas'."""
+        if self._is_draining:
+            raise EngineClosedError("the engine takes no more requests: it is being drained")
+        self.check_health()
 
     async def run(self, remote: "_Remote") -> AsyncGenerator[RequestOutput]:
         """The outputs of one request, by one replica or, if that goes in time, another one."""

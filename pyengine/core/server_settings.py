@@ -14,6 +14,10 @@ from pyengine.core.option import check_settings, setting
 LogFormat: TypeAlias = Literal["text", "json", "none"]
 
 _MIB = 1 << 20
+_ABOVE_0 = (
+    *("max_body_mib", "max_inflight_mib", "header_timeout", "body_timeout", "drain_timeout"),
+    "template_timeout",
+)
 
 
 def _several(help: str, flag: str, **form: Any) -> Any:
@@ -95,8 +99,19 @@ class ServerSettings:
         "the context holds",
         least=1,
     )
+    max_inflight_mib: float = _server(
+        64.0,
+        "MiB of bodies that have come and are not queued yet, of all requests together; where "
+        "there are several keys, half of it for each; more get 503",
+    )
+    max_connections: int = _server(
+        1024, "connections at once; one more gets 503 and is closed", least=1
+    )
+    header_timeout: float = _server(
+        10.0, "seconds in which the headers of a request must have come"
+    )
     body_timeout: float = _server(
-        60.0, "seconds in which headers, and then the body of a request must have come"
+        60.0, "seconds in which the body of a request must have come, and an answer be read"
     )
     keep_alive: int = _server(5, "seconds that a connection without a request stays open", least=1)
     drain_timeout: float = _server(
@@ -131,9 +146,14 @@ class ServerSettings:
         check_settings(self)
         if self.port > 65535:
             raise ConfigurationError(f"port={self.port}: ports go up to 65535")
-        for name in ("max_body_mib", "body_timeout", "drain_timeout", "template_timeout"):
+        for name in _ABOVE_0:
             if not 0 < getattr(self, name) < 1e9:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: it must be above 0")
+        if self.max_inflight_bytes < 2 * self.max_body_bytes:
+            raise ConfigurationError(
+                f"max_inflight_mib={self.max_inflight_mib:g} must be at least twice "
+                f"max_body_mib={self.max_body_mib:g}"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigurationError(
                 "ssl_keyfile and ssl_certfile belong together: give both, or none of them"
@@ -154,6 +174,11 @@ class ServerSettings:
     def keys(self) -> tuple[str, ...]:
         """All keys, the admins' last."""
         return self.api_key + self.admin_key
+
+    @property
+    def max_inflight_bytes(self) -> int:
+        """Bytes of bodies that have come and are not queued yet."""
+        return int(self.max_inflight_mib * _MIB)
 
     @property
     def max_body_bytes(self) -> int:

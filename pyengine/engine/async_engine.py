@@ -156,6 +156,13 @@ class AsyncEngine(Frontend):
             self._shared.abort(unfinished)
             self._thread.wake()
 
+    def check_room(self) -> None:
+        """Raise what `submit` would raise for one more request, before that one is made."""
+        self._shared.refuse_fork()
+        with self._lock:
+            self._refuse_new()
+            self._refuse_too_many(1)
+
     def _refuse_too_many(self, count: int) -> None:
         most = self._max_num_waiting
         if most is None or len(self._waiting) + count <= most:

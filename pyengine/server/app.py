@@ -16,7 +16,7 @@ from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import handle_errors
 from pyengine.server.ignored import IGNORED_HEADER
-from pyengine.server.limits import BodyGuard, DrainGuard
+from pyengine.server.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.observation import Observation
 from pyengine.server.origins import OriginGuard
 from pyengine.server.rendering import TokenizerThreads
@@ -74,10 +74,11 @@ def create_app(
         app.include_router(router)
     handle_errors(app)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    app.add_middleware(BodyGuard, context=context)
     app.add_middleware(DrainGuard, context=context)
     app.add_middleware(KeyGuard, settings=settings)
     app.add_middleware(OriginGuard, settings=settings)
+    app.add_middleware(HeaderGuard)
     app.add_middleware(RefusalWatch, traffic=context.traffic)
     if settings.cors_origin:
         app.add_middleware(

@@ -25,6 +25,7 @@ from pyengine.server.auth import caller_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.ignored import IGNORED_HEADER
+from pyengine.server.limits import release_body
 from pyengine.server.requests import MAX_ITEMS, SamplingFields
 from pyengine.server.responses import PromptTokensDetails, ServerModel, Usage
 from pyengine.server.served import ServedStream
@@ -259,6 +260,7 @@ async def begin(
         prompts = await threads.run(encoded)
         await compiled(context, params.structured_outputs, caller.key)
         requests = await asyncio.to_thread(made, prompts)
+    release_body(request.scope)
     stream = context.submit(name, caller.key, client_id, requests)
     counts = context.traffic.keys[caller.name]
     counts.requests += 1

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -22,6 +23,8 @@ from pyengine.core.errors import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
+from pyengine.server.errors import ApiError
+from pyengine.server.limits import MAX_HEADER_BYTES
 from pyengine.server.observation import Observation
 from pyengine.server.served import Observe, ServedEngine
 from pyengine.server.traffic import Traffic
@@ -31,7 +34,19 @@ _log = logging.getLogger(__name__)
 _http_log = _log.getChild("http")
 _http_log.setLevel(logging.ERROR)
 """What clients do wrong is in the log of refusals, which has a limit."""
-_MAX_HEADER_BYTES = 1 << 16
+_OTHER_DESCRIPTORS = 128
+"""Descriptors that a server has beside its connections."""
+_ONE_TOO_MANY = b"\r\n".join(
+    [
+        b"HTTP/1.1 503 Service Unavailable",
+        b"content-type: application/json",
+        b"content-length: %d",
+        b"retry-after: 1",
+        b"connection: close",
+        b"",
+        b"%b",
+    ]
+)
 _LAST_WORDS = 5
 """Seconds in which answers that are there must have been read, once nothing runs any more."""
 
@@ -127,6 +142,26 @@ def address_of(settings: ServerSettings, server: socket.socket) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
 
 
+def descriptors_for(count: int) -> int:
+    """Raise the limit of open files to what so many connections need; how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return count
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft < wanted:
+        _log.warning(
+            "%d files may be open (ulimit -n), so %d connections at once are served, not %d",
+            soft,
+            max(1, soft - _OTHER_DESCRIPTORS),
+            count,
+        )
+    return max(1, min(count, soft - _OTHER_DESCRIPTORS))
+
+
 def make_server(
     engine: ServedEngine,
     settings: ServerSettings,
@@ -138,7 +173,12 @@ def make_server(
     `observe` is that of `create_app`. The engine stays its maker's to close.
     """
     app = create_app(engine, settings, observe)
-    of_server = {"seconds": settings.body_timeout, "traffic": app.state.context.traffic}
+    of_server = {
+        "header_seconds": settings.header_timeout,
+        "seconds": settings.body_timeout,
+        "max_connections": descriptors_for(settings.max_connections),
+        "traffic": app.state.context.traffic,
+    }
     config = uvicorn.Config(
         app,
         http=type("Protocol", (TimedProtocol,), of_server),
@@ -152,7 +192,7 @@ def make_server(
         timeout_graceful_shutdown=_LAST_WORDS,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
     return SignalledServer(config, app.state.context, announce)
 
@@ -217,21 +257,39 @@ _NEXT = "are aborted"
 class TimedProtocol(H11Protocol):
     """HTTP/1.1 as uvicorn speaks it, to clients that send their headers in time.
 
-    A connection is closed where `seconds` pass without a whole request's headers, be it that
-    nothing comes or a byte at a time, with a body that nobody reads any more, or without the
-    client having read what waits for it.
+    A connection is closed where `header_seconds` pass without a whole request's headers, be it
+    that nothing comes or a byte at a time; and where `seconds` pass with a body that nobody reads
+    any more, or without the client having read what waits for it. One connection too many gets
+    503 and is closed.
     """
 
+    header_seconds: float = 10.0
     seconds: float = 60.0
+    max_connections: int = 1024
     traffic = Traffic()
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio."""
+        is_too_many = len(self.connections) >= self.max_connections
         super().connection_made(transport)
         self.logger = _http_log
-        self._set_timer()
+        self.traffic.num_connections = len(self.connections)
+        if is_too_many:
+            self._refuse()
+        else:
+            self._set_timer()
+
+    def _refuse(self) -> None:
+        error = ApiError(503, "too many connections: come again", code="too_many_connections")
+        body = error.to_json().encode()
+        self.transport.write(_ONE_TOO_MANY % (len(body), body))
+        self.traffic.num_refused_connections += 1
+        self.traffic.refuse(
+            503, "too_many_connections", client=self.client[0] if self.client else None
+        )
+        self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """See uvicorn."""
@@ -267,6 +325,7 @@ class TimedProtocol(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self.traffic.num_connections = len(self.connections)
 
     def _set_timer(self) -> None:
         """It runs from the first byte that is awaited to the last."""
@@ -276,4 +335,5 @@ class TimedProtocol(H11Protocol):
                 self._timer.cancel()
                 self._timer = None
         elif self._timer is None:
-            self._timer = self.loop.call_later(self.seconds, self.transport.close)
+            seconds = self.seconds if is_unread else self.header_seconds
+            self._timer = self.loop.call_later(seconds, self.transport.close)

@@ -1,13 +1,22 @@
 """What a request may cost before it is read, and whether any are taken."""
 
 import asyncio
+from collections import Counter
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pyengine.server.auth import OPEN_PATH, path_of
+from pyengine.core.errors import PyEngineError
+from pyengine.core.server_settings import ServerSettings
+from pyengine.server.auth import OPEN_PATH, caller_of, path_of
 from pyengine.server.context import ServerContext
-from pyengine.server.errors import ApiError
+from pyengine.server.errors import ApiError, as_api_error
 
+MAX_HEADER_BYTES = 1 << 16
+_BODY = "pyengine.body"
+"""Of a scope: its `_Body`."""
+_QUEUED = ("/v1/completions", "/v1/chat/completions")
+"""Routes whose requests the engine queues."""
 _WHILE_IT_DRAINS = ("/metrics",)
 """Routes that are answered until the end, beside /health."""
 
@@ -36,41 +45,141 @@ class DrainGuard:
                 self._context.num_open -= 1
 
 
-class BodyGuard:
-    """Answers 413 to bodies that are too large, 408 to those that take too long to come.
+class HeaderGuard:
+    """Answers 431 to more than 64 KiB of headers, the request's path included.
 
-    A body whose length is told is refused before any of it is read.
+    The parser has a limit for headers that come in pieces, and none for those that come at once.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            count = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+            count += sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
+            if count > MAX_HEADER_BYTES:
+                message = f"the headers have {count} bytes; {MAX_HEADER_BYTES} are the most"
+                await ApiError(431, message, code="headers_too_large").response()(
+                    scope, receive, send
+                )
+                return
+        await self._app(scope, receive, send)
+
+
+class InflightBytes:
+    """Bytes of bodies that have come and are not queued yet: of all, and of each key.
+
+    Where there are several keys, one may have half of them.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._most = settings.max_inflight_bytes
+        self._most_of_key = self._most // 2 if len(settings.keys) > 1 else self._most
+        self._of_keys: Counter[str] = Counter()
+
+    def have_room(self, key: str, count: int) -> bool:
+        """Whether so many bytes more may come."""
+        is_fair = self._of_keys[key] + count <= self._most_of_key
+        return is_fair and self._of_keys.total() + count <= self._most
+
+    def add(self, key: str, count: int) -> None:
+        """So many have come; or have left, if negative."""
+        self._of_keys[key] += count
+
+
+class _Body:
+    """The bytes of one body among those in flight."""
+
+    def __init__(self, inflight: InflightBytes, key: str) -> None:
+        self._inflight = inflight
+        self._key = key
+        self.count = 0
+        self._held = 0
+        self._is_released = False
+
+    def add(self, count: int) -> None:
+        """Take bytes that have come. Raises `ApiError` (503) if there are too many."""
+        self.count += count
+        if self._is_released:
+            return
+        if not self._inflight.have_room(self._key, count):
+            raise _busy()
+        self._inflight.add(self._key, count)
+        self._held += count
+
+    def release(self) -> None:
+        """They are queued, or answered."""
+        if not self._is_released:
+            self._is_released = True
+            self._inflight.add(self._key, -self._held)
+
+
+def release_body(scope: Any) -> None:
+    """The request that this body was is queued: its bytes count no more."""
+    body = scope.get(_BODY)
+    if body is not None:
+        body.release()
+
+
+class BodyGuard:
+    """Admits requests before their bodies are read, and bounds the bodies.
+
+    Answers 503 where the queue is full or too many bytes are in flight, 413 to bodies that are too
+    large, 408 to those that take too long to come. A body whose length is told is refused before
+    any of it is read.
+    """
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self._app = app
+        self._context = context
+        self._max_bytes = context.settings.max_body_bytes
+        self._timeout = context.settings.body_timeout
+        self._inflight = InflightBytes(context.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = dict(scope["headers"]).get(b"content-length", b"0")
-        if told.isdigit() and int(told[:20]) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+        key = caller_of(scope).name if path_of(scope) != OPEN_PATH else ""
+        refusal = self._refusal(scope, key)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
             return
         end = asyncio.get_running_loop().time() + self._timeout
-        count, is_over = 0, False
+        body = scope[_BODY] = _Body(self._inflight, key)
+        is_over = False
 
         async def guarded() -> Message:
-            nonlocal count, is_over
+            nonlocal is_over
             if is_over:  # what comes now is that the client goes
                 return await receive()
             message = await self._until(end, receive)
-            count += len(message.get("body", b""))
+            body.add(len(message.get("body", b"")))
             is_over = not message.get("more_body", False)
-            if count > self._max_bytes:
+            if body.count > self._max_bytes:
                 raise self._too_large()
             return message
 
-        await self._app(scope, guarded, send)
+        try:
+            await self._app(scope, guarded, send)
+        finally:
+            body.release()
+
+    def _refusal(self, scope: Scope, key: str) -> ApiError | None:
+        """Why the body need not come; None if it may."""
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        count = int(declared[:20]) if declared.isdigit() else 0
+        if count > self._max_bytes:
+            return self._too_large()
+        if scope["method"] == "POST" and path_of(scope) in _QUEUED:
+            try:
+                self._context.engine.check_room()
+            except PyEngineError as error:
+                return as_api_error(error)
+        return None if self._inflight.have_room(key, count) else _busy()
 
     async def _until(self, end: float, receive: Receive) -> Message:
         try:
@@ -88,3 +197,9 @@ class BodyGuard:
             "send less at a time",
             code="body_too_large",
         )
+
+
+def _busy() -> ApiError:
+    return ApiError(
+        503, "too many bodies come at once: send this one again", code="busy", retry_after=1
+    )

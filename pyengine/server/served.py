@@ -92,6 +92,10 @@ class ServedEngine(Protocol):
         """See `AsyncEngine`."""
         ...
 
+    def check_room(self) -> None:
+        """See `AsyncEngine`."""
+        ...
+
     async def abort(self, request_id: str) -> bool:
         """See `AsyncEngine`."""
         ...

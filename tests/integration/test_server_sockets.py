@@ -50,7 +50,9 @@ def engine(folder: Path) -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def server(engine: AsyncEngine) -> Iterator[RunningServer]:
-    with RunningServer(engine, body_timeout=TIMEOUT, keep_alive=1) as server:
+    with RunningServer(
+        engine, header_timeout=TIMEOUT, body_timeout=TIMEOUT, keep_alive=1
+    ) as server:
         yield server
 
 

@@ -208,6 +208,13 @@ def test_so_it_is_with_chats(fields: Any, client: Client) -> None:
 
 
 def asgi(client: Client, path: str, parts: list[Any], **headers: str) -> tuple[list[Any], int]:
+    """See `sent_to`."""
+    return asyncio.run(sent_to(client, path, parts, **headers))
+
+
+async def sent_to(
+    client: Client, path: str, parts: list[Any], **headers: str
+) -> tuple[list[Any], int]:
     """Send the parts of a body, one message each; what was sent back, and how many were taken.
 
     A part that is None is the client leaving, a number seconds of silence; "runs": silence until
@@ -253,11 +260,8 @@ def asgi(client: Client, path: str, parts: list[Any], **headers: str) -> tuple[l
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            await client.app(scope, receive, send)
-
-    asyncio.run(main())
+    async with asyncio.timeout(30):
+        await client.app(scope, receive, send)
     return sent, len(parts) - len(left)
 
 
@@ -328,15 +332,20 @@ def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
             await asyncio.sleep(0.001)
         third = await ask(GOOD)
         batch = await ask({**GOOD, "prompt": [[5], [6]]})
+        unread, taken = await sent_to(client, COMPLETIONS, [b"{", b"}"])
         await narrow.abort(next(iter(client.context.live)))
-        return [await first, await second, third, batch]
+        ended = [await first, await second]
+        later = await ask({**GOOD, "prompt": [[5], [6]]})
+        assert (status_of(unread), taken) == (503, 0)  # before its body was read
+        return [*ended, third, batch, later]
 
-    first, second, third, batch = client.run(use)
+    first, second, third, batch, later = client.run(use)
     assert (first.status_code, second.status_code) == (200, 200)
     assert first.json()["choices"][0]["finish_reason"] == "abort"
     assert error_of(third, 503)["code"] == "queue_full"
     assert int(third.headers["retry-after"]) >= 1
-    assert "max_num_waiting=1" in error_of(batch, 400)["message"]
+    assert error_of(batch, 503)["code"] == "queue_full"
+    assert "max_num_waiting=1" in error_of(later, 400)["message"]
 
 
 def test_while_it_drains_nothing_new_is_taken(client: Client) -> None:
