@@ -194,22 +194,23 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// With `num_threads` threads and the best instructions there are.
+    /// With `num_threads` threads and [`Isa::chosen`].
     ///
     /// # Errors
     ///
-    /// No threads, or more than the system gives.
+    /// No threads, more than the system gives, or a level of instructions that is not known or not there.
     pub fn new(num_threads: usize) -> Result<Self, Error> {
-        Self::with_isa(num_threads, Isa::detect())
+        Self::with_isa(num_threads, Isa::chosen()?)
     }
 
-    /// With these instructions, or portably where the machine does not have them.
+    /// With these instructions.
     ///
     /// # Errors
     ///
     /// As [`Attention::new`].
     pub fn with_isa(num_threads: usize, isa: Isa) -> Result<Self, Error> {
         above_zero("the number of threads", num_threads)?;
+        let isa = isa.checked()?;
         let builder = ThreadPoolBuilder::new()
             .num_threads(num_threads - 1)
             .thread_name(|number| format!("attention-{number}"));
@@ -234,14 +235,14 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// No threads, or a file that is no OpenMP runtime.
+    /// No threads, a file that is no OpenMP runtime, or a level of instructions that is not known or not there.
     pub fn with_openmp(num_threads: usize, runtime: &Path) -> Result<Self, Error> {
         above_zero("the number of threads", num_threads)?;
         let refused = |error| Error::Threads(format!("{}: {error}", runtime.display()));
         Ok(Self {
             others: Others::OpenMp(OpenMp::load(runtime).map_err(refused)?),
             num_threads,
-            isa: Isa::detect(),
+            isa: Isa::chosen()?,
             states: Mutex::default(),
             turned: Turned::default(),
         })

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::isa::Isa;
+
 /// Arrays or options that do not fit. The call that gave it has written nothing.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Error {
@@ -93,6 +95,15 @@ pub enum Error {
     },
     /// Threads that the system does not give.
     Threads(String),
+    /// [`Isa::SWITCH`] names no level of instructions.
+    UnknownIsa(String),
+    /// A level of instructions that this machine lacks.
+    Isa {
+        /// The level.
+        asked: Isa,
+        /// The best that the machine has.
+        best: Isa,
+    },
 }
 
 impl fmt::Display for Error {
@@ -162,6 +173,18 @@ impl fmt::Display for Error {
                  the step at least 1"
             ),
             Self::Threads(why) => write!(f, "threads could not be started: {why}"),
+            Self::UnknownIsa(name) => write!(
+                f,
+                "{}={name:?} is not known: use {}",
+                Isa::SWITCH,
+                Isa::ALL.map(Isa::name).join(", ")
+            ),
+            Self::Isa { asked, best } => write!(
+                f,
+                "this processor has no {}: the best level it has is {}",
+                asked.name(),
+                best.name()
+            ),
         }
     }
 }

@@ -91,6 +91,94 @@ impl Vector<8> for [f32; 8] {
     }
 }
 
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    #![allow(unsafe_code)]
+    use std::arch::aarch64::*;
+
+    use super::Vector;
+
+    /// Every target of this architecture has NEON: that is what makes the calls below safe.
+    impl Vector<8> for [float32x4_t; 2] {
+        #[inline(always)]
+        fn load(from: &[f32; 8]) -> Self {
+            // SAFETY: see above; eight floats are read.
+            unsafe { [vld1q_f32(from.as_ptr()), vld1q_f32(from[4..].as_ptr())] }
+        }
+
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 8]) {
+            // SAFETY: see above; eight floats are written.
+            unsafe {
+                vst1q_f32(to.as_mut_ptr(), self[0]);
+                vst1q_f32(to[4..].as_mut_ptr(), self[1]);
+            }
+        }
+
+        #[inline(always)]
+        fn splat(one: f32) -> Self {
+            // SAFETY: see above.
+            unsafe { [vdupq_n_f32(one); 2] }
+        }
+
+        #[inline(always)]
+        fn multiply(self, factor: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { [vmulq_f32(self[0], factor[0]), vmulq_f32(self[1], factor[1])] }
+        }
+
+        #[inline(always)]
+        fn multiply_add(self, factor: Self, addend: Self) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                [
+                    vfmaq_f32(addend[0], self[0], factor[0]),
+                    vfmaq_f32(addend[1], self[1], factor[1]),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+            let pick = |at: usize| {
+                // SAFETY: see above.
+                unsafe { vbslq_f32(vceqzq_f32(weights[at]), instead[at], self[at]) }
+            };
+            [pick(0), pick(1)]
+        }
+
+        #[inline(always)]
+        fn transposed(rows: [Self; 8]) -> [Self; 8] {
+            let mut columns = rows;
+            for (from, to) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
+                let square = std::array::from_fn(|at| rows[from + at][to / 4]);
+                for (at, column) in transpose_4(square).into_iter().enumerate() {
+                    columns[to + at][from / 4] = column;
+                }
+            }
+            columns
+        }
+    }
+
+    /// Rows of four numbers become columns.
+    #[inline(always)]
+    fn transpose_4([a, b, c, d]: [float32x4_t; 4]) -> [float32x4_t; 4] {
+        // SAFETY: every target of this architecture has NEON; bits stay what they are.
+        unsafe {
+            let wide = |one| vreinterpretq_f64_f32(one);
+            let (low_ab, high_ab) = (wide(vtrn1q_f32(a, b)), wide(vtrn2q_f32(a, b)));
+            let (low_cd, high_cd) = (wide(vtrn1q_f32(c, d)), wide(vtrn2q_f32(c, d)));
+            [
+                vtrn1q_f64(low_ab, low_cd),
+                vtrn1q_f64(high_ab, high_cd),
+                vtrn2q_f64(low_ab, low_cd),
+                vtrn2q_f64(high_ab, high_cd),
+            ]
+            .map(|column| vreinterpretq_f32_f64(column))
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::transpose_16;
 

@@ -12,8 +12,8 @@
 //! * **A lane is a row.** Vectors hold one number each of 8 or 16 rows that read the same keys: the query heads
 //!   that share a KV head, drafts, and all sequences that stand on the same blocks. A key is then multiplied with
 //!   all of them at once, as in a product of matrices. With AVX-512 BF16 a lane is a key, and rows take turns.
-//! * **One source, three builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA and for
-//!   whatever the target has, chosen when it runs: all give the same bits.
+//! * **One source, four builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA, for NEON and for
+//!   whatever the target has, chosen when it runs ([`Isa`]): all give the same bits.
 //! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
 //!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
 //!   they meet the values, as torch and flash-attn do, and values have to be finite.

@@ -1,9 +1,21 @@
-//! The kernel against attention written out in f64, on random steps.
+//! The kernel against attention written out in f64, on random steps, at each level of instructions.
+
+use std::process::ExitCode;
 
 use cpu_attention::{
     Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes, Step,
 };
+use levels::{FLOATS, HALVES, Tests, check};
 use proptest::prelude::*;
+
+mod levels;
+
+/// Random steps of a test: `ATTENTION_CASES` of them, for emulated processors. On x86-64 plain loops call a function
+/// for each product that is rounded once.
+fn cases(isa: Isa) -> u32 {
+    let cases = std::env::var("ATTENTION_CASES").map(|cases| cases.parse().expect("a number"));
+    cases.unwrap_or(if isa == Isa::Portable { 16 } else { 48 })
+}
 
 /// A step with everything in it: keys and values by sequence, scattered over a cache of NaN.
 #[derive(Debug)]
@@ -175,8 +187,31 @@ prop_compose! {
 }
 
 prop_compose! {
-    fn worlds()(
-        shape in shapes(),
+    /// Heads that the products of bfloat16 take.
+    fn wide_shapes()(
+        block_size in 1..20usize, kv_heads in 1..4usize,
+        dim_k in prop::sample::select(vec![32usize, 64, 96]),
+        dim_v in prop::sample::select(vec![32usize, 64, 96]),
+    ) -> CacheShape {
+        CacheShape { num_blocks: 0, block_size, kv_heads, dim_k, dim_v }
+    }
+}
+
+fn worlds() -> impl Strategy<Value = World> {
+    worlds_of(shapes())
+}
+
+fn wide_worlds() -> impl Strategy<Value = World> {
+    worlds_of(wide_shapes())
+}
+
+fn any_worlds() -> impl Strategy<Value = World> {
+    prop_oneof![worlds(), wide_worlds()]
+}
+
+prop_compose! {
+    fn worlds_of(shapes: impl Strategy<Value = CacheShape>)(
+        shape in shapes,
         group in 1..4usize,
         tokens in prop::collection::vec((prop_oneof![0..12usize, 0..80usize], prop_oneof![0..50usize, 0..700usize]), 1..5),
         window in prop::option::of(prop_oneof![1..40usize, 200..600usize]),
@@ -299,61 +334,78 @@ fn bits(row: &[f32]) -> Vec<u32> {
     row.iter().map(|float| float.to_bits()).collect()
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+/// Threads that compute at this level.
+fn threads(num_threads: usize, isa: Isa) -> Attention {
+    Attention::with_isa(num_threads, isa).expect("it is there")
+}
 
-    #[test]
-    fn every_row_sees_what_it_should_and_nothing_else(world in worlds()) {
-        let out = world.attend(&Attention::new(1).expect("it fits"));
+fn every_row_sees_what_it_should_and_nothing_else(isa: Isa) {
+    check(cases(isa), worlds(), |world| {
+        let out = world.attend(&threads(1, isa));
         let oracle = world.oracle();
         prop_assert_eq!(out.len(), oracle.len());
         for (found, exact) in out.iter().zip(oracle) {
-            prop_assert!((f64::from(*found) - exact).abs() < 2e-5, "{} is not {}", found, exact);
+            let error = (f64::from(*found) - exact).abs();
+            prop_assert!(error < 2e-5, "{} is not {}", found, exact);
         }
-    }
+        Ok(())
+    });
+}
 
-    #[test]
-    fn builds_and_threads_give_the_same_bits(world in worlds()) {
-        let one = bits(&world.attend(&Attention::new(1).expect("it fits")));
-        for (threads, isa) in [(3, Isa::Avx512), (2, Isa::Avx2), (1, Isa::Portable)] {
-            let attention = Attention::with_isa(threads, isa).expect("it fits");
-            prop_assert_eq!(&one, &bits(&world.attend(&attention)));
+fn levels_and_threads_give_the_same_bits(isa: Isa) {
+    check(cases(isa), worlds(), |world| {
+        let one = bits(&world.attend(&threads(1, Isa::Portable)));
+        for num_threads in 1..4 {
+            prop_assert_eq!(&one, &bits(&world.attend(&threads(num_threads, isa))));
         }
-    }
+        Ok(())
+    });
+}
 
-    #[test]
-    fn bfloat16_is_float32_that_was_rounded(world in worlds()) {
+fn bfloat16_is_float32_that_was_rounded(isa: Isa) {
+    check(cases(isa), worlds(), |world| {
         let rounded = world.rounded();
-        let exact = rounded.attend(&Attention::new(1).expect("it fits"));
+        let exact = rounded.attend(&threads(1, Isa::Portable));
         let exact: Vec<u16> = exact.into_iter().map(u16::narrow).collect();
-        for (threads, isa) in [(3, Isa::Avx512), (2, Isa::Avx2), (1, Isa::Portable)] {
-            let attention = Attention::with_isa(threads, isa).expect("it fits");
-            let found = rounded.attend_in(&attention, u16::narrow(f32::NAN));
+        for num_threads in 1..4 {
+            let found = rounded.attend_in(&threads(num_threads, isa), u16::narrow(f32::NAN));
             prop_assert_eq!(&exact, &found);
         }
-    }
+        Ok(())
+    });
+}
 
-    /// The weights too are rounded there, to 1 in 512 parts.
-    #[test]
-    fn products_of_bfloat16_are_near(world in worlds()) {
+/// The weights too are rounded there, to 1 in 512 parts.
+fn products_of_bfloat16_are_near(isa: Isa) {
+    check(cases(isa), wide_worlds(), |world| {
         let rounded = world.rounded();
         let oracle = rounded.oracle();
-        for (threads, isa) in [(1, Isa::Amx), (2, Isa::Avx512Bf16)] {
-            let attention = Attention::with_isa(threads, isa).expect("it fits");
-            let out = rounded.attend_in(&attention, 0);
+        for num_threads in [1, 2] {
+            let out = rounded.attend_in(&threads(num_threads, isa), 0);
             for (found, exact) in out.iter().zip(&oracle) {
                 let found = f64::from(found.widen());
-                prop_assert!((found - exact).abs() < 8e-3 + exact.abs() / 200.0, "{} is not {}", found, exact);
+                let error = (found - exact).abs();
+                prop_assert!(
+                    error < 8e-3 + exact.abs() / 200.0,
+                    "{} is not {}",
+                    found,
+                    exact
+                );
             }
         }
-    }
+        Ok(())
+    });
+}
 
-    #[test]
-    fn a_row_depends_on_itself_alone(world in worlds()) {
-        let attention = Attention::new(1).expect("it fits");
+fn a_row_depends_on_itself_alone(isa: Isa) {
+    check(cases(isa), any_worlds(), |world| {
+        let attention = threads(1, isa);
         let together = world.attend(&attention);
         let rounded = world.attend_in(&attention, 0);
-        let (per_query, per_row) = (world.heads * world.shape.dim_k, world.heads * world.shape.dim_v);
+        let (per_query, per_row) = (
+            world.heads * world.shape.dim_k,
+            world.heads * world.shape.dim_v,
+        );
         for (sequence, &(new, len)) in world.sequences.iter().enumerate() {
             for at in 0..new {
                 let row = world.starts[sequence] as usize + at;
@@ -376,27 +428,29 @@ proptest! {
                 prop_assert_eq!(&out, &rounded[row * per_row..][..per_row]);
             }
         }
-    }
+        Ok(())
+    });
+}
 
-    #[test]
-    fn reading_a_shared_prefix_once_changes_no_bit(mut world in worlds()) {
+fn reading_a_shared_prefix_once_changes_no_bit(isa: Isa) {
+    check(cases(isa), any_worlds(), |mut world| {
         let (order, prefixes) = world.put_on_one_prefix();
-        let one = Attention::new(1).expect("it fits");
+        let one = threads(1, isa);
         let exact = bits(&world.attend(&one));
         let rounded = world.attend_in(&one, u16::narrow(f32::NAN));
         (world.order, world.prefixes) = (order, prefixes);
-        for threads in [1, 3] {
-            let attention = Attention::new(threads).expect("it fits");
+        for num_threads in [1, 3] {
+            let attention = threads(num_threads, isa);
             prop_assert_eq!(&exact, &bits(&world.attend(&attention)));
             let found = world.attend_in(&attention, u16::narrow(f32::NAN));
             prop_assert_eq!(&rounded, &found);
         }
-    }
+        Ok(())
+    });
 }
 
 /// What comes after a shared part is of the longer one alone.
-#[test]
-fn a_shared_part_is_the_last_of_one_and_not_of_the_other() {
+fn a_shared_part_is_the_last_of_one_and_not_of_the_other(isa: Isa) {
     let shape = CacheShape {
         num_blocks: 0,
         block_size: 16,
@@ -411,7 +465,7 @@ fn a_shared_part_is_the_last_of_one_and_not_of_the_other() {
     ] {
         let mut world = world(shape, 2, &tokens, (0.25, None, None, false), 7);
         let (order, prefixes) = world.put_on_one_prefix();
-        let attention = Attention::new(1).expect("it fits");
+        let attention = threads(1, isa);
         let exact = bits(&world.attend(&attention));
         (world.order, world.prefixes) = (order, prefixes);
         assert_eq!(exact, bits(&world.attend(&attention)));
@@ -420,8 +474,7 @@ fn a_shared_part_is_the_last_of_one_and_not_of_the_other() {
 
 /// Enough work for every thread to take some: the small steps above are done by the caller alone. With many threads
 /// the long rows are cut into parts that several take.
-#[test]
-fn threads_share_a_large_step() {
+fn threads_share_a_large_step(isa: Isa) {
     let shape = CacheShape {
         num_blocks: 0,
         block_size: 16,
@@ -433,17 +486,21 @@ fn threads_share_a_large_step() {
     tokens.extend([(70, 700), (300, 0)]);
     for (window, sinks) in [(None, true), (Some(290), false)] {
         let world = world(shape, 4, &tokens, (0.125, window, None, sinks), 5).rounded();
-        let alone = Attention::new(1).expect("it fits");
+        let alone = threads(1, isa);
         let one = bits(&world.attend(&alone));
         let half = world.attend_in(&alone, 0);
-        for threads in [2, 3, 8, 64] {
-            let attention = Attention::new(threads).expect("it fits");
-            for _ in 0..5 {
+        let (counts, repeats): (&[usize], _) = match cases(isa) < 48 {
+            true => (&[3, 64], 1),
+            false => (&[2, 3, 8, 64], 5),
+        };
+        for &num_threads in counts {
+            let attention = threads(num_threads, isa);
+            for _ in 0..repeats {
                 assert_eq!(one, bits(&world.attend(&attention)));
                 assert_eq!(half, world.attend_in(&attention, 0));
             }
         }
-        let found = world.attend(&Attention::new(2).expect("it fits"));
+        let found = world.attend(&threads(2, isa));
         for (found, exact) in found.iter().zip(world.oracle()) {
             assert!(
                 (f64::from(*found) - exact).abs() < 2e-6,
@@ -454,8 +511,7 @@ fn threads_share_a_large_step() {
 }
 
 /// Far from the first scores, up and down: what they are measured against has to move on.
-#[test]
-fn scores_that_climb_and_fall() {
+fn scores_that_climb_and_fall(isa: Isa) {
     let shape = CacheShape {
         num_blocks: 0,
         block_size: 16,
@@ -473,7 +529,7 @@ fn scores_that_climb_and_fall() {
         world.query.fill(1.0);
         let world = world.rounded();
         let oracle = world.oracle();
-        let attention = Attention::new(1).expect("it fits");
+        let attention = threads(1, isa);
         let floats = world.attend(&attention);
         let halves = world.attend_in(&attention, 0);
         for ((float, half), exact) in floats.iter().zip(halves).zip(oracle) {
@@ -490,8 +546,7 @@ fn scores_that_climb_and_fall() {
     }
 }
 
-#[test]
-fn scores_that_leave_no_room_for_others() {
+fn scores_that_leave_no_room_for_others(isa: Isa) {
     let shape = CacheShape {
         num_blocks: 0,
         block_size: 4,
@@ -500,7 +555,7 @@ fn scores_that_leave_no_room_for_others() {
         dim_v: 8,
     };
     let world = world(shape, 1, &[(1, 600), (3, 2)], (90.0, None, None, true), 1);
-    let out = world.attend(&Attention::new(1).expect("it fits"));
+    let out = world.attend(&threads(1, isa));
     for (found, exact) in out.iter().zip(world.oracle()) {
         assert!(
             exact.is_nan() || (f64::from(*found) - exact).abs() < 1e-3,
@@ -508,4 +563,70 @@ fn scores_that_leave_no_room_for_others() {
         );
         assert!(found.is_finite());
     }
+}
+
+/// Attention takes what it is told to: a mistake in a name is no lower level.
+fn a_level_that_is_not_there_is_refused() {
+    for isa in Isa::ALL {
+        assert_eq!(Attention::with_isa(1, isa).is_ok(), isa.is_there());
+    }
+}
+
+fn main() -> ExitCode {
+    Tests::new()
+        .at(
+            &FLOATS,
+            "every_row_sees_what_it_should_and_nothing_else",
+            every_row_sees_what_it_should_and_nothing_else,
+        )
+        .at(
+            &FLOATS,
+            "levels_and_threads_give_the_same_bits",
+            levels_and_threads_give_the_same_bits,
+        )
+        .at(
+            &FLOATS,
+            "bfloat16_is_float32_that_was_rounded",
+            bfloat16_is_float32_that_was_rounded,
+        )
+        .at(
+            &HALVES,
+            "products_of_bfloat16_are_near",
+            products_of_bfloat16_are_near,
+        )
+        .at(
+            &levels::all(),
+            "a_row_depends_on_itself_alone",
+            a_row_depends_on_itself_alone,
+        )
+        .at(
+            &levels::all(),
+            "reading_a_shared_prefix_once_changes_no_bit",
+            reading_a_shared_prefix_once_changes_no_bit,
+        )
+        .at(
+            &levels::all(),
+            "a_shared_part_is_the_last_of_one_and_not_of_the_other",
+            a_shared_part_is_the_last_of_one_and_not_of_the_other,
+        )
+        .at(
+            &levels::all(),
+            "threads_share_a_large_step",
+            threads_share_a_large_step,
+        )
+        .at(
+            &levels::all(),
+            "scores_that_climb_and_fall",
+            scores_that_climb_and_fall,
+        )
+        .at(
+            &FLOATS,
+            "scores_that_leave_no_room_for_others",
+            scores_that_leave_no_room_for_others,
+        )
+        .once(
+            "a_level_that_is_not_there_is_refused",
+            a_level_that_is_not_there_is_refused,
+        )
+        .run()
 }

@@ -1,9 +1,18 @@
-//! Rotations against f64, one head at a time; the same bits by all builds and threads.
+//! Rotations against f64, one head at a time; the same bits at all levels and by all threads.
+
+use std::process::ExitCode;
 
 use cpu_attention::{
     Attention, CacheShape, Element, Error, HeadNorm, Isa, Layout, Order, Rotation, Rows,
 };
+use levels::{Tests, check};
 use proptest::prelude::*;
+
+#[allow(dead_code)] // for its neighbours
+mod levels;
+
+/// Random rotations of a test.
+const CASES: u32 = 64;
 
 fn floats(count: usize, seed: usize) -> Vec<f32> {
     let float = |at: usize| ((at + seed) * 7919 % 4001) as f32 / 1000.0 - 2.0;
@@ -152,12 +161,10 @@ fn worlds() -> impl Strategy<Value = World> {
     })
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
-
-    #[test]
-    fn each_head_is_what_it_is_in_f64(world in worlds()) {
-        let (keys, values, turned) = world.run::<f32, f32>(&Attention::new(2).expect("it fits"));
+fn each_head_is_what_it_is_in_f64(isa: Isa) {
+    check(CASES, worlds(), |world| {
+        let attention = Attention::with_isa(2, isa).expect("it is there");
+        let (keys, values, turned) = world.run::<f32, f32>(&attention);
         let (stride, [q, k, v], dim) = (world.stride(), world.widths(), world.shape.dim_k);
         let memory = floats(world.slots.len() * stride, 0);
         let weights = world.weights();
@@ -174,33 +181,38 @@ proptest! {
             for (heads, found, weight) in pairs {
                 for (head, found) in heads.chunks(dim).zip(found.chunks(dim)) {
                     for (&found, exact) in found.iter().zip(world.exact(head, row, weight)) {
-                        prop_assert!((f64::from(found) - exact).abs() < 1e-4, "{} is not {}", found, exact);
+                        let error = (f64::from(found) - exact).abs();
+                        prop_assert!(error < 1e-4, "{} is not {}", found, exact);
                     }
                 }
             }
         }
-        for (slot, _) in untouched.iter().enumerate().filter(|(_, is_untouched)| **is_untouched) {
-            prop_assert!(keys[slot * k..][..k].iter().chain(&values[slot * v..][..v]).all(|&one| one == 9.0));
+        let slots = untouched.iter().enumerate();
+        for (slot, _) in slots.filter(|(_, is_untouched)| **is_untouched) {
+            let mut slot = keys[slot * k..][..k].iter().chain(&values[slot * v..][..v]);
+            prop_assert!(slot.all(|&one| one == 9.0));
         }
-    }
+        Ok(())
+    });
+}
 
-    #[test]
-    fn every_build_gives_the_same_bits_and_bfloat16_is_rounded_once(world in worlds()) {
+fn every_level_gives_the_same_bits_and_bfloat16_is_rounded_once(isa: Isa) {
+    check(CASES, worlds(), |world| {
         let one = Attention::with_isa(1, Isa::Portable).expect("it fits");
         let floats = world.run::<f32, f32>(&one);
         let halves = world.run::<u16, u16>(&one);
         let mixed = world.run::<u16, f32>(&one);
-        for (isa, threads) in [(Isa::Avx2, 2), (Isa::Avx512, 3), (Isa::detect(), 1)] {
-            let other = Attention::with_isa(threads, isa).expect("it fits");
+        for num_threads in 1..4 {
+            let other = Attention::with_isa(num_threads, isa).expect("it is there");
             prop_assert_eq!(&world.run::<f32, f32>(&other), &floats);
             prop_assert_eq!(&world.run::<u16, u16>(&other), &halves);
             prop_assert_eq!(&world.run::<u16, f32>(&other), &mixed);
         }
-    }
+        Ok(())
+    });
 }
 
-#[test]
-fn many_rows_are_turned_as_few_are() {
+fn many_rows_are_turned_as_few_are(isa: Isa) {
     let world = World {
         shape: CacheShape {
             num_blocks: 40,
@@ -220,11 +232,13 @@ fn many_rows_are_turned_as_few_are() {
         slots: (0..600).collect(),
         gap: 0,
     };
-    let alone = world.run::<u16, u16>(&Attention::new(1).expect("it fits"));
-    assert!(alone == world.run::<u16, u16>(&Attention::new(3).expect("it fits")));
+    let run = |num_threads| {
+        let attention = Attention::with_isa(num_threads, isa).expect("it is there");
+        world.run::<u16, u16>(&attention)
+    };
+    assert!(run(1) == run(3));
 }
 
-#[test]
 fn what_does_not_fit_is_refused() {
     let shape = CacheShape {
         num_blocks: 1,
@@ -309,4 +323,25 @@ fn what_does_not_fit_is_refused() {
     }
     let huge = Rows::new(&[1.0f32], 3, 1, usize::MAX).map(|_| ());
     assert_eq!(huge, Err(Error::TooLarge));
+}
+
+fn main() -> ExitCode {
+    Tests::new()
+        .at(
+            &levels::all(),
+            "each_head_is_what_it_is_in_f64",
+            each_head_is_what_it_is_in_f64,
+        )
+        .at(
+            &levels::all(),
+            "every_level_gives_the_same_bits_and_bfloat16_is_rounded_once",
+            every_level_gives_the_same_bits_and_bfloat16_is_rounded_once,
+        )
+        .at(
+            &levels::all(),
+            "many_rows_are_turned_as_few_are",
+            many_rows_are_turned_as_few_are,
+        )
+        .once("what_does_not_fit_is_refused", what_does_not_fit_is_refused)
+        .run()
 }

@@ -239,10 +239,12 @@ impl CpuStep {
 /// `openmp`: they are those of the OpenMP runtime (libgomp, libomp) in this file, for callers that compute
 /// by it too, as torch does. Without it they are a pool of their own.
 ///
-/// `is_fast` is whether this machine has the instructions that the kernel is written for; without them it
-/// gives the same numbers slowly.
+/// `isa` is the level of instructions: the best that this machine has, or a lower one that the environment
+/// variable `PYENGINE_CPU_ISA` names: "plain", "neon", "avx2", "avx512", "avx512_bf16" or "amx". `is_fast` is
+/// whether the kernel is written for it; otherwise it gives the same numbers slowly.
 ///
-/// Raises `ConfigError` for no threads, more than the system gives, and a file that is no such runtime.
+/// Raises `ConfigError` for no threads, more than the system gives, a file that is no such runtime, and a level
+/// that is not known or that this machine lacks; `isa` and `is_fast` raise it for the last.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuAttention {
     attention: Attention,
@@ -263,8 +265,14 @@ impl CpuAttention {
     }
 
     #[staticmethod]
-    fn is_fast() -> bool {
-        cpu_attention::Isa::is_fast()
+    fn is_fast() -> PyResult<bool> {
+        cpu_attention::Isa::is_fast().map_err(raise_attention)
+    }
+
+    #[staticmethod]
+    fn isa() -> PyResult<&'static str> {
+        let isa = cpu_attention::Isa::chosen().map_err(raise_attention)?;
+        Ok(isa.name())
     }
 
     /// `out` becomes `row / sqrt(mean(row ^ 2) + epsilon) * weight` for each row: `rows` and `out` `[T, size]`, `weight`

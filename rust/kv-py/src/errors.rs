@@ -90,7 +90,9 @@ pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
         | E::Heads { .. }
         | E::Layout { .. }
         | E::Softcap(_)
-        | E::Threads(_) => ConfigError::new_err(text),
+        | E::Threads(_)
+        | E::UnknownIsa(_)
+        | E::Isa { .. } => ConfigError::new_err(text),
         E::Length { .. }
         | E::Starts { .. }
         | E::SeqLen { .. }
