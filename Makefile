@@ -34,15 +34,19 @@ OUT ?= target/gpu
 # The file of `make mutants-python`; all of its files without.
 FILE ?=
 
+# How much `make test-aarch64` tries: the processor is emulated.
+AARCH64_CASES ?= 6
+AARCH64_OPS ?= 20000
+
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test check wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 check wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 hello: $(ENGINE) $(BUILT) ## a real model answers through the Rust block manager
 	@$(BIN)/pyengine generate --chat --temperature 0 --max-tokens 32 "What is the capital of Japan?"
@@ -53,6 +57,15 @@ serve: $(SERVE) $(BUILT) ## the embedded model as an OpenAI-compatible server on
 test: $(DEV) $(BUILT) ## Rust and Python tests
 	cargo test --workspace
 	$(BIN)/pytest -n 2 --dist loadfile
+
+test-levels: $(DEV) $(BUILT) ## the tests that depend on the processor, at each of its instruction levels
+	@$(BIN)/python tools/levels.py
+
+test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it installs the emulator
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
+	ATTENTION_CASES=$(AARCH64_CASES) PROPTEST_CASES=$(AARCH64_CASES) KV_OPS=$(AARCH64_OPS) REQUIRE_ISA=plain,neon \
+	  cargo test --target aarch64-unknown-linux-gnu -p cpu-attention -p kv-core -p suffix -p holders
 
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
@@ -202,3 +215,7 @@ rust-tools:
 
 valgrind:
 	@command -v valgrind > /dev/null || sh tools/get_valgrind.sh
+
+aarch64:
+	@rustup target list --installed 2> /dev/null | grep -q aarch64-unknown-linux-gnu || rustup target add aarch64-unknown-linux-gnu
+	@command -v qemu-aarch64-static > /dev/null && command -v aarch64-linux-gnu-gcc > /dev/null || sh tools/get_aarch64.sh

@@ -25,6 +25,8 @@ from pyengine.core.errors import ConfigurationError
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.families import MODELS, on_meta
 
+pytestmark = pytest.mark.levels
+
 CPU_NEEDS = AttentionNeeds(device=torch.device("cpu"), block_size=16, dtype=torch.float32)
 LAYER = LayerNeeds(query_heads=4, kv_heads=2, head_dim_k=64, head_dim_v=64)
 LAYERS = (LAYER, replace(LAYER, window=8, softcap=2.0), replace(LAYER, sinks=True))
@@ -79,6 +81,12 @@ def models():
 def on_machine(needs, machine):
     gpu = {"device": torch.device("cuda"), "capability": (9, 0), "packages": frozenset()}
     return replace(needs, **{**gpu, **MACHINES[machine]})
+
+
+@pytest.fixture(autouse=True)
+def fast_instructions(monkeypatch):
+    """The choices are those of a processor that the kernel is written for."""
+    monkeypatch.setattr(cpu, "CpuAttention", SimpleNamespace(is_fast=lambda: True))
 
 
 def test_auto_chooses_and_says_why():

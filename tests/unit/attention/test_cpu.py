@@ -17,6 +17,8 @@ from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.core.openmp import openmp_runtime
 from tests.support.attention import inputs_of
 
+pytestmark = pytest.mark.levels
+
 
 @dataclass(frozen=True)
 class Shape:

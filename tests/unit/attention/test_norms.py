@@ -10,6 +10,8 @@ from pyengine.attention.norms import FusedRMSNorm, fuse_norms
 from pyengine.cache import BufferError, ConfigError, CpuAttention
 from tests.unit.runner.hand_made import random_model
 
+pytestmark = pytest.mark.levels
+
 
 def usual(size: int, dtype: torch.dtype) -> nn.Module:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -56,7 +58,7 @@ def test_the_usual_norms_of_a_model_are_replaced_once(family, num_fused):
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
         expected = model(tokens).logits
-        assert fuse_norms(model) == num_fused
+        assert fuse_norms(model) == (num_fused if CpuAttention.is_fast() else 0)
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     assert fuse_norms(model) == 0
 

@@ -10,7 +10,7 @@ import torch
 from pyengine import LLM, SamplingParams
 from pyengine.attention import AttentionOptions
 from pyengine.attention.cpu import CpuBackend
-from pyengine.cache import BufferError
+from pyengine.cache import BufferError, CpuAttention
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from pyengine.runner.buffers import SharedArrays
 from tests.support.attention import Shared, inputs_of
@@ -59,6 +59,7 @@ def test_what_the_tables_contradict_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not CpuAttention.is_fast(), reason="`gather` is chosen, which shares nothing")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
     """Tokens and log-probabilities are those of an engine that reads every block for each row."""

@@ -7,6 +7,8 @@ import pytest
 
 from pyengine.cache import BufferError, ConfigError, CpuAttention, CpuCache, CpuStep
 
+pytestmark = pytest.mark.levels
+
 BLOCKS, BLOCK, HEADS, KV_HEADS, DIM_K, DIM_V = 3, 2, 4, 2, 3, 1
 
 

@@ -12,6 +12,8 @@ from pyengine.core.errors import ConfigurationError
 from pyengine.models import choose_dtype, placement, resolve_device, resolve_first_device
 from pyengine.models.placement import bfloat16_instructions, check_tensor_parallel, kv_shards
 
+pytestmark = pytest.mark.levels
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

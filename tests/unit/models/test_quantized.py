@@ -24,9 +24,12 @@ from pyengine.models.quantized import (
 )
 from tests.unit.runner.hand_made import random_model
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
-)
+pytestmark = [
+    pytest.mark.levels,
+    pytest.mark.skipif(
+        not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+    ),
+]
 CPU = torch.device("cpu")
 
 

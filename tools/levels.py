@@ -1,0 +1,105 @@
+"""`make test-levels`: the tests marked `levels`, once for each instruction level of this processor.
+
+Switches of torch, oneDNN, MKL and the attention kernel hide what is above the level. Ends with a
+line that names the levels that ran and those that this processor lacks. `REQUIRE_ISA=amx,avx2`
+makes a lack of these a failure. Arguments are pytest's.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Level:
+    """Instructions that a processor has or lacks."""
+
+    name: str
+    flags: frozenset[str]
+    """As Linux calls them in /proc/cpuinfo."""
+    aten: str
+    onednn: str
+    kernel: str
+    mkl: str
+
+    def environment(self) -> dict[str, str]:
+        """The switches that hide what is above it."""
+        return {
+            "ATEN_CPU_CAPABILITY": self.aten,
+            "ONEDNN_MAX_CPU_ISA": self.onednn,
+            "PYENGINE_CPU_ISA": self.kernel,
+            "MKL_ENABLE_INSTRUCTIONS": self.mkl,
+        }
+
+
+_AVX2 = frozenset({"avx2", "fma"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+LEVELS = (
+    Level("plain", frozenset(), "default", "SSE41", "plain", "SSE4_2"),
+    Level("neon", frozenset({"asimd"}), "default", "DEFAULT", "neon", ""),
+    Level("avx2", _AVX2, "avx2", "AVX2", "avx2", "AVX2"),
+    Level("avx512", _AVX512, "avx512", "AVX512_CORE", "avx512", "AVX512"),
+    Level("avx512_vnni", _VNNI, "avx512", "AVX512_CORE_VNNI", "avx512", "AVX512"),
+    Level("avx512_bf16", _BF16, "avx512", "AVX512_CORE_BF16", "avx512_bf16", "AVX512"),
+    Level("amx", _AMX, "avx512", "DEFAULT", "amx", "AVX512"),
+)
+
+FOLDERS = ["tests/unit/attention", "tests/unit/cache", "tests/unit/models"]
+"""Where the tests are: nothing else is imported."""
+
+
+def cpu_flags() -> frozenset[str]:
+    """What Linux says that the processor has; nothing on other systems."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def required_levels(names: str) -> set[str]:
+    """The levels of `REQUIRE_ISA`. Ends the program where one is not known."""
+    wanted = set(filter(None, names.split(",")))
+    known = [level.name for level in LEVELS]
+    if unknown := sorted(wanted.difference(known)):
+        sys.exit(f"REQUIRE_ISA={names}: {unknown[0]} is none of {', '.join(known)}")
+    return wanted
+
+
+def run(level: Level, arguments: list[str]) -> bool:
+    """Whether the tests pass there."""
+    print(f"== {level.name}: " + " ".join(f"{k}={v}" for k, v in level.environment().items()))
+    # One thread: the processes of other levels or tests may have the other processors.
+    environment = os.environ | level.environment() | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "levels", *arguments, *FOLDERS]
+    start = time.monotonic()
+    status = subprocess.run(command, env=environment, check=False).returncode
+    print(f"== {level.name}: {'passed' if status == 0 else 'FAILED'}", end="")
+    print(f" in {time.monotonic() - start:.0f} s", flush=True)
+    return status == 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run every level that is there; 0 if all pass and none that is required lacks."""
+    required, flags = required_levels(os.environ.get("REQUIRE_ISA", "")), cpu_flags()
+    here = [level for level in LEVELS if level.flags <= flags]
+    lacking = [level.name for level in LEVELS if level not in here]
+    failed = [level.name for level in here if not run(level, arguments)]
+    passed = [level.name for level in here if level.name not in failed]
+    missing = sorted(required.intersection(lacking))
+    parts = [f"passed at {', '.join(passed) or 'none'}"]
+    parts += [f"FAILED at {', '.join(failed)}"] if failed else []
+    parts += [f"lacking here: {', '.join(lacking)}"] if lacking else ["no level is lacking here"]
+    parts += [f"REQUIRED and lacking: {', '.join(missing)}"] if missing else []
+    print(f"make test-levels: {'; '.join(parts)}")
+    return 1 if failed or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
