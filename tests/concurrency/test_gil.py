@@ -1,14 +1,17 @@
 """No thread waits for the manager's lock while it holds the GIL."""
 
 import ctypes
+import sys
 import threading
-from collections.abc import Callable
-from time import perf_counter, sleep
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter, sleep, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from pyengine._kv import Holders
 from pyengine.cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import step_arrays
 
@@ -157,6 +160,94 @@ def test_an_open_plan_may_be_dropped_during_a_check() -> None:
     assert checking.error is None
     assert manager.ledger().free == BLOCKS
     assert sequence.block_table == []
+
+
+MANY = 1_000_000
+"""Contents; one call on them takes tens of milliseconds at least."""
+
+
+@contextmanager
+def pauses() -> Iterator[list[float]]:
+    """A thread that asks for the GIL all the time; how long it had to wait for it, each time."""
+    waited, over = list[float](), threading.Event()
+
+    def look() -> None:
+        last = perf_counter()
+        while not over.is_set():
+            sleep(2e-5)
+            now = perf_counter()
+            waited.append(now - last)
+            last = now
+
+    thread, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        yield waited
+    finally:
+        over.set()
+        thread.join(PATIENCE)
+        sys.setswitchinterval(interval)
+
+
+def filled() -> list[Any]:
+    """A pool whose every block is idle and holds a content of which no event was taken."""
+    manager = BlockManager(MANY, 1, events=True)
+    sequence = manager.sequence(np.arange(MANY))
+    plan = manager.begin_step(MANY)
+    plan.prefill(sequence, MANY)
+    plan.commit([0])
+    sequence.free()
+    return [manager]
+
+
+def holders() -> list[Any]:
+    known = Holders(1, hash_seed=1)
+    names = known.names(np.arange(MANY))
+    known.apply(0, b"\1" * MANY, names)
+    return [known]
+
+
+LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] = {
+    "BlockManager": (list, lambda own: own.append(BlockManager(2 * MANY, 1))),
+    "contents": (filled, lambda own: own[0].contents()),
+    "evict_idle": (filled, lambda own: own[0].evict_idle()),
+    "take_events": (filled, lambda own: own[0].take_events()),
+    "take_packed_events": (filled, lambda own: own[0].take_packed_events()),
+    "survey": (lambda: [BlockManager(4 * MANY, 1)], lambda own: own[0].survey()),
+    "tokens": (
+        lambda: [BlockManager(1, 1).sequence(np.arange(MANY))],
+        lambda own: own[0].tokens(),
+    ),
+    "Holders.contents": (holders, lambda own: own[0].contents(0)),
+    "Holders.names": (
+        lambda: [Holders(1, hash_seed=1)],
+        lambda own: own[0].names(np.arange(MANY)),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", LONG)
+def test_what_takes_long_lets_python_run_meanwhile(call: str) -> None:
+    """Objects are made a few thousand at a time; everything else happens without the GIL.
+
+    A call that keeps the GIL keeps it for all of its processor time, however busy the machine is.
+    """
+    prepare, run = LONG[call]
+    seen = []
+    for _ in range(10):  # on a busy machine the other thread may be late
+        own = prepare()
+        with pauses() as waited:
+            sleep(0.001)
+            waited.clear()
+            before = thread_time()
+            kept = run(own)  # what becomes of the answer is the caller's
+            took, pause = thread_time() - before, max(waited, default=0.0)
+        del kept
+        seen.append((pause, took))
+        if pause < max(took / 2, 0.01):
+            return
+    pytest.fail(f"{call} let nobody run for half of its time; pauses and times: {seen}")
 
 
 def test_no_python_code_runs_under_the_lock() -> None:

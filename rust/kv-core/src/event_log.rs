@@ -10,6 +10,10 @@ pub(crate) struct EventLog {
     events: Vec<Event>,
     /// Contents stored since, so many rows up to each of these.
     stored: Vec<(Spot, usize)>,
+    /// How many these are.
+    num_stored: usize,
+    /// At least as many as the names in the events.
+    num_named: usize,
     /// So many events stay as they are: contents are added to later ones only.
     told: usize,
 }
@@ -18,6 +22,12 @@ impl EventLog {
     /// The `rows` contents up to `end` are there now.
     pub(crate) fn store(&mut self, end: Spot, rows: usize) {
         self.stored.push((end, rows));
+        self.num_stored += rows;
+    }
+
+    /// Contents that are to be named.
+    pub(crate) fn num_stored(&self) -> usize {
+        self.num_stored
     }
 
     /// Contents that follow each other are there no more, the last one went first; all that is stored was
@@ -27,6 +37,7 @@ impl EventLog {
         if names.is_empty() {
             return;
         }
+        self.num_named += names.len();
         let names = names.iter().rev();
         match self.events[self.told..].last_mut() {
             Some(Event::Removed { hashes }) => hashes.extend(names),
@@ -41,6 +52,12 @@ impl EventLog {
         for (end, rows) in self.stored.drain(..) {
             contents.tell(end, rows, &mut self.events);
         }
+        self.num_named += std::mem::take(&mut self.num_stored);
+    }
+
+    /// Names in the events, and contents that are to be named.
+    pub(crate) fn num_waiting(&self) -> usize {
+        self.num_named + self.num_stored
     }
 
     /// What is told from here on may turn out to be no news.
@@ -55,7 +72,7 @@ impl EventLog {
     }
 
     pub(crate) fn take(&mut self) -> Vec<Event> {
-        self.told = 0;
+        (self.told, self.num_named) = (0, 0);
         std::mem::take(&mut self.events)
     }
 }

@@ -206,6 +206,11 @@ impl BlockManager {
         self.state.pool.take_events()
     }
 
+    /// How much the next [`BlockManager::take_events`] has to do: events that wait, and contents to be named.
+    pub fn num_waiting_events(&self) -> usize {
+        self.state.pool.num_waiting_events()
+    }
+
     /// The names of all contents whose KV a block holds now, in no order. O(contents).
     pub fn contents(&mut self) -> Vec<u128> {
         self.read_mail();

@@ -8,18 +8,18 @@
 
 use std::collections::HashSet;
 
-/// Marks of names, 0 where there is none.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-struct Line([u32; 16]);
+/// Marks of names, 0 where there is none: a line of the cache.
+type Line = [u32; 16];
 
 /// A line is for so many names, on average and at most.
 const USUAL: usize = 4;
 
 /// A set of names.
 pub(crate) struct Names {
-    /// A power of two of them, or none before the first name.
-    lines: Vec<Line>,
+    /// A power of two of them from `first` on, or none before the first name. Zeroes, of which the system gives
+    /// a page when it is first written to: whoever adds the first name does not wait for all of them.
+    words: Vec<u32>,
+    first: usize,
     /// Lines and marks of names for which there was no room.
     others: HashSet<(usize, u32)>,
     len: usize,
@@ -33,23 +33,22 @@ fn mark(name: u128) -> u32 {
     ((mixed >> 32) as u32).max(1)
 }
 
-impl Line {
-    /// Where this mark stands.
-    #[inline]
-    fn place(&self, mark: u32) -> Option<usize> {
-        let places = self.0.iter().enumerate();
-        let found = places.fold(0_u32, |found, (at, &there)| {
-            found | u32::from(there == mark) << at
-        });
-        (found != 0).then(|| found.trailing_zeros() as usize)
-    }
+/// Where this mark stands.
+#[inline]
+fn place(line: &Line, mark: u32) -> Option<usize> {
+    let places = line.iter().enumerate();
+    let found = places.fold(0_u32, |found, (at, &there)| {
+        found | u32::from(there == mark) << at
+    });
+    (found != 0).then(|| found.trailing_zeros() as usize)
 }
 
 impl Names {
     /// For about so many names.
     pub(crate) fn new(usual_len: usize) -> Self {
         Self {
-            lines: Vec::new(),
+            words: Vec::new(),
+            first: 0,
             others: HashSet::new(),
             len: 0,
             usual_len,
@@ -61,15 +60,36 @@ impl Names {
     }
 
     #[inline]
+    fn lines(&self) -> &[Line] {
+        self.words[self.first..].as_chunks().0
+    }
+
+    #[inline]
+    fn line_mut(&mut self, at: usize) -> &mut Line {
+        &mut self.words[self.first..].as_chunks_mut().0[at]
+    }
+
+    #[inline]
     fn line(&self, name: u128) -> usize {
-        name as usize & (self.lines.len() - 1)
+        name as usize & (self.lines().len() - 1)
+    }
+
+    #[cold]
+    fn allocate(&mut self) {
+        let (count, words) = (
+            (self.usual_len / USUAL).next_power_of_two(),
+            size_of::<Line>() / 4,
+        );
+        // One line more, of which a part lies before the first and the rest after the last.
+        self.words = vec![0; (count + 1) * words - 1];
+        self.first = self.words.as_ptr().align_offset(size_of::<Line>());
+        self.words.truncate(self.first + count * words);
     }
 
     /// Adds the leading names that are not there; how many these are.
     pub(crate) fn add_leading(&mut self, names: &[u128]) -> usize {
-        if self.lines.is_empty() {
-            let count = (self.usual_len / USUAL).next_power_of_two();
-            self.lines = vec![Line([0; 16]); count];
+        if self.words.is_empty() {
+            self.allocate();
         }
         self.touch(names);
         let added = names.iter().take_while(|&&name| self.add(name)).count();
@@ -83,9 +103,9 @@ impl Names {
             return false;
         }
         let at = self.line(name);
-        let line = &mut self.lines[at];
-        match line.place(0) {
-            Some(place) => line.0[place] = mark(name),
+        let line = self.line_mut(at);
+        match place(line, 0) {
+            Some(place) => line[place] = mark(name),
             None => _ = self.others.insert((at, mark(name))),
         }
         true
@@ -94,7 +114,7 @@ impl Names {
     #[inline]
     pub(crate) fn contains(&self, name: u128) -> bool {
         let (at, mark) = (self.line(name), mark(name));
-        self.lines[at].place(mark).is_some()
+        place(&self.lines()[at], mark).is_some()
             || !self.others.is_empty() && self.others.contains(&(at, mark))
     }
 
@@ -103,9 +123,9 @@ impl Names {
         self.touch(names);
         for &name in names {
             let at = self.line(name);
-            let line = &mut self.lines[at];
-            match line.place(mark(name)) {
-                Some(place) => line.0[place] = 0,
+            let line = self.line_mut(at);
+            match place(line, mark(name)) {
+                Some(place) => line[place] = 0,
                 None => _ = self.others.remove(&(at, mark(name))),
             }
             self.len -= 1;
@@ -114,7 +134,8 @@ impl Names {
 
     /// Reads where these names are looked for, so that the cache misses of what comes next overlap.
     fn touch(&self, names: &[u128]) {
-        let marks = names.iter().map(|&name| self.lines[self.line(name)].0[0]);
+        let lines = self.lines();
+        let marks = names.iter().map(|&name| lines[self.line(name)][0]);
         std::hint::black_box(marks.fold(0, |seen, mark| seen ^ mark));
     }
 }

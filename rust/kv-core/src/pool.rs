@@ -19,6 +19,9 @@ use crate::stats::{BlockState, Ledger, Stats};
 use crate::survey::Survey;
 use crate::sync::Arc;
 
+/// Contents that are stored and not named yet.
+const MOST_UNNAMED: usize = 1_024;
+
 /// Rows of a run that go one after the other, the last first.
 #[derive(Clone, Copy)]
 struct Gone {
@@ -511,6 +514,10 @@ impl Pool {
         self.stats.registered_blocks += rows as u64;
         if let Some(events) = self.events.as_mut().filter(|_| rows > 0) {
             events.store(end, rows);
+            // Whoever stores pays for the names: no later call has more of them to compute than that.
+            if events.num_stored() > MOST_UNNAMED {
+                events.settle(&mut self.contents);
+            }
         }
     }
 
@@ -519,6 +526,10 @@ impl Pool {
         if let Some(events) = &mut self.events {
             events.settle(&mut self.contents);
         }
+    }
+
+    pub(crate) fn num_waiting_events(&self) -> usize {
+        self.events.as_ref().map_or(0, EventLog::num_waiting)
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<Event> {

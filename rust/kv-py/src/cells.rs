@@ -4,7 +4,9 @@ use std::cell::Cell;
 
 use cpu_attention::Rows;
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 /// The elements of a C-contiguous buffer; `None` for one that is not.
 ///
@@ -80,6 +82,30 @@ pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
         // SAFETY: as in `shared_slice`, and nobody else reads either.
         count => unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast(), count) },
     }
+}
+
+/// New `bytes` of this length, which `fill` fills without the GIL.
+#[allow(unsafe_code)]
+pub(crate) fn bytes_filled_by(
+    py: Python<'_>,
+    count: usize,
+    fill: impl FnOnce(&mut [u8]) + Send,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let size = count as ffi::Py_ssize_t;
+    // SAFETY: this thread is attached to the interpreter; the object is new, or null with an error set.
+    let object = unsafe {
+        let object = ffi::PyBytes_FromStringAndSize(std::ptr::null(), size);
+        Bound::from_owned_ptr_or_err(py, object)?
+    };
+    let bytes = object.cast_into::<PyBytes>()?;
+    // SAFETY: nobody else has the object yet, so its memory, of `count` bytes, may be written to. What is not
+    // written yet is not read: `MaybeUninit` would say so, but a `u8` of any bits is one, and `fill` writes all.
+    let memory = unsafe {
+        let start = ffi::PyBytes_AsString(bytes.as_ptr()).cast::<u8>();
+        std::slice::from_raw_parts_mut(start, count)
+    };
+    py.detach(|| fill(memory));
+    Ok(bytes)
 }
 
 /// Whether a buffer's elements are spelt in the other byte order. PyO3 0.30 takes `>` for native.

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use kv_core::Event;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::bounded;
 
 /// Contents that were stored together, each the parent of the next one.
 struct Row {
@@ -94,7 +96,7 @@ fn name(py: Python<'_>, hash: u128) -> Bound<'_, PyBytes> {
 }
 
 /// Adds the Python objects of an event to a list, one for each content.
-pub(crate) fn push_event(py: Python<'_>, event: Event, list: &mut Vec<Py<PyAny>>) -> PyResult<()> {
+pub(crate) fn push_event(event: Event, list: &Bound<'_, PyList>) -> PyResult<()> {
     match event {
         Event::Stored {
             hashes,
@@ -109,17 +111,12 @@ pub(crate) fn push_event(py: Python<'_>, event: Event, list: &mut Vec<Py<PyAny>>
                 tokens,
                 namespace,
             });
-            for at in 0..count {
+            bounded::extend(list, 0..count, |at| {
                 let row = Arc::clone(&row);
-                list.push(Py::new(py, Stored { row, at })?.into_any());
-            }
+                Ok(Stored { row, at })
+            })
         }
-        Event::Removed { hashes } => {
-            for hash in hashes {
-                list.push(Py::new(py, Removed { hash })?.into_any());
-            }
-        }
-        Event::Cleared => list.push(Py::new(py, Cleared)?.into_any()),
+        Event::Removed { hashes } => bounded::extend(list, hashes, |hash| Ok(Removed { hash })),
+        Event::Cleared => list.append(Cleared),
     }
-    Ok(())
 }

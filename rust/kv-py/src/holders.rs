@@ -5,8 +5,10 @@ use std::sync::{Mutex, PoisonError};
 use holders::{Change, MOST_HOLDERS, Name};
 use kv_core::{ContentHasher, Event};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
+use crate::bounded;
+use crate::cells::bytes_filled_by;
 use crate::errors::ConfigError;
 use crate::numbers::number;
 use crate::tokens::token_ids;
@@ -81,12 +83,13 @@ impl Holders {
         let tokens = token_ids(tokens)?;
         let mut name = self.hasher.root(namespace.unwrap_or_default());
         let blocks = tokens.chunks_exact(self.block_size);
-        let mut names = Vec::with_capacity(blocks.len() * size_of::<Name>());
-        for block in blocks {
-            name = self.hasher.child(name, block);
-            names.extend(name.to_le_bytes());
-        }
-        Ok(PyBytes::new(py, &names))
+        bytes_filled_by(py, blocks.len() * size_of::<Name>(), |names| {
+            let (names, _) = names.as_chunks_mut();
+            for (bytes, block) in names.iter_mut().zip(blocks) {
+                name = self.hasher.child(name, block);
+                *bytes = name.to_le_bytes();
+            }
+        })
     }
 
     /// Takes what became of a holder's contents, in order: a kind (0 removed, 1 stored, 2 cleared)
@@ -153,11 +156,10 @@ impl Holders {
         &self,
         py: Python<'py>,
         holder: &Bound<'py, PyAny>,
-    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    ) -> PyResult<Bound<'py, PyList>> {
         let holder = slot(holder)?;
         let names = self.with(py, |known| known.contents(holder));
-        let shown = |name: Name| PyBytes::new(py, &name.to_le_bytes());
-        Ok(names.into_iter().map(shown).collect())
+        bounded::list(py, names, |name| Ok(PyBytes::new(py, &name.to_le_bytes())))
     }
 
     /// Names that any of them holds.

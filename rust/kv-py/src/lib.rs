@@ -4,6 +4,7 @@
 
 mod answers;
 mod attention;
+mod bounded;
 mod buffers;
 mod cells;
 mod errors;

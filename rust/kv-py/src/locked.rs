@@ -10,6 +10,9 @@ use pyo3::sync::MutexExt;
 
 use crate::errors::{InvariantError, raise};
 
+/// Contents that are named, and events that are taken, with the GIL.
+const FEW_EVENTS: usize = 256;
+
 /// The core behind its lock, shared by all handles.
 pub(crate) struct Locked(Mutex<Core>);
 
@@ -43,6 +46,21 @@ impl Locked {
             let mut core = self.0.lock().map_err(|_| broken())?;
             work(&mut core)
         })
+    }
+
+    /// The same for what takes long only if much has become of the contents since events were taken: then
+    /// without the GIL.
+    pub(crate) fn with_events<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut Core) -> R + Send,
+    ) -> PyResult<R> {
+        let mut core = self.lock(py)?;
+        if core.num_waiting_events() <= FEW_EVENTS {
+            return Ok(work(&mut core));
+        }
+        drop(core);
+        self.detached(py, |core| Ok(work(core)))
     }
 
     /// For `StepPlan.fill` alone, whose arrays stay in this thread. Whoever holds it makes no Python

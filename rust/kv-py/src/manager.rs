@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use kv_core::{BlockManager as Core, BlockState, Config, Error};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::answers::{Ledger, Stats};
+use crate::bounded;
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
 use crate::holders::packed;
@@ -49,6 +50,7 @@ impl BlockManager {
     #[allow(clippy::too_many_arguments)] // one per keyword
     #[pyo3(signature = (num_blocks, block_size, *, groups = None, prefix_caching = true, in_flight_sharing = true, partial_reuse = true, events = false, eviction = "lru", hash_seed = None, hash_bits = None))]
     fn new(
+        py: Python<'_>,
         num_blocks: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
         groups: Option<&Bound<'_, PyAny>>,
@@ -79,7 +81,8 @@ impl BlockManager {
             hash_seed,
             hash_bits,
         };
-        let core = Arc::new(Locked::new(Core::new(config).map_err(raise)?));
+        let core = py.detach(|| Core::new(config)).map_err(raise)?;
+        let core = Arc::new(Locked::new(core));
         Ok(Self {
             core,
             num_blocks,
@@ -170,7 +173,7 @@ impl BlockManager {
 
     /// The counters so far. With events on, what was stored since they were last taken is named first.
     fn stats(&self, py: Python<'_>) -> PyResult<Stats> {
-        self.core.with(py, |core| Ok(core.stats())).map(Stats)
+        self.core.with_events(py, Core::stats).map(Stats)
     }
 
     /// Blocks that freeing this sequence would really give back: those that no one else holds.
@@ -221,18 +224,21 @@ impl BlockManager {
         self.core.detached(py, |core| Ok(Survey(core.survey())))
     }
 
-    /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
+    /// Forgets every content that nobody holds: idle blocks become free. Returns how many. O(contents),
+    /// without the GIL.
     fn evict_idle(&self, py: Python<'_>) -> PyResult<usize> {
-        self.core.with(py, |core| Ok(core.evict_idle()))
+        self.core.detached(py, |core| Ok(core.evict_idle()))
     }
 
     /// What became of the set of contents since the last call, in order: `Stored`, `Removed`,
     /// `Cleared`. Empty unless the manager was made with `events=True`.
-    fn take_events(&self, py: Python<'_>) -> PyResult<Vec<Py<PyAny>>> {
-        let events = self.core.with(py, |core| Ok(core.take_events()))?;
-        let mut list = Vec::new();
+    fn take_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let (events, list) = (
+            self.core.with_events(py, Core::take_events)?,
+            PyList::empty(py),
+        );
         for event in events {
-            push_event(py, event, &mut list)?;
+            push_event(event, &list)?;
         }
         Ok(list)
     }
@@ -243,16 +249,18 @@ impl BlockManager {
         &self,
         py: Python<'py>,
     ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
-        let packed = |core: &mut Core| Ok(packed(&core.take_events()));
-        let (kinds, names) = self.core.with(py, packed)?;
-        Ok((PyBytes::new(py, &kinds), PyBytes::new(py, &names)))
+        let packed = |core: &mut Core| packed(&core.take_events());
+        let (kinds, names) = self.core.with_events(py, packed)?;
+        Ok((bounded::bytes(py, &kinds)?, bounded::bytes(py, &names)?))
     }
 
-    /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents).
-    fn contents<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let contents = self.core.with(py, |core| Ok(core.contents()))?;
-        let name = |hash: u128| PyBytes::new(py, &hash.to_le_bytes());
-        Ok(contents.into_iter().map(name).collect())
+    /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents); other threads
+    /// run meanwhile.
+    fn contents<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let contents = self.core.detached(py, |core| Ok(core.contents()))?;
+        bounded::list(py, contents, |hash| {
+            Ok(PyBytes::new(py, &hash.to_le_bytes()))
+        })
     }
 
     /// Writes every operation from now on to a new file, for `replay`.

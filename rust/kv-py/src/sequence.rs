@@ -4,8 +4,10 @@ use std::sync::Arc;
 
 use kv_core::{BlockId, Error, SeqHandle, SeqKey, SequenceView};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::answers::{Redirect, extend_answer};
+use crate::bounded;
 use crate::lease::Lease;
 use crate::locked::Locked;
 use crate::numbers::number;
@@ -90,8 +92,9 @@ impl Sequence {
     }
 
     /// All known token ids.
-    fn tokens(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        self.view(py, |view| view.tokens.to_vec())
+    fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let tokens = self.view(py, |view| view.tokens.to_vec())?;
+        bounded::list(py, tokens, Ok)
     }
 
     /// Puts a lease's blocks into the empty table of this sequence; the lease stays in force.

@@ -3,14 +3,24 @@
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::bounded;
+use crate::cells::bytes_filled_by;
+
 /// The pool at one moment, in columns for NumPy: `states` uint8, all others uint32 of the machine's
 /// byte order. No token is in it.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct Survey(pub(crate) kv_core::Survey);
 
-fn column(py: Python<'_>, numbers: impl IntoIterator<Item = u32>) -> Bound<'_, PyBytes> {
-    let bytes = numbers.into_iter().flat_map(u32::to_ne_bytes);
-    PyBytes::new(py, &bytes.collect::<Vec<u8>>())
+fn column<'py>(
+    py: Python<'py>,
+    numbers: impl ExactSizeIterator<Item = u32> + Send,
+) -> PyResult<Bound<'py, PyBytes>> {
+    bytes_filled_by(py, size_of::<u32>() * numbers.len(), |memory| {
+        let (columns, _) = memory.as_chunks_mut();
+        for (four, number) in columns.iter_mut().zip(numbers) {
+            *four = number.to_ne_bytes();
+        }
+    })
 }
 
 macro_rules! columns {
@@ -20,32 +30,32 @@ macro_rules! columns {
             $(
                 #[doc = $doc]
                 #[getter]
-                fn $of_blocks<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+                fn $of_blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                     column(py, self.0.$of_blocks.iter().copied())
                 }
             )*
 
             /// By block: 0 free, 1 idle, 2 active, 3 leased.
             #[getter]
-            fn states<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-                PyBytes::new(py, &self.0.states)
+            fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+                bounded::bytes(py, &self.0.states)
             }
 
             /// By branch: the number of the one behind which it hangs; 0 for a namespace.
             #[getter]
-            fn parents<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+            fn parents<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                 column(py, self.0.tree.iter().map(|branch| branch.parent))
             }
 
             /// By branch: behind so many rows of that.
             #[getter]
-            fn behind<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+            fn behind<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                 column(py, self.0.tree.iter().map(|branch| branch.behind))
             }
 
             /// By branch: contents in it.
             #[getter]
-            fn lengths<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+            fn lengths<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                 column(py, self.0.tree.iter().map(|branch| branch.rows))
             }
 
