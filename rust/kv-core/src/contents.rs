@@ -17,13 +17,14 @@
 
 #[path = "contents/check.rs"]
 mod check;
+#[path = "contents/index.rs"]
+mod index;
 #[path = "contents/nearest.rs"]
 mod nearest;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use hashbrown::HashTable;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::events::Event;
@@ -31,6 +32,10 @@ use crate::hash::ContentHasher;
 use crate::ids::{BlockId, RunId};
 use crate::names::Names;
 use crate::survey::Branch;
+use index::Index;
+
+/// Names that are gone and still in the set: no call has more of them to take out than that, and its own.
+const MOST_GONE: usize = 1_024;
 
 /// A place among the contents: behind so many rows of a run. It stands for the content of the last of
 /// these rows; behind no row, for the root of a namespace.
@@ -130,12 +135,14 @@ pub(crate) struct Contents {
     runs: Vec<Run>,
     vacant: Vec<RunId>,
     /// Runs, by what they hang behind and their first row.
-    index: HashTable<RunId>,
+    index: Index,
     namespaces: HashMap<Arc<[u8]>, RunId>,
     /// The names that contents have, and those that have `gone` since one was given.
     named: Names,
     gone: Vec<u128>,
     rows: usize,
+    /// A content that stays, whatever becomes of what else keeps it.
+    kept: Spot,
     /// Blocks hashed so far, and those of them whose name another content had.
     pub(crate) hashed: u64,
     pub(crate) collisions: u64,
@@ -155,11 +162,12 @@ impl Contents {
             hasher,
             runs: Vec::new(),
             vacant: Vec::new(),
-            index: HashTable::new(),
+            index: Index::new(usual_len),
             namespaces: HashMap::new(),
             named: Names::new(usual_len),
             gone: Vec::new(),
             rows: 0,
+            kept: Spot::NONE,
             hashed: 0,
             collisions: 0,
         }
@@ -248,11 +256,11 @@ impl Contents {
     }
 
     /// Where to look for the run that hangs behind `parent` with this first row.
-    fn index_hash(&self, parent: Spot, tokens: &[u32]) -> u64 {
+    fn index_hash(&self, parent: Spot, tokens: &[u32]) -> u32 {
         let seed =
             (u64::from(parent.run.get()) << 32 | u64::from(parent.rows)) ^ self.hasher.seed();
         let hash = xxh3_64_with_seed(bytemuck::cast_slice(tokens), seed);
-        self.hasher.index_bits(hash)
+        self.hasher.index_bits(hash) as u32
     }
 
     /// The content that follows `spot` with exactly these tokens, one row of them.
@@ -285,8 +293,8 @@ impl Contents {
         }
         self.hashed += 1;
         let hash = self.index_hash(spot, tokens);
-        let begins = |&run: &RunId| self.begins(run, spot, tokens);
-        let child = *self.index.find(hash, begins)?;
+        let begins = |run| self.begins(run, spot, tokens);
+        let child = self.index.find(hash, begins)?;
         self.run_mut(spot.run).latest = child;
         Some(child)
     }
@@ -361,24 +369,21 @@ impl Contents {
             blocks: blocks.to_vec(),
             ..VACANT
         });
-        self.index_run(hash, child);
+        self.index.insert(hash, child);
         self.link(spot, child);
         self.run_mut(spot.run).latest = child;
         Spot { run: child, rows }
     }
 
-    fn index_run(&mut self, hash: u64, run: RunId) {
-        let mut index = std::mem::take(&mut self.index);
-        let rehash = |&run: &RunId| {
-            let run = self.run(run);
-            self.index_hash(run.parent, &run.tokens[..self.block_size])
-        };
-        index.insert_unique(hash, run, rehash);
-        self.index = index;
+    /// A content stays while blocks are taken, which may evict what else keeps it; `Spot::NONE` for none, once
+    /// it has a block again.
+    pub(crate) fn keep(&mut self, content: Spot) {
+        self.kept = content;
     }
 
-    /// Something more hangs behind `spot`: a child, or somebody for whom it must live on.
-    pub(crate) fn hang(&mut self, spot: Spot) {
+    /// Something more hangs behind `spot`.
+    #[cfg(test)]
+    fn hang(&mut self, spot: Spot) {
         self.hang_behind(spot).count += 1;
     }
 
@@ -394,12 +399,6 @@ impl Contents {
             at
         });
         &mut run.children[at]
-    }
-
-    /// Something less hangs behind `spot`, which may end with it.
-    pub(crate) fn unhang(&mut self, spot: Spot) {
-        self.loosen(spot);
-        self.shorten(spot.run);
     }
 
     fn loosen(&mut self, spot: Spot) {
@@ -429,9 +428,15 @@ impl Contents {
                 }
                 return;
             }
-            let held = run.blocks.iter().rposition(|&block| block != BlockId::NONE);
-            let keep = held.map_or(0, |at| at / groups + 1);
-            let keep = keep.max(run.last_child() as usize);
+            // What has a child stays with it: only the rows behind that are looked at, and those that are
+            // looked at in vain go. So each costs once, however often a long node is shortened.
+            let keep = match at == self.kept.run {
+                true => run.last_child().max(self.kept.rows) as usize,
+                false => run.last_child() as usize,
+            };
+            let behind = &run.blocks[keep * groups..];
+            let held = behind.iter().rposition(|&block| block != BlockId::NONE);
+            let keep = held.map_or(keep, |at| keep + at / groups + 1);
             self.rows -= rows - keep;
             if keep > 0 {
                 run.tokens.truncate(keep * size);
@@ -445,9 +450,7 @@ impl Contents {
             let run = &self.runs[at.at()];
             let parent = run.parent;
             let hash = self.index_hash(parent, &run.tokens[..size]);
-            if let Ok(entry) = self.index.find_entry(hash, |&found| found == at) {
-                entry.remove();
-            }
+            self.index.remove(hash, at);
             self.unlink(at);
             self.runs[at.at()] = VACANT;
             self.vacant.push(at);
@@ -478,6 +481,14 @@ impl Contents {
         run.asked = run.asked.min(keep as u32);
         self.gone
             .extend(run.names.drain(keep.min(run.names.len())..));
+        if self.gone.len() > MOST_GONE {
+            self.remove_gone();
+        }
+    }
+
+    fn remove_gone(&mut self) {
+        self.named.remove_all(&self.gone);
+        self.gone.clear();
     }
 
     /// The block that holds the content for a layer group.
@@ -602,8 +613,7 @@ impl Contents {
 
     /// Names a run's leading rows up to `spot`, given the name of what it hangs behind.
     fn name_in(&mut self, spot: Spot, parent: Option<u128>) -> Option<u128> {
-        self.named.remove_all(&self.gone);
-        self.gone.clear();
+        self.remove_gone();
         let run = &mut self.runs[spot.run.at()];
         if let Some(namespace) = &run.namespace {
             return Some(self.hasher.root(namespace));

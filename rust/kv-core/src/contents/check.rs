@@ -159,8 +159,8 @@ impl Contents {
             let hash = self.index_hash(run.parent, tokens);
             let found = self
                 .index
-                .find(hash, |&run_id| self.begins(run_id, run.parent, tokens));
-            ensure(found == Some(&id), || {
+                .find(hash, |run_id| self.begins(run_id, run.parent, tokens));
+            ensure(found == Some(id), || {
                 format!("{id:?} is not found, but {found:?}")
             })?;
             // What goes on in the run above is no child of it.
@@ -352,8 +352,7 @@ mod tests {
         ("2 runs, 1 in the index", |s| {
             let (parent, tokens) = (s.contents.runs[CHILD].parent, [4, 4]);
             let hash = s.contents.index_hash(parent, &tokens);
-            let entry = s.contents.index.find_entry(hash, |run| run.at() == CHILD);
-            entry.expect("indexed").remove();
+            s.contents.index.remove(hash, RunId::new(CHILD));
         }),
         ("RunId(2) is not found, but None", |s| {
             s.contents.runs[CHILD].tokens[0] = 9

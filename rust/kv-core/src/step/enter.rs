@@ -265,7 +265,7 @@ impl State {
             if has_row && self.pool.contents.blocks(content).next().is_some() {
                 break;
             }
-            self.pool.contents.hang(content); // allocating may evict whatever else keeps it
+            self.pool.contents.keep(content); // allocating may evict whatever else keeps it
             if !has_row {
                 self.take_present(slot, row, content, extra);
             }
@@ -275,7 +275,7 @@ impl State {
                     self.pool.store(content, group, mine, step);
                 }
             }
-            self.pool.contents.unhang(content);
+            self.pool.contents.keep(Spot::NONE);
             self.seqs.at_mut(slot).registered = Registered::new(content, row + 1);
             extra.announced += 1;
         }

@@ -1,5 +1,7 @@
 //! Layer groups with windows: what is given back, and when.
 
+use std::time::{Duration, Instant};
+
 use kv_core::{BlockManager, Config, Prefill, SeqHandle};
 
 use super::tools::{
@@ -405,4 +407,48 @@ fn what_a_match_puts_out_of_sight_comes_back() {
         assert_eq!(m.ledger(), ledger);
         m.check().expect("sound");
     }
+}
+
+/// A prompt of so many blocks is computed again, of which nothing is left but what was made under its end; how
+/// long that takes.
+fn computed_again(blocks: u32) -> Duration {
+    let config = Config {
+        groups: vec![Some(8)],
+        ..settings(2 * blocks as usize + 16)
+    };
+    let (mut m, budget) = (with(config), 8 * blocks as usize);
+    let tokens = |own: u32| -> Vec<u32> { (0..4 * blocks).chain([own; 12]).collect() };
+    let prefilled = |m: &mut BlockManager, tokens: Vec<u32>| {
+        let seq = sequence(m, tokens);
+        let plan = begin(m, budget);
+        let start = Instant::now();
+        let answer = m.prefill(plan.key(), seq.key(), budget, None);
+        let took = start.elapsed();
+        assert!(matches!(answer, Ok(Prefill::Planned { .. })), "{answer:?}");
+        commit(m, plan.key());
+        (seq, answer.expect("planned"), took)
+    };
+    drop(prefilled(&mut m, tokens(7_000_001)));
+    let (child, ..) = prefilled(&mut m, tokens(7_000_002));
+    assert!(m.evict_idle() >= blocks as usize);
+    let (_, answer, took) = prefilled(&mut m, tokens(7_000_003));
+    let Prefill::Planned { cached_tokens, .. } = answer else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(cached_tokens, 0);
+    m.check().expect("sound");
+    drop(child);
+    took
+}
+
+/// What is known of an evicted prefix because a child keeps it costs each block of a later prefill the same.
+#[test]
+fn a_prefix_that_a_child_keeps_is_computed_again_in_linear_time() {
+    let least = |blocks| (0..3).map(|_| computed_again(blocks)).min();
+    let (few, many) = (least(2_048).expect("one"), least(32_768).expect("one"));
+    // 16 times the blocks; looking at all of them for each would take 256 times as long.
+    assert!(
+        many < 64 * few,
+        "{few:?} for 2,048 blocks, {many:?} for 32,768"
+    );
 }

@@ -1,0 +1,134 @@
+//! The index of nodes: a hash table in shards, with each node's hash beside its id.
+//!
+//! A table that grows moves all that is in it. One that is divided grows shard by shard: an insertion
+//! moves the entries of one shard at most, and reads no node for that.
+
+use hashbrown::HashTable;
+
+use crate::ids::RunId;
+
+/// Nodes that a shard holds in a pool that is full of them, about.
+const USUAL: usize = 1_024;
+
+/// Shards at most.
+const MOST_SHARDS: usize = 8_192;
+
+#[derive(Clone, Copy)]
+struct Slot {
+    hash: u32,
+    node: RunId,
+}
+
+pub(super) struct Index {
+    /// A power of two of them.
+    shards: Vec<HashTable<Slot>>,
+    len: usize,
+}
+
+/// The hash as the table wants it: it looks at the low bits and at the highest seven.
+#[inline]
+fn spread(hash: u32) -> u64 {
+    u64::from(hash) << 32 | u64::from(hash)
+}
+
+impl Index {
+    /// For about so many nodes.
+    pub(super) fn new(usual_len: usize) -> Self {
+        let shards = (usual_len / USUAL).next_power_of_two().min(MOST_SHARDS);
+        Self {
+            shards: vec![HashTable::new(); shards],
+            len: 0,
+        }
+    }
+
+    /// The table's own bits are lower ones, and the highest seven.
+    #[inline]
+    fn shard(&self, hash: u32) -> usize {
+        (hash >> 12) as usize & (self.shards.len() - 1)
+    }
+
+    /// The node with this hash that `is_it`.
+    #[inline]
+    pub(super) fn find(&self, hash: u32, is_it: impl Fn(RunId) -> bool) -> Option<RunId> {
+        let is_it = |slot: &Slot| slot.hash == hash && is_it(slot.node);
+        let found = self.shards[self.shard(hash)].find(spread(hash), is_it)?;
+        Some(found.node)
+    }
+
+    /// Adds a node that is not there.
+    pub(super) fn insert(&mut self, hash: u32, node: RunId) {
+        let shard = self.shard(hash);
+        let rehash = |slot: &Slot| spread(slot.hash);
+        self.shards[shard].insert_unique(spread(hash), Slot { hash, node }, rehash);
+        self.len += 1;
+    }
+
+    /// Takes a node out, if it is there.
+    pub(super) fn remove(&mut self, hash: u32, node: RunId) {
+        let shard = self.shard(hash);
+        let entry = self.shards[shard].find_entry(spread(hash), |slot| slot.node == node);
+        if let Ok(entry) = entry {
+            entry.remove();
+            self.len -= 1;
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_found_until_they_are_removed() {
+        let mut index = Index::new(1 << 20);
+        let hash = |at: u32| at.wrapping_mul(2_654_435_761) >> 3;
+        for at in 0..100_000 {
+            index.insert(hash(at), RunId::new(at as usize));
+        }
+        for at in (0..100_000).step_by(2) {
+            index.remove(hash(at), RunId::new(at as usize));
+            index.remove(hash(at), RunId::new(at as usize)); // there no more: nothing happens
+        }
+        assert_eq!(index.len(), 50_000);
+        for at in 0..100_000 {
+            let node = RunId::new(at as usize);
+            let found = index.find(hash(at), |other| other == node);
+            assert_eq!(found, (at % 2 == 1).then_some(node));
+        }
+    }
+
+    /// No insertion moves more than a small part of the index.
+    #[test]
+    fn it_grows_shard_by_shard() {
+        let mut index = Index::new(1 << 20);
+        let mut state = 1_u64;
+        for at in 0..1 << 20 {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            index.insert((state >> 32) as u32, RunId::new(at));
+        }
+        let largest = index.shards.iter().map(HashTable::len).max();
+        assert!(
+            largest < Some(2 * USUAL),
+            "{largest:?} of {USUAL} in a shard"
+        );
+    }
+
+    /// Hashes of few bits, as tests ask for.
+    #[test]
+    fn equal_hashes_are_told_apart() {
+        let mut index = Index::new(0);
+        for at in 0..100 {
+            index.insert(0, RunId::new(at));
+        }
+        for at in 0..100 {
+            let node = RunId::new(at);
+            assert_eq!(index.find(0, |other| other == node), Some(node));
+        }
+    }
+}
