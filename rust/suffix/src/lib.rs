@@ -13,6 +13,7 @@
 mod log;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use log::Log;
 
@@ -41,14 +42,16 @@ struct Text {
 /// Texts that grow, and an archive of those that have ended.
 pub struct Suffixes {
     archive: Log,
-    namespaces: HashMap<Vec<u8>, Namespace>,
+    /// The ids of namespaces, and what is known of each.
+    ids: HashMap<Arc<[u8]>, u64>,
+    namespaces: HashMap<u64, Namespace>,
     texts: HashMap<u64, Text>,
     next: u64,
 }
 
 /// A namespace is known as long as a text of it grows or the archive holds one.
 struct Namespace {
-    id: u64,
+    name: Arc<[u8]>,
     growing: usize,
 }
 
@@ -57,6 +60,7 @@ impl Suffixes {
     pub fn new(max_tokens: usize) -> Self {
         Suffixes {
             archive: Log::new(max_tokens.max(1)),
+            ids: HashMap::new(),
             namespaces: HashMap::new(),
             texts: HashMap::new(),
             next: 0,
@@ -67,19 +71,45 @@ impl Suffixes {
     pub fn begin(&mut self, namespace: &[u8], prompt: &[u32]) -> u64 {
         let id = self.next;
         self.next += 1;
-        let known = self.namespaces.entry(namespace.to_vec());
-        let known = known.or_insert(Namespace { id, growing: 0 });
-        known.growing += 1;
+        let namespace = self.hold(namespace, id);
         let mut log = Log::new(usize::MAX);
-        log.begin(known.id);
+        log.begin(namespace);
         log.extend(prompt);
         let text = Text {
-            namespace: known.id,
+            namespace,
             num_prompt: prompt.len(),
             log,
         };
         self.texts.insert(id, text);
         id
+    }
+
+    /// One growing text more in a namespace; the id of that, which is `new_id` if it was not known.
+    fn hold(&mut self, name: &[u8], new_id: u64) -> u64 {
+        let id = match self.ids.get(name) {
+            Some(&id) => id,
+            None => {
+                let name: Arc<[u8]> = name.into();
+                self.ids.insert(Arc::clone(&name), new_id);
+                self.namespaces
+                    .insert(new_id, Namespace { name, growing: 0 });
+                new_id
+            }
+        };
+        let known = self.namespaces.get_mut(&id);
+        known.expect("it has an id").growing += 1;
+        id
+    }
+
+    /// Forgets a namespace in which nothing grows and of which the archive holds nothing.
+    fn forget_unused(&mut self, id: u64) {
+        let known = self.namespaces.get(&id);
+        let Some(known) = known.filter(|known| known.growing == 0 && !self.archive.holds(id))
+        else {
+            return;
+        };
+        self.ids.remove(&known.name);
+        self.namespaces.remove(&id);
     }
 
     /// The text goes on; false if there is none of this name.
@@ -100,11 +130,13 @@ impl Suffixes {
             self.archive
                 .extend(&tokens[text.num_prompt.saturating_sub(GRAM)..]);
         }
-        let archive = &self.archive;
-        self.namespaces.retain(|_, known| {
-            known.growing -= usize::from(known.id == text.namespace);
-            known.growing > 0 || archive.holds(known.id)
-        });
+        if let Some(known) = self.namespaces.get_mut(&text.namespace) {
+            known.growing -= 1;
+        }
+        self.forget_unused(text.namespace);
+        for namespace in self.archive.take_gone() {
+            self.forget_unused(namespace);
+        }
     }
 
     /// At most `most` tokens that may come next; none if there is no text of this name.

@@ -25,6 +25,8 @@ pub(crate) struct Log {
     starts: VecDeque<(u64, u64)>,
     /// Texts of each namespace.
     counts: HashMap<u64, usize>,
+    /// Namespaces whose last text was forgotten, until somebody takes note.
+    gone: Vec<u64>,
 }
 
 /// Where the longest part of an end stands: the places behind it, the latest first.
@@ -42,6 +44,7 @@ impl Log {
             heads: HashMap::new(),
             starts: VecDeque::new(),
             counts: HashMap::new(),
+            gone: Vec::new(),
         }
     }
 
@@ -80,6 +83,11 @@ impl Log {
     /// Whether a text of this namespace is in the log.
     pub(crate) fn holds(&self, namespace: u64) -> bool {
         self.counts.contains_key(&namespace)
+    }
+
+    /// Namespaces of which no text is in the log any more, since the last call.
+    pub(crate) fn take_gone(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.gone)
     }
 
     pub(crate) fn tokens(&self) -> Vec<u32> {
@@ -203,6 +211,7 @@ impl Log {
                 *count -= 1;
                 if *count == 0 {
                     self.counts.remove(&namespace);
+                    self.gone.push(namespace);
                 }
             }
         }

@@ -1,5 +1,7 @@
 //! Guesses against a search of everything, with an archive that forgets.
 
+use std::time::Instant;
+
 use proptest::prelude::*;
 use suffix::{GRAM, Guess, LONGEST, MOST_PLACES, Suffixes};
 
@@ -184,4 +186,29 @@ fn an_archive_of_nothing_stays_small() {
         suffixes.end(text);
         assert_eq!(suffixes.num_archived(), 1);
     }
+}
+
+/// A text that ends costs the same however many namespaces are known.
+#[test]
+fn ending_a_text_does_not_look_at_all_namespaces() {
+    let ends = |namespaces: u32| {
+        let mut known = Suffixes::new(1 << 30);
+        for name in 0..namespaces {
+            let text = known.begin(&name.to_le_bytes(), &[1, 2, 3, 4]);
+            known.extend(text, &[5]);
+            known.end(text);
+        }
+        assert_eq!(known.num_known(), (0, namespaces as usize));
+        let texts: Vec<u64> = (0..200).map(|_| known.begin(b"other", &[1])).collect();
+        let start = Instant::now();
+        texts.into_iter().for_each(|text| known.end(text));
+        assert_eq!(known.num_known(), (0, namespaces as usize));
+        start.elapsed()
+    };
+    let least = |namespaces| (0..3).map(|_| ends(namespaces)).min();
+    let (few, many) = (least(100).expect("one"), least(20_000).expect("one"));
+    assert!(
+        many < 50 * few,
+        "{few:?} beside 100 namespaces, {many:?} beside 20,000"
+    );
 }
