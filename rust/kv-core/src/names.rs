@@ -43,6 +43,32 @@ fn place(line: &Line, mark: u32) -> Option<usize> {
     (found != 0).then(|| found.trailing_zeros() as usize)
 }
 
+/// In which line a name stands, of a power of two of them.
+#[inline]
+fn line_of(name: u128, lines: usize) -> usize {
+    name as usize & (lines - 1)
+}
+
+#[inline]
+fn has_other(others: &HashSet<(usize, u32)>, line: usize, mark: u32) -> bool {
+    !others.is_empty() && others.contains(&(line, mark))
+}
+
+/// Adds a name, if it is not there.
+#[inline]
+fn add(lines: &mut [Line], others: &mut HashSet<(usize, u32)>, name: u128) -> bool {
+    let (at, mark) = (line_of(name, lines.len()), mark(name));
+    let line = &mut lines[at];
+    if place(line, mark).is_some() || has_other(others, at, mark) {
+        return false;
+    }
+    match place(line, 0) {
+        Some(place) => line[place] = mark,
+        None => _ = others.insert((at, mark)),
+    }
+    true
+}
+
 impl Names {
     /// For about so many names.
     pub(crate) fn new(usual_len: usize) -> Self {
@@ -64,16 +90,6 @@ impl Names {
         self.words[self.first..].as_chunks().0
     }
 
-    #[inline]
-    fn line_mut(&mut self, at: usize) -> &mut Line {
-        &mut self.words[self.first..].as_chunks_mut().0[at]
-    }
-
-    #[inline]
-    fn line(&self, name: u128) -> usize {
-        name as usize & (self.lines().len() - 1)
-    }
-
     #[cold]
     fn allocate(&mut self) {
         let (count, words) = (
@@ -92,50 +108,42 @@ impl Names {
             self.allocate();
         }
         self.touch(names);
-        let added = names.iter().take_while(|&&name| self.add(name)).count();
+        let (lines, _) = self.words[self.first..].as_chunks_mut::<16>();
+        let others = &mut self.others;
+        let adds = |name: &&u128| add(lines, others, **name);
+        let added = names.iter().take_while(adds).count();
         self.len += added;
         added
     }
 
     #[inline]
-    fn add(&mut self, name: u128) -> bool {
-        if self.contains(name) {
-            return false;
-        }
-        let at = self.line(name);
-        let line = self.line_mut(at);
-        match place(line, 0) {
-            Some(place) => line[place] = mark(name),
-            None => _ = self.others.insert((at, mark(name))),
-        }
-        true
-    }
-
-    #[inline]
     pub(crate) fn contains(&self, name: u128) -> bool {
-        let (at, mark) = (self.line(name), mark(name));
-        place(&self.lines()[at], mark).is_some()
-            || !self.others.is_empty() && self.others.contains(&(at, mark))
+        let (lines, mark) = (self.lines(), mark(name));
+        let at = line_of(name, lines.len());
+        place(&lines[at], mark).is_some() || has_other(&self.others, at, mark)
     }
 
     /// Takes out names that are there.
     pub(crate) fn remove_all(&mut self, names: &[u128]) {
         self.touch(names);
+        let (lines, _) = self.words[self.first..].as_chunks_mut::<16>();
         for &name in names {
-            let at = self.line(name);
-            let line = self.line_mut(at);
-            match place(line, mark(name)) {
+            let (at, mark) = (line_of(name, lines.len()), mark(name));
+            let line = &mut lines[at];
+            match place(line, mark) {
                 Some(place) => line[place] = 0,
-                None => _ = self.others.remove(&(at, mark(name))),
+                None => _ = self.others.remove(&(at, mark)),
             }
-            self.len -= 1;
         }
+        self.len -= names.len();
     }
 
     /// Reads where these names are looked for, so that the cache misses of what comes next overlap.
     fn touch(&self, names: &[u128]) {
         let lines = self.lines();
-        let marks = names.iter().map(|&name| lines[self.line(name)][0]);
+        let marks = names
+            .iter()
+            .map(|&name| lines[line_of(name, lines.len())][0]);
         std::hint::black_box(marks.fold(0, |seen, mark| seen ^ mark));
     }
 }

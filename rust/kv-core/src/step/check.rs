@@ -97,7 +97,7 @@ impl Steps {
                 })?;
                 let copy = table.get(place % groups, row);
                 ensure(
-                    copy.is_some_and(|copy| plan.copies.pairs().contains(&(source, copy))),
+                    copy.is_some_and(|copy| plan.copies().contains(&(source, copy))),
                     || format!("sequence {id}: plan {serial} does not copy {source:?} to {copy:?}"),
                 )?;
                 ensure(plan.fenced.contains(&source), || {
@@ -107,7 +107,7 @@ impl Steps {
             }
             counted += check_lent(state, plan, entry, &table)?;
         }
-        let copies = plan.copies.pairs().len();
+        let copies = plan.copies().len();
         ensure(copies == counted, || {
             format!("plan {serial} copies {copies} blocks, counted {counted}")
         })
@@ -177,7 +177,7 @@ fn check_lent(
     let pool = &state.pool;
     for (group, &source) in extra.lent.iter().enumerate() {
         let copy = table.get(group, row);
-        let copied = copy.is_some_and(|copy| plan.copies.pairs().contains(&(source, copy)));
+        let copied = copy.is_some_and(|copy| plan.copies().contains(&(source, copy)));
         ensure(copied && plan.fenced.contains(&source), || {
             format!("sequence {id}: plan {serial} does not copy or hold {source:?}, which lends")
         })?;
@@ -485,15 +485,15 @@ mod tests {
             extra(s, NEWER, CHILD).copied[0].0 = 2;
         }),
         ("sequence 4: plan 12 does not copy", |s| {
-            plan(s, NEWER).copies.pairs_mut()[0].1 = BlockId::from(0);
+            plan(s, NEWER).copies_mut()[0].1 = BlockId::from(0);
         }),
         ("and does not hold it", |s| {
-            let (source, _) = plan(s, NEWER).copies.pairs()[0];
+            let (source, _) = plan(s, NEWER).copies()[0];
             plan(s, NEWER).fenced.retain(|block| *block != source);
         }),
         ("plan 12 copies 5 blocks, counted 4", |s| {
-            let copy = plan(s, NEWER).copies.pairs()[0];
-            plan(s, NEWER).copies.extend([copy]);
+            let copy = plan(s, NEWER).copies()[0];
+            plan(s, NEWER).add_copies([copy]);
         }),
         ("sequence 17: plan 12 does not copy or hold", |s| {
             extra(s, NEWER, BORROWER).lent[1] = BlockId::from(0);

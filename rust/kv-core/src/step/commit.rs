@@ -88,11 +88,10 @@ impl Steps {
     ) -> Vec<Redirect> {
         let plan = self.open.remove(0);
         self.tell_open(state);
-        let step = plan.step();
+        let (step, copies) = (plan.step(), plan.copies().len());
         let Plan {
             mut entries,
             decodes,
-            copies,
             fenced,
             num_tokens,
             seat,
@@ -138,7 +137,7 @@ impl Steps {
         for block in fenced {
             state.pool.lift_fence(block);
         }
-        state.pool.stats.copied_blocks += copies.pairs().len() as u64;
+        state.pool.stats.copied_blocks += copies as u64;
         state.pool.stats.committed_steps += 1;
         redirects
     }

@@ -168,7 +168,7 @@ impl Steps {
         seq.table_version += 1;
         self.fence(state, source);
         state.pool.release(source);
-        self.newest().copies.extend([(source, copy)]);
+        self.newest().add_copies([(source, copy)]);
         source
     }
 
@@ -186,7 +186,7 @@ impl Steps {
         state.allocate(slot, row + 1);
         let copies = state.seqs.at(slot).table.row(row);
         let copies = extra.lent.iter().copied().zip(copies);
-        self.newest().copies.extend(copies);
+        self.newest().add_copies(copies);
     }
 
     /// The newest plan holds a block until it is closed.

@@ -147,13 +147,9 @@ impl Steps {
     /// would become content whose first tokens were never written.
     #[inline]
     fn runnable_plan(&self, key: PlanKey) -> Result<&Plan, Error> {
-        let plan = self.oldest_plan(key)?;
-        match plan.copies.all_read() {
-            true => Ok(plan),
-            false => Err(Error::CopiesNotRead {
-                plan: key.serial,
-                copies: plan.copies.pairs().len(),
-            }),
+        match self.oldest_plan(key) {
+            Ok(plan) if !plan.has_read_copies() => Err(plan.copies_not_read()),
+            plan => plan,
         }
     }
 
@@ -179,7 +175,7 @@ impl Steps {
         self.open_plan(key)?;
         let mut open = self.open.iter_mut();
         let plan = open.find(|plan| plan.key == key);
-        Ok(plan.map_or(&[], |plan| plan.copies.read()))
+        Ok(plan.map_or(&[], |plan| plan.read_copies()))
     }
 
     /// Whether the plan is open.

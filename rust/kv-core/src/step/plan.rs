@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use crate::error::Error;
 use crate::ids::{BlockId, PlanKey};
 use crate::sequence::{Registered, SampleRow, Seats};
 use crate::table::BlockTable;
@@ -208,47 +209,6 @@ impl Entry {
     }
 }
 
-/// Blocks to copy before a step runs, as (source, destination), and how many of them the caller has read.
-#[derive(Default)]
-pub(super) struct Copies {
-    pairs: Vec<(BlockId, BlockId)>,
-    /// The leading pairs that were read.
-    read: usize,
-}
-
-impl Copies {
-    pub(super) fn pairs(&self) -> &[(BlockId, BlockId)] {
-        &self.pairs
-    }
-
-    /// The pairs, which the caller carries out.
-    pub(super) fn read(&mut self) -> &[(BlockId, BlockId)] {
-        self.read = self.pairs.len();
-        &self.pairs
-    }
-
-    #[inline]
-    pub(super) fn all_read(&self) -> bool {
-        self.read == self.pairs.len()
-    }
-
-    pub(super) fn extend(&mut self, pairs: impl IntoIterator<Item = (BlockId, BlockId)>) {
-        self.pairs.extend(pairs);
-    }
-
-    #[cfg(test)]
-    pub(super) fn pairs_mut(&mut self) -> &mut [(BlockId, BlockId)] {
-        &mut self.pairs
-    }
-
-    /// Takes out the copies to these destinations.
-    pub(super) fn remove(&mut self, is_destination: impl Fn(BlockId) -> bool) {
-        let read = self.pairs[..self.read].iter();
-        self.read -= read.filter(|&&(_, to)| is_destination(to)).count();
-        self.pairs.retain(|&(_, to)| !is_destination(to));
-    }
-}
-
 /// An open step. The contents that it computes carry its number; they are ready once it is closed.
 pub(super) struct Plan {
     pub(super) key: PlanKey,
@@ -260,10 +220,16 @@ pub(super) struct Plan {
     pub(super) budget_left: usize,
     pub(super) num_tokens: usize,
     pub(super) num_samples: usize,
-    pub(super) copies: Copies,
+    /// Blocks to copy before the step, source and destination.
+    copies: Vec<(BlockId, BlockId)>,
+    /// The leading copies that the caller has read.
+    copies_read: u32,
     /// Blocks that the step reads beside its sequences' own: held until it is closed.
     pub(super) fenced: Vec<BlockId>,
 }
+
+// What is this small is moved without a call: two of them are, each step.
+const _: () = assert!(size_of::<Plan>() <= 128);
 
 impl Plan {
     pub(super) fn new(key: PlanKey, seat: Seats, token_budget: usize, entries: Vec<Entry>) -> Self {
@@ -275,9 +241,49 @@ impl Plan {
             budget_left: token_budget,
             num_tokens: 0,
             num_samples: 0,
-            copies: Copies::default(),
+            copies: Vec::new(),
+            copies_read: 0,
             fenced: Vec::new(),
         }
+    }
+
+    pub(super) fn copies(&self) -> &[(BlockId, BlockId)] {
+        &self.copies
+    }
+
+    /// The copies, which the caller carries out.
+    pub(super) fn read_copies(&mut self) -> &[(BlockId, BlockId)] {
+        self.copies_read = self.copies.len() as u32;
+        &self.copies
+    }
+
+    #[inline]
+    pub(super) fn has_read_copies(&self) -> bool {
+        self.copies_read as usize == self.copies.len()
+    }
+
+    #[cold]
+    pub(super) fn copies_not_read(&self) -> Error {
+        Error::CopiesNotRead {
+            plan: self.key.serial,
+            copies: self.copies.len(),
+        }
+    }
+
+    pub(super) fn add_copies(&mut self, copies: impl IntoIterator<Item = (BlockId, BlockId)>) {
+        self.copies.extend(copies);
+    }
+
+    /// Takes out the copies to these destinations.
+    pub(super) fn remove_copies(&mut self, is_destination: impl Fn(BlockId) -> bool) {
+        let read = self.copies[..self.copies_read as usize].iter();
+        self.copies_read -= read.filter(|&&(_, to)| is_destination(to)).count() as u32;
+        self.copies.retain(|&(_, to)| !is_destination(to));
+    }
+
+    #[cfg(test)]
+    pub(super) fn copies_mut(&mut self) -> &mut [(BlockId, BlockId)] {
+        &mut self.copies
     }
 
     /// How many entries reach their last token.

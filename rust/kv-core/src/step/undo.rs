@@ -69,7 +69,7 @@ impl Steps {
                     let row = extra.stood.rows() + extra.matched;
                     let table = &state.seqs.at(slot).table;
                     let is_its = |copy: BlockId| table.row(row).any(|block| block == copy);
-                    self.newest().copies.remove(is_its);
+                    self.newest().remove_copies(is_its);
                 }
                 state.shorten(slot, rows);
                 if extra.matched > 0 {
@@ -111,7 +111,7 @@ impl Steps {
         let copy = seq.table.replace(group, row, source);
         seq.table_version += 1;
         state.pool.release(copy);
-        self.newest().copies.remove(|to| to == copy);
+        self.newest().remove_copies(|to| to == copy);
     }
 
     /// Undoes the newest plan.
