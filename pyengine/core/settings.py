@@ -68,6 +68,12 @@ class EngineSettings:
         "layers",
         parse=str | None,
     )
+    linear_backend: Literal["auto", "torch", "onednn"] = setting(
+        "auto",
+        "product of linear layers on the CPU: auto (what a short measurement finds faster, for "
+        "each shape), torch or onednn; name one where several processes must agree in every bit",
+        parse=str,
+    )
     attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
     compile: bool | None = setting(
         None,
@@ -219,12 +225,27 @@ class EngineSettings:
                 f"draft_revision={shown(self.draft_revision)} is that of draft_model, which is not "
                 "given"
             )
+        self._check_linear_backend()
         if self.tensor_parallel_size != 1:
             self._check_divided()
         if self.speculation == "mtp" and self.compile:
             raise ConfigurationError(
                 "compile=True does not go together with speculation='mtp' yet: leave one of them "
                 "out"
+            )
+
+    def _check_linear_backend(self) -> None:
+        if self.linear_backend == "auto":
+            return
+        if self.quantization is not None:
+            raise ConfigurationError(
+                f"linear_backend={self.linear_backend!r} does not go together with quantization="
+                f"{self.quantization!r}, which has a product of its own: leave one of them out"
+            )
+        if self.linear_backend == "onednn" and self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                "linear_backend='onednn' does not go together with tensor_parallel_size="
+                f"{self.tensor_parallel_size} yet: leave one of them out"
             )
 
     def _check_divided(self) -> None:

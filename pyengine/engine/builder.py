@@ -51,6 +51,7 @@ from pyengine.engine.step_costs import measured_costs
 from pyengine.models import LoadedModel, load_model, resolve_source, with_heads
 from pyengine.models.joined import join_linears
 from pyengine.models.packed import can_pack, pack_linears
+from pyengine.models.products import ProductChooser
 from pyengine.models.quantized import quantise_linears
 from pyengine.parallel import RunnerSetup, Team
 from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
@@ -134,8 +135,9 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     limits = _runner_limits(
         settings, facts.max_model_len, plan.block_size, plan.groups, loaded.num_heads
     )
+    products = ProductChooser(settings.linear_backend, loaded.device, loaded.dtype)
     if team is None:
-        runner: Runner = _runner(settings, loaded, choice, plan, limits)
+        runner: Runner = _runner(settings, loaded, choice, plan, limits, products)
     else:
         runner = team.runner(_setup(choice, needs, plan, limits))
     executor = _executor(settings, runner, loaded.device)
@@ -162,6 +164,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
+        **_about_linears(settings, products),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, facts, settings),
         "async_scheduling": executor.depth > 1,
@@ -297,6 +300,7 @@ def _runner(
     choice: Choice,
     plan: CachePlan,
     limits: RunnerLimits,
+    products: ProductChooser,
 ) -> ModelRunner:
     """A runner in this process, compiled and captured as asked."""
     pool = plan.pool(loaded)
@@ -305,9 +309,9 @@ def _runner(
         keep_freed_memory()
         fuse_norms(loaded.model)
     if can_pack(loaded.device, loaded.dtype):
-        pack_linears(loaded.model)
+        pack_linears(loaded.model, products)
         if loaded.heads is not None:
-            pack_linears(loaded.heads.layers)
+            pack_linears(loaded.heads.layers, products)
     elif loaded.device.type == "cuda":
         join_linears(loaded.model)
     recorder = _recorder(settings, loaded, backend)
@@ -380,7 +384,8 @@ def _draft_model(
         max_num_seqs=settings.max_num_seqs,
         max_blocks_per_seq=-(-longest // cache.block_size),
     )
-    runner = _runner(settings, draft.loaded, draft.choice, cache, limits)
+    products = ProductChooser(settings.linear_backend, draft.loaded.device, draft.loaded.dtype)
+    runner = _runner(settings, draft.loaded, draft.choice, cache, limits, products)
     return DraftModel(executor, runner, cache.manager(), most=most, longest=longest)
 
 
@@ -407,6 +412,14 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "quantization": settings.quantization or "none",
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
+
+
+def _about_linears(settings: EngineSettings, products: ProductChooser) -> dict[str, object]:
+    if settings.quantization is not None:
+        return {"linear_backend": settings.quantization, "linear_reason": "quantization"}
+    if settings.tensor_parallel_size != 1:
+        return {"linear_backend": "torch", "linear_reason": "the model is divided over processes"}
+    return products.describe()
 
 
 def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> dict[str, object]:

@@ -1,17 +1,15 @@
-"""Linear layers whose weights lie as oneDNN wants them: on CPUs with AVX-512.
+"""Linear layers that multiply by oneDNN, with weights in its layout or as they are.
 
-torch multiplies float32 matrices by MKL, which leaves AVX-512 unused on processors that are not
-Intel's. oneDNN, which torch carries too, does not: with weights laid out for it once it is a
-quarter faster where 32 rows meet the weights of SmolLM2, and never slower (AMD EPYC, torch 2.15).
-In bfloat16 torch goes by oneDNN in any case, and lays out the weights anew in every call.
+In bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call.
 torch's compiler lays out weights that it freezes in the same way, by the same operators
-(`torch._inductor.fx_passes.mkldnn_fusion`).
+(`torch._inductor.fx_passes.mkldnn_fusion`). Which layers multiply so: `models/products.py`.
 
 oneDNN also computes what follows a product while that is in the processor's cache: the SiLU of a
 gate, and the gate times what it lets through. By themselves they cost half as much as all products
 where there are many rows.
 """
 
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -20,30 +18,34 @@ import torch
 from torch import nn
 
 from pyengine.models.joined import ATTENTION, replace_linears
-from pyengine.models.placement import bfloat16_instructions
-
-_ROWS = 32
-"""Rows for which weights are laid out: as good for one and for hundreds."""
-
-_FORMATS = (torch.float32, torch.bfloat16)
+from pyengine.models.products import (
+    FORMATS,
+    LayerShape,
+    Product,
+    onednn_supports,
+    pack,
+)
 
 _numbers = count()
 
 
 class PackedLinear(nn.Module):
-    """Computes what `linear` does; its weight is a copy, laid out for oneDNN.
+    """Computes what `linear` does, by oneDNN; its weight is a copy in oneDNN's layout.
 
-    `weight` is opaque: it has a shape and a dtype, and no arithmetic of its own.
+    `weight` is opaque then: it has a shape and a dtype, and no arithmetic of its own. With the
+    product "onednn-unpacked" it is that of `linear`.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, product: Product = "onednn") -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        operators: Any = torch.ops.mkldnn
-        with torch.no_grad():
-            self.weight = operators._reorder_linear_weight(linear.weight.detach(), _ROWS)
+        self.weight = linear.weight.detach()
+        if product == "onednn":
+            with torch.no_grad():
+                self.weight = pack(self.weight)
         bias: torch.Tensor | None = linear.bias
         self.bias = None if bias is None else bias.detach()
+        operators: Any = torch.ops.mkldnn
         self._multiply = operators._linear_pointwise.default
         self._multiply_by = operators._linear_pointwise.binary
         self.number = next(_numbers)
@@ -125,29 +127,57 @@ torch.library.register_fake("pyengine::packed_gated")(_shape)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packing helps a model there; in bfloat16 where the CPU has instructions for it."""
-    onednn: Any = torch.backends.mkldnn
-    if device.type != "cpu" or dtype not in _FORMATS or not onednn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bfloat16_instructions() is not None
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+    """True if a model's layers can multiply by oneDNN there."""
+    return device.type == "cpu" and onednn_supports(dtype)
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace every `nn.Linear` of `model` by a packed one, and return how many there were.
+Choose = Callable[[LayerShape, Sequence[torch.Tensor]], Product]
+"""The product of layers of a shape; the weights are those of one of them."""
+
+
+def always_onednn(_shape: LayerShape, _weights: Sequence[torch.Tensor]) -> Product:
+    """oneDNN's product, in its own layout, for every layer."""
+    return "onednn"
+
+
+def pack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
+    """Let every `nn.Linear` of `model` multiply as `choose` says; returns how many there are.
 
     Query, key and value become one (`models/joined.py`), a gated MLP with its SiLU a `PackedMLP`.
-    Weights are copied one by one, and given back where nothing else holds them: an embedding that
+    Weights are copied one by one, and released where nothing else holds them: an embedding that
     is tied to one stays as it was.
     """
-    num_gated = 0
+    embedded = {
+        layer.weight.data_ptr() for layer in model.modules() if isinstance(layer, nn.Embedding)
+    }
+    num_gated, unchanged = 0, set[nn.Module]()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if _is_gated_mlp(child):
-                setattr(parent, name, PackedMLP(child))
                 num_gated += 3
-    return num_gated + replace_linears(model, _is_linear, PackedLinear, (ATTENTION,))
+                if choose(*_gated_layers(child)) == "torch":
+                    unchanged.update(child.children())
+                else:
+                    setattr(parent, name, PackedMLP(child))
+
+    def replaced(linear: nn.Linear) -> nn.Module:
+        weight = linear.weight
+        is_tied = weight.data_ptr() in embedded
+        size = linear.in_features, linear.out_features
+        product = choose(LayerShape(*size, weight.dtype, is_tied=is_tied), [weight])
+        return linear if product == "torch" else PackedLinear(linear, product)
+
+    def is_left(module: nn.Module) -> bool:
+        return _is_linear(module) and module not in unchanged
+
+    return num_gated + replace_linears(model, is_left, replaced, (ATTENTION,))
+
+
+def _gated_layers(mlp: nn.Module) -> tuple[LayerShape, list[torch.Tensor]]:
+    gate: Any = mlp.get_submodule("gate_proj")
+    shape = LayerShape(gate.in_features, gate.out_features, gate.weight.dtype, is_gated=True)
+    layers: list[Any] = [mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")]
+    return shape, [layer.weight for layer in layers]
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -169,4 +199,4 @@ def _instructions(kind: type[nn.Module]) -> tuple[object, ...]:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.weight.dtype in _FORMATS
+    return type(module) is nn.Linear and module.weight.dtype in FORMATS

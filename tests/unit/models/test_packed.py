@@ -10,6 +10,7 @@ from torch import nn
 
 from pyengine.models import packed
 from pyengine.models.packed import PackedLinear, PackedMLP, can_pack, pack_linears
+from pyengine.models.products import LayerShape, onednn_supports
 from tests.unit.runner.hand_made import random_model
 
 needs_onednn = pytest.mark.skipif(
@@ -146,14 +147,45 @@ def test_what_is_no_plain_linear_stays():
     assert list(model) == before
 
 
-def test_packing_is_for_cpus_with_the_instructions(monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+def test_the_name_of_an_instruction_set_does_not_decide(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
-    for instructions in ("AMX", None):
-        monkeypatch.setattr(packed, "bfloat16_instructions", lambda found=instructions: found)
-        wanted = instructions is not None and torch.backends.mkldnn.is_available()
-        assert can_pack(CPU, torch.bfloat16) == wanted
+    assert can_pack(CPU, torch.bfloat16) == onednn_supports(torch.bfloat16)
     assert not can_pack(CPU, torch.float16)
     assert not can_pack(torch.device("cuda"), torch.float32)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not can_pack(CPU, torch.float32)
+
+
+@needs_onednn
+def test_layers_use_the_product_that_was_chosen_for_their_shape():
+    asked: dict[LayerShape, int] = {}
+
+    def choose(shape, weights):
+        asked[shape] = sum(weight.numel() for weight in weights)
+        return "torch" if shape.is_gated else "onednn"
+
+    model: Any = random_model("llama", tie_word_embeddings=True)
+    hidden, middle = model.config.hidden_size, model.config.intermediate_size
+    head = LayerShape(hidden, model.config.vocab_size, torch.float32, is_tied=True)
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        assert pack_linears(model, choose) == 3 * 7 + 1
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    gated = LayerShape(hidden, middle, torch.float32, is_gated=True)
+    assert asked[gated] == 3 * hidden * middle
+    assert asked[head] == hidden * model.config.vocab_size
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    assert type(model.lm_head) is PackedLinear
+
+
+@needs_onednn
+def test_a_tied_head_may_keep_the_weight_of_the_embedding():
+    model: Any = random_model("llama", tie_word_embeddings=True)
+    embedding = model.get_input_embeddings().weight
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    with torch.no_grad():
+        expected = model(tokens).logits
+        pack_linears(model, lambda shape, _: "onednn-unpacked" if shape.is_tied else "torch")
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    assert type(model.lm_head) is PackedLinear
+    assert model.lm_head.weight.data_ptr() == embedding.data_ptr()
