@@ -8,7 +8,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
-from pyengine.core.openmp import BRIEF_SPIN
+from pyengine.core.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from pyengine.cli.backend import EngineFactory
@@ -19,12 +19,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
 
     `factory` makes the engines; None: real ones.
     """
-    # Threads of torch's OpenMP spin while they wait for each other. Where they do not, a step of
-    # one row takes 1.6 times as long; where they do, and another process is on one of two cores,
-    # it takes two to four times as long as it has to. OpenMP reads the setting when torch is
-    # first imported.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", BRIEF_SPIN)
+    wait_briefly()
     # Importing torch and transformers makes a million objects and frees none: looking for garbage
     # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
     gc.disable()

@@ -85,6 +85,13 @@ class EngineSettings:
     async_scheduling: bool | None = setting(
         None, "plan the next step while one runs, with the same tokens; without it, on CUDA"
     )
+    num_threads: int | None = setting(
+        None,
+        "threads that compute on the CPU, in each process of a divided model; without it "
+        "OMP_NUM_THREADS, or the CPUs of affinity mask and cgroup quota",
+        flag="--threads",
+        least=1,
+    )
     tensor_parallel_size: int = setting(
         1, "processes that the model is divided over; sizes of the pool are those of each", least=1
     )

@@ -1,5 +1,9 @@
 """The loop that joins the rooms; `LLM`, its offline face, and `AsyncEngine` for many callers."""
 
+from pyengine.core.openmp import wait_briefly
+
+wait_briefly()  # before torch is imported
+
 from pyengine.engine.async_engine import AsyncEngine
 from pyengine.engine.chat import ChatOptions, render_chat, template_reads, unread_keys
 from pyengine.engine.engine import Engine, EngineObserver, EngineStats, StepResult

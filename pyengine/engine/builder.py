@@ -48,6 +48,7 @@ from pyengine.engine.executor import Executor
 from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.intake import ModelFacts
 from pyengine.engine.step_costs import measured_costs
+from pyengine.engine.threads import ComputeThreads, compute_threads
 from pyengine.models import LoadedModel, load_model, resolve_source, with_heads
 from pyengine.models.joined import join_linears
 from pyengine.models.packed import can_pack, pack_linears
@@ -78,6 +79,7 @@ class BuiltEngine:
     manager: BlockManager
     engine: Engine
     team: Team | None
+    threads: ComputeThreads
     default_params: SamplingParams
     description: dict[str, object]
 
@@ -85,13 +87,19 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Load, size, choose, join. Raises as `LLM` does; nothing is left running if it fails."""
     _check(settings)
-    team = None
-    if settings.tensor_parallel_size != 1:
-        size = settings.tensor_parallel_size
+    team, size = None, settings.tensor_parallel_size
+    threads = compute_threads(settings.num_threads, size)
+    if size != 1:
         source = resolve_source(settings.model, revision=settings.revision, token=settings.token)
-        team = Team(source, device=settings.device, dtype=settings.dtype, size=size)
-    with team or nullcontext():  # if anything fails from here on, the workers end
-        return _join(settings, team)
+        team = Team(
+            source,
+            device=settings.device,
+            dtype=settings.dtype,
+            size=size,
+            num_threads=threads.count,
+        )
+    with team or nullcontext(), threads.used():  # if anything fails from here on, the workers end
+        return _join(settings, team, threads)
 
 
 def _check(settings: EngineSettings) -> None:
@@ -105,7 +113,7 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
+def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) -> BuiltEngine:
     loaded = team.loaded if team else _load(settings)
     draft = load_draft(settings, loaded)  # before the memory that is left is looked at
     needs = needs_of(
@@ -164,6 +172,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
+        **threads.describe(),
         **_about_linears(settings, products),
         **_about_attention(choice, needs, runner),
         **_about_cache(plan, facts, settings),
@@ -177,6 +186,7 @@ def _join(settings: EngineSettings, team: Team | None) -> BuiltEngine:
         manager=manager,
         engine=engine,
         team=team,
+        threads=threads,
         default_params=params,
         description=description,
     )

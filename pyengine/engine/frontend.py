@@ -32,7 +32,7 @@ class Frontend:
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager
         self._engine = parts.engine
-        self._shared = SharedEngine(parts.engine)
+        self._shared = SharedEngine(parts.engine, parts.threads)
         self._team = parts.team
         self._description = parts.description
         self._default_params = parts.default_params

@@ -17,6 +17,7 @@ from pyengine.core.errors import ConfigurationError, EngineDeadError, copy_error
 from pyengine.core.frame_room import with_frame_room
 from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
+from pyengine.engine.threads import ComputeThreads, StepWatch, compute_threads
 
 T = TypeVar("T")
 
@@ -55,8 +56,10 @@ class SharedEngine:
     alone runs the engine as if there were no others, and Ctrl-C reaches the one who drives.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, threads: ComputeThreads | None = None) -> None:
         self._engine = engine
+        self._threads = threads or compute_threads(None)
+        self._watch = StepWatch(self._threads)
         self._owner = os.getpid()
         self._turn = _Turn()
         """Of the thread that works on the engine."""
@@ -135,10 +138,14 @@ class SharedEngine:
         """One step by the thread whose turn it is."""
         try:
             self._read_inbox()
-            return self._engine.step()
+            self._watch.begin()
+            with self._threads.used():
+                return self._engine.step()
         except Exception as error:
             self._fail_all(error)
             raise
+        finally:
+            self._watch.end()
 
     @with_frame_room
     def drive(

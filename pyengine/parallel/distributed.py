@@ -79,6 +79,7 @@ class Team:
         device: str | torch.device = "auto",
         dtype: str | torch.dtype = "auto",
         size: int,
+        num_threads: int | None = None,
         module: str = WORKER,
     ) -> None:
         first = resolve_first_device(device, size)
@@ -99,7 +100,8 @@ class Team:
         try:
             store = Path(tempfile.mkdtemp(prefix="pyengine-"))
             self._resources.callback(shutil.rmtree, store, ignore_errors=True)
-            self._use_threads(threads_per_rank(size))
+            threads = threads_per_rank(size) if num_threads is None else num_threads
+            self._use_threads(threads)
             setups = [
                 RankSetup(
                     rank=rank,
@@ -108,6 +110,7 @@ class Team:
                     model=source,
                     device=str(first),
                     dtype=dtype,
+                    num_threads=threads,
                 )
                 for rank in range(size)
             ]

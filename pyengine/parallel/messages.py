@@ -34,6 +34,7 @@ class RankSetup:
     """The first thing that a worker is told: which rank it is, of which model.
 
     `store` is a file through which the ranks find each other. `device` is that of rank 0.
+    `num_threads` compute on the CPU in each rank; None: as `OMP_NUM_THREADS` says.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankSetup:
     model: ModelSource
     device: str
     dtype: torch.dtype | str
+    num_threads: int | None = None
 
     @property
     def own_device(self) -> torch.device:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pyengine.attention import choose_backend
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.cache.kv_pool import KVPool, kv_cache_specs
+from pyengine.core.cpus import usable_cpus
 from pyengine.core.errors import ConfigurationError
 from pyengine.models import LoadedModel
 from pyengine.parallel.messages import RankSetup, RunnerSetup
@@ -77,7 +78,7 @@ def threads_per_rank(size: int) -> int | None:
     """CPU threads of one of `size` processes; None: the user has said it, `OMP_NUM_THREADS`."""
     if _THREADS_VARIABLE in os.environ:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // size)
+    return max(1, usable_cpus().count // size)
 
 
 class StepAbandoned(Exception):

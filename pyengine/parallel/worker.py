@@ -37,7 +37,6 @@ from pyengine.parallel.ranks import (
     join,
     make_runner,
     rank_environment,
-    threads_per_rank,
 )
 from pyengine.runner import ModelRunner
 
@@ -118,9 +117,8 @@ def _run(setup: RankSetup, connection: Connection) -> int:
 
 def _start(setup: RankSetup, connection: Connection) -> Worker:
     """Meet the others, load this rank's part, and make a runner for it."""
-    threads = threads_per_rank(setup.size)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if setup.num_threads is not None:
+        torch.set_num_threads(setup.num_threads)
     with rank_environment(setup.rank):
         join(setup)
         loaded = load_model(

@@ -1,0 +1,48 @@
+"""docs/slow.md: its code prints what it says, and its settings, lines and messages are real."""
+
+import inspect
+import re
+
+import pytest
+
+from pyengine.core.openmp import openmp_runtime
+from pyengine.core.settings import EngineSettings
+from pyengine.engine import builder, threads
+from pyengine.models import products
+from tests.support.docs import ROOT, blocks, commands, printed, run, table
+
+DOCUMENT = "docs/slow.md"
+TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(openmp_runtime() is None, reason="torch brings no libgomp")
+def test_the_code_prints_what_it_says() -> None:
+    [code] = blocks(DOCUMENT, "python")
+    assert run(code).splitlines() == printed(code) != []
+
+
+def test_the_lines_are_those_of_describe() -> None:
+    lines = {name for row in table(DOCUMENT, "line") for name in re.findall(r"\w+", row[0])}
+    assert len(lines) >= 9
+    source = "".join(map(inspect.getsource, (builder, threads, products)))
+    assert not [name for name in lines if f'"{name}"' not in source]
+
+
+def test_the_message_is_that_of_the_engine() -> None:
+    [message] = blocks(DOCUMENT, "text")
+    source = re.sub(r'"\s+"', "", inspect.getsource(threads.StepWatch))
+    for part in re.split(r"[\d.]+ s|\.\.\.", message):
+        assert part.strip() in source
+
+
+def test_settings_are_real() -> None:
+    named = set(re.findall(r"`(?:LLM\()?(\w+)=", TEXT)) - {"GOMP_SPINCOUNT"}
+    assert {"num_threads", "linear_backend"} <= named
+    assert not [name for name in named if not hasattr(EngineSettings, name)]
+    assert ["pyengine", "info"] in commands(DOCUMENT)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+def test_other_pages_link_here(page: str) -> None:
+    assert "slow.md)" in (ROOT / page).read_text(encoding="utf-8")

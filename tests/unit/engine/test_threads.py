@@ -1,0 +1,219 @@
+"""Threads that compute: how many and why, how they wait, and a warning where they get nothing."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyengine import LLM
+from pyengine.core.cpus import UsableCpus
+from pyengine.core.openmp import BRIEF_SPIN, openmp_runtime
+from pyengine.engine import threads
+from pyengine.engine.threads import ComputeThreads, StepWatch, compute_threads
+from tests.support.threads import torch_threads
+from tests.unit.models.tiny import save_tiny_model
+
+needs_libgomp = pytest.mark.skipif(openmp_runtime() is None, reason="torch brings no libgomp")
+
+
+@pytest.fixture(autouse=True)
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with torch_threads(2):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("cpus", "processes", "count"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (9, 1, 2)]
+)
+def test_threads_follow_from_usable_cpus(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, processes: int, count: int
+) -> None:
+    monkeypatch.setattr(threads, "usable_cpus", lambda: UsableCpus(cpus, "because"))
+    found = compute_threads(None, processes)
+    assert found.count == count
+    assert ("because" in found.reason) == (cpus < 9)
+
+
+def test_what_is_asked_for_goes_before_the_variable_and_that_before_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "usable_cpus", lambda: UsableCpus(1, "because"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert compute_threads(None) == ComputeThreads(2, "OMP_NUM_THREADS")
+    assert compute_threads(5) == ComputeThreads(5, "asked for")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_computes_with_its_threads_and_leaves_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    save_tiny_model(tmp_path)
+    llm = LLM(
+        tmp_path,
+        dtype="float32",
+        num_blocks=16,
+        max_model_len=64,
+        num_threads=1,
+        async_scheduling=ahead,
+    )
+    seen: set[int] = set()
+    forward = torch.nn.functional.embedding
+
+    def watched(*arguments: object, **named: object) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return forward(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "embedding", watched)
+    llm.generate([[3, 9, 27]])
+    assert seen == {1}
+    assert torch.get_num_threads() == 2
+    about = llm.describe()
+    assert (about["num_threads"], about["num_threads_reason"]) == (1, "asked for")
+    assert "openmp_wait" in about
+
+
+class Clocks:
+    """Seconds that a test moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = self.processor = self.waiting = 0.0
+        self.num_reads = 0
+        monkeypatch.setattr(threads.time, "perf_counter", lambda: self.clock)
+
+    def read(self) -> threads._Times:
+        self.num_reads += 1
+        return threads._Times(self.clock, self.processor, self.waiting)
+
+    def run(self, watch: StepWatch, steps: int, *, processor: float, waiting: float) -> None:
+        """Steps of a second each."""
+        for _ in range(steps):
+            watch.begin()
+            self.clock += 1
+            self.processor += processor
+            self.waiting += waiting
+            watch.end()
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("processor", "waiting", "warns"),
+    [
+        (1.9, 0.02, False),  # alone
+        (1.0, 0.1, False),  # one of two threads sleeps at barriers
+        (0.2, 0.0, True),  # a fifth: a quota is used up, or memory is swapped
+        (1.6, 0.8, True),  # threads spin while another one waits for a processor
+    ],
+)
+def test_a_warning_where_steps_take_many_times_their_processor_time(
+    clocks: Clocks,
+    caplog: pytest.LogCaptureFixture,
+    processor: float,
+    waiting: float,
+    warns: bool,
+) -> None:
+    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    with caplog.at_level(logging.WARNING):
+        clocks.run(watch, 9, processor=processor, waiting=waiting)
+        assert not caplog.records
+        clocks.run(watch, 40, processor=processor, waiting=waiting)
+    assert watch.has_warned is warns
+    assert len(caplog.records) == warns
+    if warns:
+        for part in ("10.0 s of steps", "2 threads (because)", "--threads 1", "docs/slow.md"):
+            assert part in caplog.text
+
+
+def test_the_time_between_requests_is_not_judged(
+    clocks: Clocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    for _ in range(30):
+        clocks.run(watch, 1, processor=1, waiting=0)
+        clocks.clock += 60
+    assert not caplog.records
+
+
+def test_clocks_of_the_system_are_read_once_in_ten_seconds(clocks: Clocks) -> None:
+    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    clocks.run(watch, 100, processor=1, waiting=0)
+    assert clocks.num_reads == 20
+
+
+@needs_libgomp
+def test_the_warning_names_the_variable_where_torch_was_imported_first(
+    clocks: Clocks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.core.openmp._was_late", True)
+    watch = StepWatch(ComputeThreads(2, "because"), clocks.read)
+    clocks.run(watch, 10, processor=0.1, waiting=1)
+    assert f"GOMP_SPINCOUNT={BRIEF_SPIN}" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="not counted here")
+def test_a_thread_that_waits_for_a_processor_is_seen() -> None:
+    before = threads._waiting_seconds()
+    assert before >= 0
+    spinning = "import os; os.sched_setaffinity(0, {CPU})\nwhile True: pass"
+    [cpu, *_] = sorted(os.sched_getaffinity(0))
+    allowed = os.sched_getaffinity(0)
+    other = subprocess.Popen([sys.executable, "-c", spinning.replace("CPU", str(cpu))])
+    try:
+        os.sched_setaffinity(0, {cpu})
+        end = threads.time.perf_counter() + 20
+        while threads._waiting_seconds() - before < 0.05 and threads.time.perf_counter() < end:
+            pass
+    finally:
+        os.sched_setaffinity(0, allowed)
+        other.kill()
+        other.wait()
+    assert threads._waiting_seconds() - before >= 0.05
+
+
+def printed(code: str, **variables: str) -> list[str]:
+    """What a new Python prints, without variables of OpenMP but for these."""
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=plain | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+_SPIN = "\nimport os; print(os.environ.get('GOMP_SPINCOUNT'))"
+_WAIT = "\nfrom pyengine.core.openmp import how_threads_wait; print(how_threads_wait())"
+
+
+@needs_libgomp
+def test_the_library_sets_what_the_command_line_sets() -> None:
+    assert printed("from pyengine import LLM" + _SPIN + _WAIT) == [
+        BRIEF_SPIN,
+        f"GOMP_SPINCOUNT={BRIEF_SPIN}",
+    ]
+    assert printed("import pyengine.engine" + _SPIN) == [BRIEF_SPIN]
+    assert printed("from pyengine import LLM" + _SPIN, GOMP_SPINCOUNT="7") == ["7"]
+    assert printed("from pyengine import LLM" + _SPIN, OMP_WAIT_POLICY="ACTIVE") == ["None"]
+    assert printed("from pyengine import BlockManager" + _SPIN) == ["None"]
+
+
+@needs_libgomp
+def test_an_engine_says_that_torch_was_imported_before() -> None:
+    spin, wait = printed("import torch\nfrom pyengine import LLM" + _SPIN + _WAIT)
+    assert spin == "None"
+    assert "torch was imported before pyengine, without GOMP_SPINCOUNT" in wait
