@@ -387,7 +387,7 @@ def _drafter(
 def _draft_model(
     settings: EngineSettings, executor: Executor, draft: LoadedDraft, cache: CachePlan
 ) -> DraftModel:
-    """A second model over a cache of its own."""
+    """A second model over its own KV cache."""
     longest, most = draft.longest, settings.max_num_batched_tokens
     limits = RunnerLimits(
         max_num_batched_tokens=most,

@@ -36,7 +36,7 @@ def check_vocabularies(model: LoadedModel, draft: LoadedModel) -> None:
 
 
 class DraftModel:
-    """Drafts by a model that runs over blocks of its own.
+    """Drafts by a second model over its own KV cache.
 
     A text is computed in chunks: one in each step of the engine, within the token budget that the
     step leaves. A text that is not wholly computed gets no drafts. So a long prompt delays a stream

@@ -1,9 +1,9 @@
 """Answers of a given form: which tokens may come next, by `llguidance`, as masks over logits."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from threading import get_ident
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from threading import Lock, get_ident
 from time import clock_gettime, pthread_getcpuclockid, thread_time
 from typing import Any
 
@@ -18,6 +18,8 @@ from pyengine.sampling.host import upload
 _LONGEST_MASK = 0.1
 """Seconds of the processor; nobody waits longer for a row."""
 _LOOKS_EVERY = 0.05
+_LEAST_ROWS, _MOST_THREADS = 16, 8
+"""Rows of a thread, where there is more than one, and threads."""
 _WORD = 32
 """Tokens in a word of a mask."""
 _OCTETS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -36,6 +38,8 @@ class _Spent:
 
     seconds: float = 0.0
     num_masks: int = 0
+    lock: Lock = field(default_factory=Lock, repr=False)
+    """Drafts of a sample may be filled by several threads."""
 
 
 class TokenMatcher:
@@ -111,8 +115,9 @@ class TokenMatcher:
 
     def _charge(self, seconds: float) -> None:
         spent = self._spent
-        spent.seconds += seconds
-        spent.num_masks += 1
+        with spent.lock:
+            spent.seconds += seconds
+            spent.num_masks += 1
         self.give_up(str(self._matcher.get_error()) or self._excess())
 
     def _excess(self) -> str:
@@ -144,7 +149,7 @@ class TokenMasks:
         self._filling = self._fill(self._matchers)
 
     def _fill(self, matchers: list[TokenMatcher]) -> "_Filling":
-        return _Filling(self._filler, matchers, -(-self._vocab_size // _WORD))
+        return self._filler.fill(matchers, -(-self._vocab_size // _WORD))
 
     def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token of the largest logit that may come, and it: [B] each; on the CPU.
@@ -227,16 +232,45 @@ def _unpacked(words: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _Filling:
-    """Masks that a thread fills, a row after the other."""
+    """Masks that threads fill: the rows are divided into parts, and each part has a thread."""
 
-    def __init__(self, filler: "MaskFiller", matchers: list[TokenMatcher], num_words: int) -> None:
-        self._filler, self._matchers = filler, matchers
-        self._bits = np.full((len(matchers), num_words), -1, dtype=np.int32)
-        self._run = _Run(matchers, self._bits, 0)
-        self._filled = filler.submit(self._run)
+    def __init__(self, parts: "list[_Part]") -> None:
+        self._parts = parts
 
     def result(self) -> npt.NDArray[np.int32]:
-        """Wait for them: int32 [R, V / 32].
+        """Wait for them: int32 [R, V / 32]. Raises what filling has raised."""
+        several = [part.result() for part in self._parts]
+        return several[0] if len(several) == 1 else np.concatenate(several)
+
+
+class _Part:
+    """Masks of some rows that a thread fills, a row after the other."""
+
+    def __init__(
+        self,
+        thread: "_Thread",
+        matchers: list[TokenMatcher],
+        num_words: int,
+        earlier: "list[_Part]",
+    ) -> None:
+        """It begins when the `earlier` parts are filled, which may have the same matchers."""
+        self._thread, self._matchers = thread, matchers
+        self._bits = np.full((len(matchers), num_words), -1, dtype=np.int32)
+        self._run = _Run(matchers, self._bits, 0, earlier)
+        self._filled = thread.submit(self._run)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether no thread uses its matchers any more, but for one that was given up."""
+        return self._filled.done()
+
+    def wait(self) -> None:
+        """Wait until it is filled."""
+        while not self.is_filled:  # it may be given up meanwhile, and go on in another thread
+            wait((self._filled,), _LOOKS_EVERY)
+
+    def result(self) -> npt.NDArray[np.int32]:
+        """Wait for its rows: int32 [R, V / 32].
 
         A row that takes too much of the processor's time is given up, with its matcher.
         """
@@ -256,25 +290,32 @@ class _Filling:
         )
         self._bits = self._bits.copy()  # the thread will write into the other ones
         self._bits[run.at] = -1
-        self._filler.renew()
-        self._run = _Run(self._matchers, self._bits, run.at + 1)
-        self._filled = self._filler.submit(self._run)
+        self._thread.renew()
+        self._run = _Run(self._matchers, self._bits, run.at + 1, [])
+        self._filled = self._thread.submit(self._run)
 
 
 class _Run:
-    """What a thread does: the rows from `at` on, where it is."""
+    """The work of a thread: the rows from `at` on, where it is."""
 
     def __init__(
-        self, matchers: list[TokenMatcher], bits: npt.NDArray[np.int32], first: int
+        self,
+        matchers: list[TokenMatcher],
+        bits: npt.NDArray[np.int32],
+        first: int,
+        earlier: list[_Part],
     ) -> None:
         self.at = first
         self.is_given_up = False
-        self._matchers, self._bits = matchers, bits
+        self._matchers, self._bits, self._earlier = matchers, bits, earlier
         self._clock: int | None = None
         """Of the thread, once it has begun."""
         self._begin = 0.0
 
     def __call__(self) -> None:
+        for part in self._earlier:
+            part.wait()
+        self._earlier = []
         self._begin = thread_time()
         self._clock = pthread_getcpuclockid(get_ident())
         while self.at < len(self._matchers) and not self.is_given_up:
@@ -288,23 +329,49 @@ class _Run:
         return 0.0 if self._clock is None else clock_gettime(self._clock) - self._begin
 
 
-class MaskFiller:
-    """Fills the masks of a step in a thread of its own, while the device computes the step."""
+class _Thread:
+    """A thread that does one thing after the other."""
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
         """Go on with another thread; the one that there is has something to end."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyengine-masks")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pyengine-masks")
 
     def submit(self, run: _Run) -> Future[None]:
         """Let the thread do this when it has done what it was given before."""
-        return self._thread.submit(run)
+        return self._pool.submit(run)
 
-    def masks(self, matchers: Mapping[int, TokenMatcher], vocab_size: int) -> TokenMasks | None:
-        """The masks of these rows of a batch; None where there are none.
+
+class MaskFiller:
+    """Fills the masks of a step in its own threads, while the device computes the step.
+
+    `llguidance` computes a mask without the interpreter's lock, so threads fill rows at the same
+    time. Few rows get one thread: to hand work to another takes as long as a few masks.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[_Thread] = []
+        self._latest: list[_Part] = []
+        """Those of the filling that was begun last."""
+
+    def fill(self, matchers: list[TokenMatcher], num_words: int) -> _Filling:
+        """Begin to fill the masks of these matchers, `num_words` words each.
 
         What was begun before is filled before: no two threads ever use the same matcher.
         """
+        count = max(1, min(torch.get_num_threads(), _MOST_THREADS, len(matchers) // _LEAST_ROWS))
+        while len(self._threads) < count:
+            self._threads.append(_Thread())
+        earlier = [part for part in self._latest if not part.is_filled]
+        ends = [len(matchers) * number // count for number in range(count + 1)]
+        self._latest = [
+            _Part(thread, matchers[first:end], num_words, earlier)
+            for thread, first, end in zip(self._threads, ends, ends[1:], strict=False)
+        ]
+        return _Filling(self._latest)
+
+    def masks(self, matchers: Mapping[int, TokenMatcher], vocab_size: int) -> TokenMasks | None:
+        """The masks of these rows of a batch; None where there are none."""
         return TokenMasks(matchers, vocab_size, self) if matchers else None

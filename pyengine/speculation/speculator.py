@@ -26,7 +26,7 @@ class Speculator:
         """Those that go on without drafts."""
 
     def begin_step(self, budget: int) -> None:
-        """Tell a drafter that computes how many tokens a step leaves it. See `ComputingDrafter`."""
+        """Set the token budget of a drafter that computes. See `ComputingDrafter`."""
         if isinstance(self._drafter, ComputingDrafter):
             self._drafter.begin_step(budget)
 

@@ -194,7 +194,7 @@ def test_a_draft_model_is_as_the_model_was_asked_for(pair: tuple[Path, Path]) ->
     settings = {"quantization": "int8", "attention_backend": "gather", "block_size": 8}
     llm, drafter = drafting(pair, num_blocks=256, **settings)
     runner: Any = drafter._runner
-    kinds = {type(one).__name__ for one in runner._model.modules()}
+    kinds = {type(module).__name__ for module in runner._model.modules()}
     assert "Int8Linear" in kinds, kinds
     assert drafter._manager.block_size == 8
     assert llm.describe()["draft_attention_backend"] == "gather"
@@ -209,9 +209,9 @@ def test_both_models_share_the_memory_of_the_pool(
     """The pools hold equally many tokens, and together as much as one alone would take."""
     llm, drafter = drafting(pair, block_size=4, **settings)
     alone = served(pair[0], block_size=4, **settings).describe()
-    told, (ours, theirs) = llm.describe(), (llm._manager, drafter._manager)
+    described, (ours, theirs) = llm.describe(), (llm._manager, drafter._manager)
     assert theirs.num_blocks * theirs.block_size == ours.num_blocks * ours.block_size
-    both = int(str(told["kv_cache_bytes"])) + int(str(told["draft_kv_cache_bytes"]))
+    both = int(str(described["kv_cache_bytes"])) + int(str(described["draft_kv_cache_bytes"]))
     if settings:
         assert 0.95 * settings["kv_cache_memory"] < both <= settings["kv_cache_memory"]
         assert ours.num_blocks < int(str(alone["num_blocks"]))

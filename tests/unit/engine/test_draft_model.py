@@ -44,7 +44,7 @@ class Model:
         self.drafter.begin_step(budget)
         drafts = self.drafter.propose(texts, [most] * len(texts))
         self.manager.check()
-        return [list(one.tokens) for one in drafts]
+        return [list(draft.tokens) for draft in drafts]
 
     def taken(self) -> list[int]:
         """Tokens of each forward pass since it was last called."""

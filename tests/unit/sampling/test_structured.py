@@ -1,7 +1,7 @@
 """Masks over logits: rows of every kind, vocabularies of every size."""
 
-from threading import Event
-from time import monotonic
+from threading import Barrier, Event, Lock, get_ident
+from time import monotonic, sleep
 from typing import Any
 
 import llguidance
@@ -177,6 +177,119 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_others_are_served(
     masks = filler.masks(batch.matchers, 97)
     assert Sampler().launch(logits[:1], batch, None, masks).result().token_ids.tolist() == [3]
     go_on.set()
+
+
+class Meeting(FakeMatcher):
+    """Its mask needs another thread that fills one at the same time."""
+
+    def __init__(self, allowed: set[int], barrier: Barrier) -> None:
+        super().__init__(allowed)
+        self._barrier = barrier
+
+    def fill(self, masks: Any, row: int) -> None:
+        self._barrier.wait()
+        super().fill(masks, row)
+
+
+def bits_of(filling: Any) -> list[set[int]]:
+    rows = np.unpackbits(filling.result().view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in rows]
+
+
+def test_many_rows_are_filled_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    barrier = Barrier(2, timeout=20)
+    matchers: list[Any] = [Meeting({row}, barrier) for row in range(64)]
+    assert bits_of(MaskFiller().fill(matchers, 3)) == [{row} for row in range(64)]
+
+
+@pytest.mark.parametrize(("num_rows", "num_threads"), [(1, 1), (31, 1), (32, 2), (64, 4), (999, 4)])
+def test_few_rows_are_filled_by_one_thread(
+    num_rows: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    threads = set()
+
+    class Seen(FakeMatcher):
+        def fill(self, masks: Any, row: int) -> None:
+            threads.add(get_ident())
+            super().fill(masks, row)
+
+    matchers: list[Any] = [Seen({row % 97}) for row in range(num_rows)]
+    assert bits_of(MaskFiller().fill(matchers, 4)) == [{row % 97} for row in range(num_rows)]
+    assert len(threads) == num_threads
+
+
+def test_no_matcher_is_used_by_two_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a step is begun before the masks of the one before are filled."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+    class Alone(FakeMatcher):
+        def __init__(self, allowed: set[int]) -> None:
+            super().__init__(allowed)
+            self._lock = Lock()
+
+        def fill(self, masks: Any, row: int) -> None:
+            assert self._lock.acquire(blocking=False)
+            sleep(0.0005)
+            super().fill(masks, row)
+            self._lock.release()
+
+    matchers: list[Any] = [Alone({row % 97}) for row in range(100)]
+    filler, chance = MaskFiller(), np.random.default_rng(0)
+    fillings = []
+    for _ in range(8):
+        chosen = chance.permutation(100)[: chance.integers(1, 101)].tolist()
+        fillings.append((chosen, filler.fill([matchers[at] for at in chosen], 4)))
+    for chosen, filling in fillings:
+        assert bits_of(filling) == [{at % 97} for at in chosen]
+
+
+def test_a_stuck_row_of_many_costs_no_other_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(structured, "_LONGEST_MASK", 0.02)
+    monkeypatch.setattr(structured, "_LOOKS_EVERY", 0.005)
+    go_on = Event()
+
+    class Stuck(FakeMatcher):
+        def fill(self, masks: Any, row: int) -> None:
+            if self.error:
+                masks[row] = -1
+                return
+            begin = monotonic()
+            while not go_on.is_set() and monotonic() - begin < 10:
+                pass
+
+    matchers: list[Any] = [
+        Stuck({0}) if row in (5, 40, 63) else FakeMatcher({row}) for row in range(64)
+    ]
+    filler, everything = MaskFiller(), set(range(96))
+    for _ in range(2):  # the second time they are known to be stuck
+        found = bits_of(filler.fill(matchers, 3))
+        for row, (matcher, bits) in enumerate(zip(matchers, found, strict=True)):
+            assert bits == (everything if isinstance(matcher, Stuck) else {row})
+            assert bool(matcher.error) == isinstance(matcher, Stuck)
+    go_on.set()
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_masks_are_those_of_the_grammar_whoever_fills_them(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    tokenizer = llguidance.LLTokenizer("byte")
+    grammar = llguidance.LLMatcher.grammar_from_regex(r"([ab]{2,9}|c[0-9]+d?)*")
+    first, num_words = TokenMatcher(llguidance.LLMatcher(tokenizer, grammar)), 9
+    matchers = [first.copy() for _ in range(70)]
+    chance, filler = np.random.default_rng(0), MaskFiller()
+    for _ in range(5):
+        bits = filler.fill(matchers, num_words).result()
+        for row, matcher in enumerate(matchers):
+            alone = np.zeros((1, num_words), np.int32)
+            matcher.copy().fill(alone, 0)
+            assert np.array_equal(alone[0], bits[row])
+            allowed = np.flatnonzero(np.unpackbits(bits[row].view(np.uint8), bitorder="little"))
+            matcher.append(int(chance.choice(allowed[allowed < 256])))
 
 
 @pytest.mark.parametrize("width", [1, 31, 64, 97, 128, 200])
