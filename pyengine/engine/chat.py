@@ -306,7 +306,8 @@ def _part(position: int, part: Any, content: Any) -> str:
         if name not in _PART_KEYS | _INERT_PART_KEYS | {key}:
             raise InvalidRequestError(
                 f"a part of the content of message {position} has the key {reprlib.repr(name)}, "
-                f"which would change nothing: leave it out; known are {', '.join(sorted(_PART_KEYS))}"
+                "which would change nothing: leave it out; known are "
+                f"{', '.join(sorted(_PART_KEYS))}"
             )
     return text
 
