@@ -52,6 +52,10 @@ class FaultFinder:
     step may fail by chance. If it fails once more, it is at fault. Where no step can be made
     without the others (they hold the blocks or the seats), one is made of all; if that fails,
     everybody who was in it is suspected from then on.
+
+    Bad requests that come together would be found in a row, without a step that goes well, as they
+    are the first in the order. So the third search begins with the suspect in the middle alone,
+    and the fourth with the last one: if it is served, it is the requests.
     """
 
     def __init__(self) -> None:
@@ -152,6 +156,10 @@ class FaultFinder:
         newcomers = {one for one in suspects if one.first_token_time is None}
         if 0 < len(newcomers) < len(suspects):
             self._held = newcomers
+        elif self._num_failed == _HOPELESS - 2:
+            self._held = set(suspects) - {suspects[len(suspects) // 2]}
+        elif self._num_failed == _HOPELESS - 1:
+            self._held = set(suspects[:-1])
         else:
             self._held = set(suspects[len(suspects) // 2 :])
 

@@ -175,6 +175,23 @@ def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("num_first", "num_last"), [(4, 0), (6, 0), (20, 0), (4, 2), (0, 6)])
+def test_many_bad_requests_at_once_leave_those_that_come_with_them(
+    num_first: int, num_last: int, depth: int
+) -> None:
+    bench = poisoned(depth=depth)
+    good = dict(list(PROMPTS.items())[:8])
+    bench.submit({f"bad {at}": [POISON, at] for at in range(num_first)})
+    bench.submit(good)
+    bench.submit({f"worse {at}": [POISON, at] for at in range(num_last)})
+    done = bench.run()
+    assert sum(one.error is not None for one in done.values()) == num_first + num_last
+    for name, prompt in good.items():
+        assert done[name].outputs[0].token_ids == continued(prompt, 8)
+    bench.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_good", [1, 20])
 def test_bad_requests_hours_apart_each_fail_alone(num_good: int, depth: int) -> None:
     bench = poisoned(depth=depth)
