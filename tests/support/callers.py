@@ -8,6 +8,7 @@ from pyengine.core.settings import EngineSettings
 from pyengine.engine import LLM, AsyncEngine
 from pyengine.engine import frontend as frontend_module
 from pyengine.engine.builder import BuiltEngine
+from pyengine.engine.threads import compute_threads
 from tests.support.engines import Bench, make_bench
 
 
@@ -27,6 +28,7 @@ class FakeModel:
             manager=self.bench.manager,
             engine=self.bench.engine,
             team=None,
+            threads=compute_threads(None),
             default_params=SamplingParams(temperature=0, max_tokens=4),
             description={},
         )
