@@ -132,7 +132,7 @@ class ClusterObservation:
         return self._watches[name]
 
     def open(self) -> None:
-        """Nothing: a line for each request is in the replicas' logs."""
+        """Nothing: requests have no lines in a log here, refusals do (`traffic.py`)."""
 
     async def close(self) -> None:
         """Let the pages go."""

@@ -121,15 +121,18 @@ class ServerContext:
         self.live[name] = Running(request_ids, key, client_id)
         return stream
 
-    def calls_of(self, caller: Caller, wanted: str) -> list[Running]:
+    def calls_of(self, caller: Caller, wanted: Sequence[str]) -> dict[str, list[Running]]:
         """Calls of a key, for an admin of any, by the client's id or by the answer's."""
-        own_name = wanted.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        return [
-            call
-            for name, call in self.live.items()
-            if (caller.is_admin or call.key == caller.key)
-            and (call.client_id == wanted or name == own_name)
-        ]
+        calls: dict[str, list[Running]] = {name: [] for name in wanted}
+        of_answers = {name.removeprefix("chatcmpl-").removeprefix("cmpl-"): name for name in wanted}
+        for name, call in self.live.items():
+            if not (caller.is_admin or call.key == caller.key):
+                continue
+            if name in of_answers:
+                calls[of_answers[name]].append(call)
+            elif call.client_id is not None and call.client_id in calls:
+                calls[call.client_id].append(call)
+        return calls
 
     def leave(self, name: str, stream: ServedStream) -> None:
         """Nobody reads the answer of this call any more, or all of it was read."""

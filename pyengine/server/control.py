@@ -64,7 +64,7 @@ async def abort_requests(body: AbortRequest, request: Request, context: Context)
     that id all requests end. Only requests of the same key; an admin key ends those of all.
     """
     caller = caller_of(request.scope)
-    calls = {wanted: context.calls_of(caller, wanted) for wanted in body.request_ids}
+    calls = context.calls_of(caller, body.request_ids)
     ids = {name for several in calls.values() for call in several for name in call.request_ids}
     await asyncio.gather(*(context.engine.abort(name) for name in ids))
     return Aborted(aborted=[wanted for wanted, several in calls.items() if several])

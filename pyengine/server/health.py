@@ -46,6 +46,6 @@ def _card(name: str, context: ServerContext) -> ModelCard:
         object="model",
         created=context.created,
         owned_by="pyengine",
-        root=str(context.engine.model_path),
+        root=str(context.engine.describe()["model"]),
         max_model_len=context.max_model_len,
     )

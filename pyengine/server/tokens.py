@@ -53,8 +53,8 @@ class DetokenizeResponse(ServerModel):
     prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, context: Context, response: Response) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     """The token ids of a prompt, or of a conversation by the model's chat template."""
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -62,23 +62,23 @@ async def tokenize(body: TokenizeRequest, context: Context, response: Response) 
     template = str(getattr(context.engine.tokenizer, "chat_template", None) or "")
     variables = TemplateVariables.of(body, template, context.settings)
     check_ignored(variables.ignored, CHAT, context.settings)
-    if variables.ignored:
-        response.headers[IGNORED_HEADER] = ", ".join(variables.ignored)
+    headers = {IGNORED_HEADER: ", ".join(variables.ignored)} if variables.ignored else {}
     options = chat_options(body, variables, context.settings, body.tools)
 
-    def make(tokenizer: Any) -> tuple[list[int], list[str] | None]:
+    def make(tokenizer: Any) -> str:
         if body.messages is not None:
             ids = render(body.messages, tokenizer, options, context.longest_text)
         else:
             text = body.prompt or ""
             ids = encode(context, tokenizer, text, special=body.add_special_tokens)
-        wants_texts = body.return_token_strs
-        return ids, tokenizer.convert_ids_to_tokens(ids) if wants_texts else None
+        texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        # Written here: a million tokens would keep the event loop.
+        return TokenizeResponse(
+            count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
+        ).to_json()
 
-    ids, texts = await context.tokenizers.run(make)
-    return TokenizeResponse(
-        count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
-    )
+    content = await context.tokenizers.run(make)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 @router.post("/detokenize")
@@ -89,10 +89,11 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
     def make(tokenizer: Any) -> str:
         if tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer")
-        foreign = [one for one in body.tokens if not 0 <= one < len(tokenizer)]
-        if foreign:
+        size = len(tokenizer)  # which takes it a while
+        unknown = next((token for token in body.tokens if not 0 <= token < size), None)
+        if unknown is not None:
             raise InvalidRequestError(
-                f"token id {foreign[0]} is outside the vocabulary of {len(tokenizer)} tokens"
+                f"token id {unknown} is outside the vocabulary of {size} tokens"
             )
         with tokenizer_errors():
             return str(tokenizer.decode(body.tokens))
