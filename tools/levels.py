@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,29 +74,33 @@ def required_levels(names: str) -> set[str]:
 
 
 def run(level: Level, arguments: list[str]) -> bool:
-    """Whether the tests pass there."""
-    print(f"== {level.name}: " + " ".join(f"{k}={v}" for k, v in level.environment().items()))
-    # One thread: the processes of other levels or tests may have the other processors.
+    """Whether the tests pass there. Prints what pytest says when it is done."""
+    # One thread: the other processors are for other levels.
     environment = os.environ | level.environment() | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "levels", *arguments, *FOLDERS]
     start = time.monotonic()
-    status = subprocess.run(command, env=environment, check=False).returncode
-    print(f"== {level.name}: {'passed' if status == 0 else 'FAILED'}", end="")
-    print(f" in {time.monotonic() - start:.0f} s", flush=True)
-    return status == 0
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    verdict = "passed" if found.returncode == 0 else "FAILED"
+    switches = " ".join(f"{name}={value}" for name, value in level.environment().items())
+    took = f"{time.monotonic() - start:.0f} s"
+    print(f"== {level.name}: {switches}\n{found.stdout}{found.stderr}", end="")
+    print(f"== {level.name}: {verdict} in {took}", flush=True)
+    return found.returncode == 0
 
 
 def main(arguments: list[str]) -> int:
-    """Run every level that is there; 0 if all pass and none that is required lacks."""
+    """Run every level that is there; 0 if all pass and no required one is lacking."""
     required, flags = required_levels(os.environ.get("REQUIRE_ISA", "")), cpu_flags()
     here = [level for level in LEVELS if level.flags <= flags]
     lacking = [level.name for level in LEVELS if level not in here]
-    failed = [level.name for level in here if not run(level, arguments)]
-    passed = [level.name for level in here if level.name not in failed]
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(here))) as pool:
+        verdicts = list(pool.map(lambda level: run(level, arguments), here))
+    passed = [level.name for level, verdict in zip(here, verdicts, strict=True) if verdict]
+    failed = [level.name for level, verdict in zip(here, verdicts, strict=True) if not verdict]
     missing = sorted(required.intersection(lacking))
     parts = [f"passed at {', '.join(passed) or 'none'}"]
     parts += [f"FAILED at {', '.join(failed)}"] if failed else []
-    parts += [f"lacking here: {', '.join(lacking)}"] if lacking else ["no level is lacking here"]
+    parts += [f"lacking here: {', '.join(lacking)}"] if lacking else []
     parts += [f"REQUIRED and lacking: {', '.join(missing)}"] if missing else []
     print(f"make test-levels: {'; '.join(parts)}")
     return 1 if failed or missing else 0
