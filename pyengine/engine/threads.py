@@ -142,15 +142,18 @@ class StepWatch:
         _log.warning(
             "steps are slow because processors are taken: %.1f s of steps had %.1f s of processor "
             "time, and their threads waited %.1f s for a processor. Other programs use the CPUs, "
-            "or a quota is used up. The engine computes with %d threads (%s); fewer may be faster: "
-            "num_threads=1, or --threads 1. %sSee docs/slow.md",
+            "or a quota is used up. num_threads is %d (%s). %s%sSee docs/slow.md",
             clock,
             processor,
             waiting,
             self._threads.count,
             self._threads.reason,
+            _FEWER if self._threads.count > 1 else "",
             _spin_advice(),
         )
+
+
+_FEWER = "Fewer may be faster: num_threads=1, or --threads 1. "
 
 
 def _spin_advice() -> str:

@@ -78,12 +78,12 @@ class PackedMLP(nn.Module):
     In bfloat16 the gate is rounded after the SiLU only.
     """
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, product: Product = "onednn") -> None:
         super().__init__()
         layers: dict[str, Any] = dict(mlp.named_children())
-        self.gate_proj = PackedLinear(layers["gate_proj"])
-        self.up_proj = PackedLinear(layers["up_proj"])
-        self.down_proj = PackedLinear(layers["down_proj"])
+        self.gate_proj = PackedLinear(layers["gate_proj"], product)
+        self.up_proj = PackedLinear(layers["up_proj"], product)
+        self.down_proj = PackedLinear(layers["down_proj"], product)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
@@ -155,10 +155,11 @@ def pack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
         for name, child in list(parent.named_children()):
             if _is_gated_mlp(child):
                 num_gated += 3
-                if choose(*_gated_layers(child)) == "torch":
+                product = choose(*_gated_layers(child))
+                if product == "torch":
                     unchanged.update(child.children())
                 else:
-                    setattr(parent, name, PackedMLP(child))
+                    setattr(parent, name, PackedMLP(child, product))
 
     def replaced(linear: nn.Linear) -> nn.Module:
         weight = linear.weight

@@ -30,13 +30,13 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 ROWS = (1, 2, 8, 32)
 """Numbers of rows that are timed: decode steps of as many sequences."""
-_SAMPLE = 32 << 20
+_SAMPLE = 24 << 20
 """Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
 A step reads its weights from memory, and what stays in caches is another measurement."""
 _MOST_COPIES = 24
 _PREFERENCE = 1.2
-"""How much faster another product must be before it replaces oneDNN's. With oneDNN's layout a row
-of float32 mostly has the same bits in every batch; and a noisy measurement changes nothing."""
+"""How much faster torch must be than oneDNN. With oneDNN's layout a row of float32 mostly has the
+same bits in every batch; and a noisy measurement changes nothing."""
 _WORTH_A_COPY = 1.1
 """How much faster oneDNN's layout must be where the weight stays in memory beside it (tied)."""
 
@@ -132,25 +132,26 @@ def choose_product(shape: LayerShape, weights: Sequence[torch.Tensor]) -> Produc
     if found is None:
         start = perf_counter()
         times = measure(shape, weights)
-        found = ProductChoice(best_product(times), times, perf_counter() - start)
+        product = best_product(times, is_tied=shape.is_tied)
+        found = ProductChoice(product, times, perf_counter() - start)
         _choices[shape] = found
     return found
 
 
-def best_product(times: Mapping[Product, Sequence[float]]) -> Product:
+def best_product(times: Mapping[Product, Sequence[float]], *, is_tied: bool = False) -> Product:
     """The product with the least geometric mean over all numbers of rows.
 
-    oneDNN's layout is preferred where nothing is faster by 20 %, and no copy of a tied weight is
-    made for less than 10 %.
+    oneDNN is preferred where torch is not faster by 20 %, and no copy of a tied weight is made
+    for less than 10 %.
     """
-    is_tied = "onednn-unpacked" in times
-    first: Product = "onednn-unpacked" if is_tied else "onednn"
-    product: Product = "torch"
-    if first in times and _mean_ratio(times[first], times["torch"]) < _PREFERENCE:
-        product = first
-    if is_tied and _mean_ratio(times["onednn"], times[product]) * _WORTH_A_COPY < 1:
-        product = "onednn"
-    return product
+    torch_times = times["torch"]
+    packed, unpacked = (
+        _mean_ratio(times[name], torch_times) for name in ("onednn", "onednn-unpacked")
+    )
+    copied = packed * (_WORTH_A_COPY if is_tied else 1)
+    if min(copied, unpacked) > _PREFERENCE:
+        return "torch"
+    return "onednn" if copied < unpacked else "onednn-unpacked"
 
 
 def _mean_ratio(times: Sequence[float], others: Sequence[float]) -> float:
@@ -200,7 +201,7 @@ def measure(shape: LayerShape, weights: Sequence[torch.Tensor]) -> dict[Product,
     """
     num_threads = torch.get_num_threads()
     with torch.inference_mode():
-        candidates = _candidates(shape, _sample([weight.detach() for weight in weights]))
+        candidates = _candidates(_sample([weight.detach() for weight in weights]))
         torch.set_num_threads(1)
         try:
             return _timed(shape, candidates)
@@ -234,17 +235,13 @@ def _timed(
     return {name: tuple(medians) for name, medians in times.items()}
 
 
-def _candidates(
-    shape: LayerShape, copies: Sequence[Sequence[torch.Tensor]]
-) -> dict[Product, list[Multiply]]:
+def _candidates(copies: Sequence[Sequence[torch.Tensor]]) -> dict[Product, list[Multiply]]:
     """Every product that this CPU has, over each copy of the weights."""
-    candidates: dict[Product, list[Multiply]] = {
+    return {
         "torch": [_by_torch(*weights) for weights in copies],
         "onednn": [_by_onednn(*map(pack, weights)) for weights in copies],
+        "onednn-unpacked": [_by_onednn(*weights) for weights in copies],
     }
-    if shape.is_tied:
-        candidates["onednn-unpacked"] = [_by_onednn(*weights) for weights in copies]
-    return candidates
 
 
 def _by_torch(first: torch.Tensor, *others: torch.Tensor) -> Multiply:

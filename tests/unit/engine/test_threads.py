@@ -129,7 +129,12 @@ def test_a_warning_where_steps_take_many_times_their_processor_time(
     assert watch.has_warned is warns
     assert len(caplog.records) == warns
     if warns:
-        for part in ("10.0 s of steps", "2 threads (because)", "--threads 1", "docs/slow.md"):
+        for part in (
+            "10.0 s of steps",
+            "num_threads is 2 (because)",
+            "--threads 1",
+            "docs/slow.md",
+        ):
             assert part in caplog.text
 
 

@@ -29,15 +29,16 @@ ROUNDED = pytest.param(
 
 
 @needs_onednn
+@pytest.mark.parametrize("product", ["onednn", "onednn-unpacked"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 24), (1, 40, 24), (2, 3, 24), (300, 24)])
 @pytest.mark.parametrize(("dtype", "error"), [EXACT, ROUNDED])
-def test_it_multiplies_as_the_layer_it_replaces(shape, bias, dtype, error):
+def test_it_multiplies_as_the_layer_it_replaces(shape, bias, dtype, error, product):
     torch.manual_seed(0)
     plain, rows = nn.Linear(24, 17, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            found = PackedLinear(plain)(rows)
+            found = PackedLinear(plain, product)(rows)
             torch.testing.assert_close(found, plain(rows), atol=error, rtol=error)
             assert found.shape == (*shape[:-1], 17)
             assert found.dtype == dtype
@@ -115,11 +116,12 @@ def test_a_graph_holds_the_layer_by_its_number():
 
 
 @needs_onednn
-def test_a_graph_holds_a_gated_mlp_too():
+@pytest.mark.parametrize("product", ["onednn", "onednn-unpacked"])
+def test_a_graph_holds_a_gated_mlp_too(product):
     model: Any = random_model("llama")
     mlp, rows = model.model.layers[0].mlp, torch.randn(5, model.config.hidden_size)
     expected = mlp(rows).detach()
-    pack_linears(model)
+    pack_linears(model, lambda _shape, _weights: product)
     torch._dynamo.reset()
     graph = torch.compile(model.model.layers[0].mlp, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():

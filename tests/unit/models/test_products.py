@@ -28,17 +28,21 @@ needs_onednn = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("torch_times", "onednn_times", "expected"),
+    ("torch_times", "onednn_times", "unpacked_times", "expected"),
     [
-        ((10, 90, 95, 100), (10, 11, 20, 40), "onednn"),  # two rows cost nine times one row
-        ((24, 26, 45, 65), (29, 30, 33, 57), "onednn"),  # one row faster, many rows slower
-        ((10, 10, 10, 10), (11, 11, 11, 11), "onednn"),  # a tie: the same bits in more batches
-        ((10, 10, 10, 10), (13, 13, 13, 13), "torch"),
-        ((2, 2, 2, 3), (18, 17, 18, 18), "torch"),  # so small that the call decides
+        ((10, 90, 95, 100), (10, 11, 20, 40), (9, 19, 25, 50), "onednn"),  # nine times for two rows
+        ((24, 26, 45, 65), (29, 30, 33, 57), (26, 40, 40, 60), "onednn"),
+        ((32, 53, 66, 116), (44, 51, 67, 110), (33, 58, 66, 108), "onednn-unpacked"),
+        ((10, 10, 10, 10), (11, 11, 11, 11), (13, 13, 13, 13), "onednn"),  # as good as a tie
+        ((10, 10, 10, 10), (13, 13, 13, 13), (14, 14, 14, 14), "torch"),
+        ((2, 2, 2, 3), (18, 17, 18, 18), (18, 17, 18, 18), "torch"),  # a call costs more
     ],
 )
-def test_the_least_mean_of_all_numbers_of_rows_decides(torch_times, onednn_times, expected):
-    assert best_product({"torch": torch_times, "onednn": onednn_times}) == expected
+def test_the_least_mean_of_all_numbers_of_rows_decides(
+    torch_times, onednn_times, unpacked_times, expected
+):
+    times = {"torch": torch_times, "onednn": onednn_times, "onednn-unpacked": unpacked_times}
+    assert best_product(times) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def test_the_least_mean_of_all_numbers_of_rows_decides(torch_times, onednn_times
 )
 def test_a_tied_weight_is_copied_where_that_gains_more(unpacked_times, onednn_times, expected):
     times = {"torch": (12, 12, 12), "onednn": onednn_times, "onednn-unpacked": unpacked_times}
-    assert best_product(times) == expected
+    assert best_product(times, is_tied=True) == expected
 
 
 @needs_onednn
@@ -72,7 +76,7 @@ def test_a_shape_is_timed_once_in_a_process_and_on_one_thread(monkeypatch):
         assert choose_product(shape, [torch.rand(17, 24)]) is first
         assert torch.get_num_threads() == 2
     assert threads == [1]
-    assert set(first.times) == {"torch", "onednn"}
+    assert set(first.times) == {"torch", "onednn", "onednn-unpacked"}
     assert all(len(times) == len(products.ROWS) for times in first.times.values())
 
 
@@ -115,7 +119,7 @@ def test_onednn_is_chosen_where_mkl_is_slow_without_avx512():
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["onednn"]
+    assert done.stdout.split()[0].startswith("onednn")
 
 
 def test_what_cannot_be_is_refused():
