@@ -1,0 +1,195 @@
+"""Tokens per second where others use the CPUs: this engine, transformers, vLLM and llama.cpp.
+
+    .venv/bin/python -m benches.engine.busy [--engines pyengine,transformers] [--rounds 3]
+    .venv/bin/python -m benches.engine.busy --show
+
+from the root of the repository, on a machine that does nothing else. SmolLM2-135M-Instruct in
+float32 (llama.cpp: the embedded file, Q4_1, prompts one after the other), every engine as it comes.
+Rows: decodes of one sequence and of eight. Columns:
+
+- `alone`;
+- `beside 1`, `beside 2`: so many processes that never rest, of `nice` 19 (`--nice 0`: as important
+  as the engine);
+- `1 of 2 CPUs`: a CPU quota of one CPU by a control group, in which the engine starts. It needs
+  the right to make control groups.
+
+Engines are processes of their own (`serve.py`), started anew for every column, and take turns.
+What cannot be measured, a line says. Results: `benches/results/busy-MACHINE.json`. The goal is to
+reach 0.9 of the fastest other engine in every column.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benches.engine.end_to_end import LLAMA, NAMES, OURS, TRANSFORMERS, VLLM, Engine, say
+from benches.engine.serve import Asked
+from benches.peers.report import heading, libraries, machine, results_file, results_name
+
+ENGINES = (OURS, TRANSFORMERS, VLLM, LLAMA)
+ROWS = (1, 8)
+PROMPT, TOKENS = 32, 32
+BUSY = {"alone": 0, "beside 1": 1, "beside 2": 2}
+QUOTA = "1 of 2 CPUs"
+GOAL = 0.9
+_PERIOD = 100_000
+_V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+_LOOP = "import os; os.nice({nice})\nwhile True: pass"
+
+
+@contextmanager
+def busy_processes(count: int, nice: int) -> Iterator[None]:
+    """So many processes that never rest."""
+    command = [sys.executable, "-c", _LOOP.format(nice=nice)]
+    others = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@contextmanager
+def quota_of_one_cpu() -> Iterator[None]:
+    """Inside, this process and those that it starts share one CPU. `OSError`: not allowed here."""
+    is_v1 = (_V1 / "cpu.cfs_quota_us").exists()
+    root = _V1 if is_v1 else _V2
+    paths = dict(
+        (controllers, path)
+        for _, controllers, path in (
+            line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()
+        )
+    )
+    named = next((path for name, path in paths.items() if "cpu" in name.split(",")), "/")
+    before = root / (named if is_v1 else paths.get("", "/")).lstrip("/")
+    group = before / f"pyengine-busy-{os.getpid()}"
+    group.mkdir()
+    try:
+        if is_v1:
+            (group / "cpu.cfs_period_us").write_text(str(_PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(_PERIOD))
+        else:
+            (group / "cpu.max").write_text(f"{_PERIOD} {_PERIOD}")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (before / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def prompts(random: Random, count: int) -> list[list[int]]:
+    """Random tokens."""
+    return [[random.randrange(3, 49_000) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def measure(names: list[str], rounds: int, missing: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Seconds of each round, for each number of rows and engine that comes up."""
+    found: dict[str, dict[str, Any]] = {str(rows): {} for rows in ROWS}
+    with ExitStack() as stack:
+        caches = Path(stack.enter_context(TemporaryDirectory()))
+        engines = []
+        for name in names:
+            try:
+                engine = Engine(name, "float32", caches)
+            except RuntimeError as error:
+                missing[name] = str(error)
+                continue
+            stack.callback(engine.close)
+            engines.append(engine)
+        for rows in ROWS:
+            random = Random(rows)
+            for turn in range(-1, rounds):  # -1: to get warm
+                some = prompts(random, rows)
+                for engine in engines:
+                    taken = engine.generate(Asked(some, TOKENS if turn >= 0 else 4))["seconds"]
+                    if turn >= 0:
+                        found[str(rows)].setdefault(engine.name, []).append(taken)
+                    say(f"{rows} rows: {engine.name} {taken:.2f} s")
+                engines = engines[1:] + engines[:1]
+    return found
+
+
+def rate(columns: dict[str, Any], column: str, rows: int, engine: str) -> float | None:
+    """Tokens per second."""
+    seconds = columns.get(column, {}).get(str(rows), {}).get(engine)
+    return rows * TOKENS / median(seconds) if seconds else None
+
+
+def tables(content: dict[str, Any]) -> Iterator[str]:
+    """Tokens per second and the goal, in markdown."""
+    columns = content["seconds"]
+    counts = {
+        len(seconds)
+        for each in columns.values()
+        for engines in each.values()
+        for seconds in engines.values()
+    }
+    yield heading(content["machine"], counts)
+    yield f"\n| tokens per second, nice {content['nice']} | {' | '.join(columns)} |"
+    yield "|---|" + "---:|" * len(columns)
+    for rows in ROWS:
+        for engine in ENGINES:
+            rates = [rate(columns, column, rows, engine) for column in columns]
+            if any(rates):
+                cells = [f"{one:.1f}" if one else "" for one in rates]
+                yield f"| {rows} rows, {engine} | {' | '.join(cells)} |"
+        ratios = []
+        for column in columns:
+            ours = rate(columns, column, rows, OURS)
+            others = [rate(columns, column, rows, one) for one in ENGINES if one != OURS]
+            best = max(filter(None, others), default=None)
+            met = ours and best and ours / best
+            ratios.append(f"{met:.2f}{'' if met >= GOAL else ' (missed)'}" if met else "")
+        yield f"| {rows} rows, against the best other | {' | '.join(ratios)} |"
+    for name, why in content["missing"].items():
+        yield f"\nNot measured: {name}: {why}"
+
+
+def main() -> None:
+    """Measure column by column, or show."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", default=",".join(ENGINES), help="names, with commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--nice", type=int, default=19, help="of the busy processes")
+    parser.add_argument("--show", action="store_true", help="the tables of the last run")
+    asked = parser.parse_args()
+    names = asked.engines.split(",")
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"no such engines: {', '.join(sorted(unknown))}")
+    path = results_file(results_name("busy"))
+    if not asked.show:
+        missing: dict[str, str] = {}
+        content: dict[str, Any] = {
+            "machine": machine(),
+            "libraries": libraries(),
+            "nice": asked.nice,
+            "seconds": {},
+            "missing": missing,
+        }
+        for column, count in BUSY.items():
+            say(column)
+            with busy_processes(count, asked.nice):
+                content["seconds"][column] = measure(names, asked.rounds, missing)
+            path.write_text(json.dumps(content, indent=1) + "\n")
+        say(QUOTA)
+        try:
+            with quota_of_one_cpu():
+                content["seconds"][QUOTA] = measure(names, asked.rounds, missing)
+        except OSError as error:
+            missing[QUOTA] = str(error)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    print("\n".join(tables(json.loads(path.read_text()))))
+
+
+if __name__ == "__main__":
+    main()
