@@ -22,7 +22,7 @@ mod index;
 #[path = "contents/nearest.rs"]
 mod nearest;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, TryReserveError};
 use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -171,6 +171,11 @@ impl Contents {
             hashed: 0,
             collisions: 0,
         }
+    }
+
+    /// Contents will be named: takes the memory for that now.
+    pub(crate) fn prepare_names(&mut self) -> Result<(), TryReserveError> {
+        self.named.prepare()
     }
 
     /// Bytes per block of the pool.

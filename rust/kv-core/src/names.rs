@@ -6,7 +6,7 @@
 //! searches cannot be foreseen, and each costs more than the search. Two names that look alike count as
 //! equal, once in 2^32 comparisons: that costs a name, no more.
 
-use std::collections::HashSet;
+use std::collections::{HashSet, TryReserveError};
 
 /// Marks of names, 0 where there is none: a line of the cache.
 type Line = [u32; 16];
@@ -16,8 +16,7 @@ const USUAL: usize = 4;
 
 /// A set of names.
 pub(crate) struct Names {
-    /// A power of two of them from `first` on, or none before the first name. Zeroes, of which the system gives
-    /// a page when it is first written to: whoever adds the first name does not wait for all of them.
+    /// A power of two of them from `first` on, or none yet.
     words: Vec<u32>,
     first: usize,
     /// Lines and marks of names for which there was no room.
@@ -90,22 +89,27 @@ impl Names {
         self.words[self.first..].as_chunks().0
     }
 
+    /// Takes the memory for as many names as are usual, and writes to all of it: the system gives pages of up to
+    /// 2 MiB, and clears each, when they are first written to. Without this the first name waits for it.
     #[cold]
-    fn allocate(&mut self) {
+    pub(crate) fn prepare(&mut self) -> Result<(), TryReserveError> {
         let (count, words) = (
             (self.usual_len / USUAL).next_power_of_two(),
             size_of::<Line>() / 4,
         );
         // One line more, of which a part lies before the first and the rest after the last.
-        self.words = vec![0; (count + 1) * words - 1];
+        let length = (count + 1) * words - 1;
+        self.words.try_reserve_exact(length)?;
+        self.words.resize(length, 0);
         self.first = self.words.as_ptr().align_offset(size_of::<Line>());
         self.words.truncate(self.first + count * words);
+        Ok(())
     }
 
     /// Adds the leading names that are not there; how many these are.
     pub(crate) fn add_leading(&mut self, names: &[u128]) -> usize {
         if self.words.is_empty() {
-            self.allocate();
+            self.prepare().expect("memory for the set of names");
         }
         self.touch(names);
         let (lines, _) = self.words[self.first..].as_chunks_mut::<16>();

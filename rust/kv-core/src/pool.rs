@@ -90,11 +90,16 @@ impl Pool {
         let (mut joining, ids) = (queue.joining(), (0..num_blocks).map(BlockId::new));
         ids.rev().for_each(|block| joining.push(block));
         joining.end();
+        let policy = Policy::new(config.eviction, num_blocks);
+        let mut contents = Contents::new(num_blocks, block_size, config.groups.len(), hasher);
+        if config.events || policy.remembers() {
+            contents.prepare_names()?;
+        }
         Ok(Self {
             queue,
             held,
-            policy: Policy::new(config.eviction, num_blocks),
-            contents: Contents::new(num_blocks, block_size, config.groups.len(), hasher),
+            policy,
+            contents,
             shared,
             active: 0,
             open: OpenSteps::default(),
