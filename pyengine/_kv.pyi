@@ -5,7 +5,7 @@
 from collections.abc import Sequence as ListLike
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,11 @@ __all__ = [
 
 __version__: str
 
-_Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer
+class _Tensor(Protocol):
+    def __dlpack__(self) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+_Array: TypeAlias = npt.NDArray[np.integer[Any]] | Buffer | _Tensor
 _Floats: TypeAlias = npt.NDArray[np.float32] | Buffer
 _Norm: TypeAlias = tuple[_Floats, _Floats, float, float]
 _Rotation: TypeAlias = tuple[_Floats, _Floats, int, bool, int, _Norm | None]

@@ -4,11 +4,12 @@ use std::ops::RangeInclusive;
 use std::sync::Mutex;
 
 use kv_core::{IntArray, StepArrays, TableRows};
-use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
+use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
 use crate::cells::{cells, is_swapped};
 use crate::errors::{BufferError, no_buffer};
+use crate::exported::buffer_of;
 
 pub(crate) enum IntBuffer {
     I32(PyBuffer<i32>),
@@ -23,7 +24,7 @@ impl IntBuffer {
     ) -> PyResult<Self> {
         let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
         let buffer =
-            PyUntypedBuffer::get(object).map_err(|error| no_buffer(object.py(), name, error))?;
+            buffer_of(object).map_err(|error| no_buffer(object.py(), name, error.into()))?;
         if buffer.readonly() {
             return Err(refuse("is read-only".into()));
         }
@@ -72,7 +73,8 @@ impl IntBuffer {
 
 /// The arrays that `StepPlan.fill` writes: one set per runner, made once.
 ///
-/// Each is a writable, C-contiguous int32 or int64 array (NumPy, or anything with a buffer). With T
+/// Each is a writable, C-contiguous int32 or int64 array (NumPy, anything with a buffer, or a tensor in the
+/// memory of the CPU that speaks DLPack, as torch's do). With T
 /// tokens, B sequences and S sampling rows in the largest step: `input_ids [T]`, `positions [T]`,
 /// `slot_mapping [T]` (block * block_size + offset; -1: the KV is there already),
 /// `query_start_loc [B + 1]`, `seq_lens [B]`, `block_tables [B, W]`, `logits_indices [S]`.

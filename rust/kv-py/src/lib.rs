@@ -9,6 +9,7 @@ mod buffers;
 mod cells;
 mod errors;
 mod events;
+mod exported;
 mod holders;
 mod items;
 mod lease;

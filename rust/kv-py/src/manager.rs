@@ -119,7 +119,8 @@ impl BlockManager {
 
     /// A new sequence of at least one token; it holds no block until it is planned.
     ///
-    /// `tokens`: a list of ints or a one-dimensional integer buffer. `namespace` separates everything
+    /// `tokens`: a list of ints, a one-dimensional integer buffer, or such a tensor in the memory of the CPU
+    /// (DLPack). `namespace` separates everything
     /// under it: nothing is shared across namespaces. With `read_cache=False` every token gets
     /// computed, for those who want the logits of all prompt tokens. Dropping the object frees the
     /// sequence. Raises `TokenError`.

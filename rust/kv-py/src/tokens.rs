@@ -1,12 +1,15 @@
 //! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
 
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
-use pyo3::exceptions::{PyBufferError, PyNotImplementedError, PyTypeError, PyValueError};
+use pyo3::exceptions::{
+    PyBufferError, PyException, PyNotImplementedError, PyTypeError, PyValueError,
+};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList};
 
 use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
+use crate::exported::{NoBuffer, buffer_of};
 use crate::items::{items, reserved};
 use crate::lists::leading_ints;
 use crate::numbers::{in_words, not_an_int};
@@ -24,17 +27,20 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
         return from_list(list);
     }
     let py = object.py();
-    match PyUntypedBuffer::get(object) {
+    match buffer_of(object) {
         Ok(buffer) => {
             if let Some(tokens) = from_buffer(py, &buffer)? {
                 return Ok(tokens);
             }
         }
-        Err(error)
+        Err(NoBuffer::Protocol(error))
             if error.is_instance_of::<PyTypeError>(py)
                 || error.is_instance_of::<PyBufferError>(py)
                 || error.is_instance_of::<PyValueError>(py) => {} // no buffer, or none of numbers
-        Err(error) => return Err(error),
+        Err(NoBuffer::DlPack(error)) if error.is_instance_of::<PyException>(py) => {
+            return Err(unreadable_tensor(object, error));
+        }
+        Err(error) => return Err(error.into()),
     }
     items(object, MOST, too_many, token_id).map_err(|error| unreadable(object, error))
 }
@@ -94,6 +100,17 @@ fn unreadable(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
     } else {
         return error;
     };
+    refused.set_cause(py, Some(error));
+    refused
+}
+
+/// A tensor whose memory cannot be had.
+fn unreadable_tensor(object: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let py = object.py();
+    let refused = TokenError::new_err(format!(
+        "token ids in this tensor cannot be read ({}): give them as integers in the memory of the CPU",
+        error.value(py)
+    ));
     refused.set_cause(py, Some(error));
     refused
 }

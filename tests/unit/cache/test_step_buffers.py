@@ -283,3 +283,21 @@ def test_a_token_that_does_not_fit_the_array() -> None:
     with pytest.raises(BufferError, match=f"input_ids.*{2**32 - 1}"):
         plan.fill(StepBuffers(**narrow))
     assert all((array_ == FILLER).all() for array_ in narrow.values())
+
+
+def test_tensors_of_torch_are_filled_in_place() -> None:
+    torch = pytest.importorskip("torch")
+    manager = BlockManager(12, BLOCK)
+    plan, _ = mixed_step(manager)
+    arrays = step_arrays(filler=FILLER)
+    tensors = {name: torch.full(array.shape, FILLER) for name, array in arrays.items()}
+    plan.fill(StepBuffers(**arrays))
+    plan.fill(StepBuffers(**tensors))
+    for name, tensor in tensors.items():
+        assert tensor.tolist() == arrays[name].tolist(), name
+    wrong = {**tensors, "seq_lens": tensors["seq_lens"].to(torch.bfloat16)}
+    with pytest.raises(BufferError, match="seq_lens"):
+        StepBuffers(**wrong)
+    strided = {**tensors, "positions": torch.zeros(64, dtype=torch.int64)[::2]}
+    with pytest.raises(BufferError, match="positions is not contiguous"):
+        StepBuffers(**strided)

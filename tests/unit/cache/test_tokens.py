@@ -4,6 +4,7 @@ import array
 import ctypes
 import sys
 from collections.abc import Iterator
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -188,13 +189,13 @@ def test_things_that_are_no_list_of_ints(manager: BlockManager, tokens: Any, nam
 def test_tensors_that_are_no_list_of_ints(manager: BlockManager) -> None:
     torch = pytest.importorskip("torch")
     refused(manager, torch.tensor([1, -2]), "-2", "position 1")
-    refused(manager, torch.tensor([1.0]), "position 0")
-    refused(manager, torch.tensor([[1, 2], [3, 4]]), "position 0")
+    refused(manager, torch.tensor([1.0]), "integers", '"f"')
+    refused(manager, torch.tensor([[1, 2], [3, 4]]), "one-dimensional", "2 dimensions")
 
 
 def test_a_tensor_of_one_column_is_two_dimensional(manager: BlockManager) -> None:
     torch = pytest.importorskip("torch")
-    refused(manager, torch.tensor([[1], [2]]), "position 0")
+    refused(manager, torch.tensor([[1], [2]]), "one-dimensional", "2 dimensions")
 
 
 @pytest.mark.parametrize("empty", [[], (), np.array([], int), b"", array.array("B")])
@@ -215,3 +216,61 @@ def test_errors_of_the_iterator_come_through(manager: BlockManager) -> None:
 
     with unchanged(manager), pytest.raises(KeyError, match="mine"):
         manager.sequence(broken())  # type: ignore[arg-type]
+
+
+# ---- tensors
+
+
+class Tensor:
+    """Speaks DLPack and nothing else, as a tensor of a library that is not imported."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **settings: Any) -> Any:
+        return self.array.__dlpack__(**settings)
+
+    def __dlpack_device__(self) -> tuple[Any, Any]:
+        return self.array.__dlpack_device__()
+
+
+class Elsewhere(Tensor):
+    """On a device that NumPy cannot read."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **settings: Any) -> Any:
+        raise BufferError("the memory of another device")
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_tensors_are_read_by_dlpack(manager: BlockManager, kind: Any) -> None:
+    assert manager.sequence(Tensor(np.array(TOKENS, kind))).tokens() == TOKENS
+    assert manager.sequence(Tensor(np.array([9, *TOKENS, 9] * 2, kind)[1:5])).tokens() == TOKENS
+    assert manager.match_prefix(Tensor(np.array(TOKENS, kind))).num_tokens == 0
+
+
+def test_tensors_that_are_no_token_ids(manager: BlockManager) -> None:
+    refused(manager, Tensor(np.array([1.5])), "integers", '"d"')
+    refused(manager, Tensor(np.zeros((2, 2), np.int64)), "one-dimensional", 2)
+    refused(manager, Tensor(np.array([1, -3])), "token id -3 at position 1")
+    refused(manager, Elsewhere(np.array([1])), "memory of another device", "CPU")
+
+
+def test_tensors_of_torch_cost_what_arrays_cost(manager: BlockManager) -> None:
+    torch = pytest.importorskip("torch")
+    array = np.arange(100_000)
+    tensor = torch.from_numpy(array)
+    assert manager.sequence(tensor).tokens() == array.tolist()
+    refused(manager, tensor.to(torch.bfloat16), "cannot be read")
+
+    def least(tokens: Any) -> float:
+        times = []
+        for _ in range(20):
+            start = perf_counter()
+            manager.sequence(tokens)
+            times.append(perf_counter() - start)
+        return min(times)
+
+    assert least(tensor) < 10 * least(array)

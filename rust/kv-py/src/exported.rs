@@ -1,0 +1,42 @@
+//! Memory that an object lends: by the buffer protocol, or else by DLPack, as torch's tensors do.
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+/// Why there is none.
+pub(crate) enum NoBuffer {
+    /// What the buffer protocol says.
+    Protocol(PyErr),
+    /// What DLPack says of a tensor: memory on another device, or elements that NumPy does not know.
+    DlPack(PyErr),
+}
+
+impl From<NoBuffer> for PyErr {
+    fn from(error: NoBuffer) -> Self {
+        let (NoBuffer::Protocol(error) | NoBuffer::DlPack(error)) = error;
+        error
+    }
+}
+
+/// An object's buffer. One that has none and speaks DLPack is wrapped in an array of NumPy, which shares its
+/// memory: no library of tensors is imported for it.
+pub(crate) fn buffer_of(object: &Bound<'_, PyAny>) -> Result<PyUntypedBuffer, NoBuffer> {
+    let py = object.py();
+    let error = match PyUntypedBuffer::get(object) {
+        Ok(buffer) => return Ok(buffer),
+        Err(error) => error,
+    };
+    let is_tensor = error.is_instance_of::<PyTypeError>(py)
+        && object.hasattr(intern!(py, "__dlpack__")).unwrap_or(false);
+    if !is_tensor {
+        return Err(NoBuffer::Protocol(error));
+    }
+    static FROM_DLPACK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let from_dlpack = FROM_DLPACK.import(py, "numpy", "from_dlpack");
+    let array = from_dlpack.and_then(|from_dlpack| from_dlpack.call1((object,)));
+    let buffer = array.and_then(|array| PyUntypedBuffer::get(&array));
+    buffer.map_err(NoBuffer::DlPack)
+}
