@@ -115,7 +115,7 @@ impl StepPlan {
     /// `reserve=None`: the blocks of this step's tokens must be there. `reserve=n`: those of all its
     /// known tokens must be there with `n` to spare (only this step's are taken): admission. `replay=n`
     /// computes the last `n` cached tokens again, all in this step, and writes none of them (slot -1).
-    /// Raises `PlanError` if fewer were found.
+    /// Where fewer were found, all of those.
     #[pyo3(signature = (sequence, max_tokens, *, reserve = None, replay = None))]
     fn prefill(
         &self,

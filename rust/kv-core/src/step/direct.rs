@@ -29,9 +29,6 @@ pub enum Extend {
     },
 }
 
-/// The step that computes what is published: none that is ever open.
-const NO_STEP: u32 = 0;
-
 impl State {
     /// Goes on from a block boundary with what is cached; how many tokens that are.
     pub(crate) fn adopt(&mut self, key: SeqKey) -> Result<usize, Error> {
@@ -163,7 +160,8 @@ impl Steps {
             stats.prompt_tokens += num_tokens.min(left) as u64;
         }
         let mut redirects = Vec::new();
-        self.register_full(state, key.slot, NO_STEP, &mut redirects);
+        let step = self.last_closed();
+        self.register_full(state, key.slot, step, &mut redirects);
         state.slide(key.slot);
         Ok(redirects)
     }

@@ -72,6 +72,15 @@ impl Steps {
         self.made
     }
 
+    /// The step before the oldest open one, by which what is published counts as computed: its KV is there.
+    fn last_closed(&self) -> u32 {
+        let oldest = self
+            .open
+            .first()
+            .map_or(self.made + 1, |plan| plan.key.serial);
+        (oldest - 1) as u32
+    }
+
     pub(crate) fn begin(
         &mut self,
         state: &mut State,

@@ -1,8 +1,8 @@
 //! The whole pool in one call: the same as block by block, and the tree.
 
-use kv_core::{Branch, Survey};
+use kv_core::{BlockManager, Branch, Survey};
 
-use super::tools::{computed, manager, prompt, sequence};
+use super::tools::{PLENTY, begin, computed, manager, prompt, sequence, table};
 
 #[test]
 fn a_survey_shows_every_block_and_the_tree() {
@@ -64,4 +64,34 @@ fn a_survey_says_whose_namespace_it_is_and_changes_nothing() {
     assert_eq!(m.survey(), survey);
     assert_eq!(m.check(), Ok(()));
     drop((ours, theirs));
+}
+
+/// What is published is as old as what the last step has computed, beside an open step, too.
+#[test]
+fn published_blocks_have_an_age() {
+    let mut m = manager(16);
+    for name in 0..5 {
+        drop(computed(&mut m, vec![100 + name; 4]));
+    }
+    let publish = |m: &mut BlockManager, token| {
+        let seq = sequence(m, vec![token; 5]);
+        m.extend(seq.key(), 4).expect("not in a plan");
+        m.publish(seq.key(), 4, &[]).expect("extended");
+        let block = table(m, &seq, 0)[0].expect("it has one");
+        (seq, block as usize)
+    };
+    let (_first, block) = publish(&mut m, 200);
+    assert_eq!(m.survey().ages[block], 0);
+    drop(computed(&mut m, vec![300; 4]));
+    assert_eq!(m.survey().ages[block], 1);
+    let plan = begin(&mut m, PLENTY);
+    let (_second, block) = publish(&mut m, 400);
+    assert_eq!(m.survey().ages[block], 1);
+    assert_eq!(
+        m.match_prefix(&[400; 4], b"")
+            .map(|lease| lease.num_blocks()),
+        Ok(1)
+    );
+    m.rollback(plan.key()).expect("the newest");
+    m.check().expect("sound");
 }
