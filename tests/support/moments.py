@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-from tests.support.soak import soak_only
-
 
 class Moment:
     """The `number`-th line that is run in `codes`, in this thread: there `act` is called, once."""
@@ -37,14 +35,8 @@ class Moment:
             sys.settrace(before)
 
 
-STRIDES = [4, *soak_only([1])]
-"""The distance between the lines that have a moment."""
-
-
-def moments(
-    codes: Collection[CodeType], act: Callable[[], object], stride: int = 1
-) -> Iterator[Moment]:
-    """One at every `stride`-th line, until one has not come."""
+def moments(codes: Collection[CodeType], act: Callable[[], object]) -> Iterator[Moment]:
+    """One after the other, until one has not come."""
     number = 0
     while True:
         moment = Moment(number, codes, act)
@@ -52,7 +44,7 @@ def moments(
         if not moment.has_come:
             assert number > 0, "none of it was run"
             return
-        number += stride
+        number += 1
 
 
 def interrupt() -> None:

@@ -14,7 +14,7 @@ from pyengine.engine import Prompt, RequestState
 from pyengine.engine.shared import SharedEngine, _Turn
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
 from tests.support.fake_runner import Fault, continued
-from tests.support.moments import STRIDES, Moment, interrupt, moments
+from tests.support.moments import Moment, interrupt, moments
 
 _NAMES = count()
 
@@ -31,8 +31,7 @@ def request(
     return state, sink
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure(stride: int) -> None:
+def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None:
     late: list[tuple[RequestState, Sink]] = []
 
     def submit() -> None:
@@ -42,7 +41,7 @@ def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure(stride: i
     codes = {SharedEngine._fail_all.__code__}
     bench = make_bench()
     shared = SharedEngine(bench.engine)
-    for moment in moments(codes, submit, stride):
+    for moment in moments(codes, submit):
         bench = make_bench()
         shared = SharedEngine(bench.engine)
         states = [request(bench, [at]) for at in range(3)]
@@ -123,10 +122,7 @@ def test_readers_of_one_call_have_one_exception() -> None:
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stops(
-    stride: int,
-) -> None:
+def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stops() -> None:
     """At whatever moment: nobody has to come by for the blocks to be free."""
     bench = make_bench()
     codes = {SharedEngine.run_until.__code__, SharedEngine.settle.__code__}
@@ -136,7 +132,7 @@ def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stop
         shared.abort(left)
 
     shared = SharedEngine(bench.engine)
-    for moment in moments(codes, give_up, stride):
+    for moment in moments(codes, give_up):
         bench = make_bench(max_model_len=200)
         shared = SharedEngine(bench.engine)
         (stays, sink), (goes, _) = request(bench, [1]), request(bench, [2], LONG)
@@ -150,8 +146,7 @@ def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stop
             bench.assert_all_free()
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them(stride: int) -> None:
+def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them() -> None:
     """Whoever comes next takes them in, and nobody is told that his own id is in use."""
     bench = make_bench()
     codes = {
@@ -160,7 +155,7 @@ def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them(stride: i
         type(bench.engine).add.__code__,
         type(bench.scheduler).add.__code__,
     }
-    for moment in moments(codes, interrupt, stride):
+    for moment in moments(codes, interrupt):
         bench = make_bench()
         shared = SharedEngine(bench.engine)
         states = [request(bench, [at]) for at in range(3)]
