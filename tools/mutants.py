@@ -23,6 +23,7 @@ CHILDREN = 2
 
 _SCHEDULER = ("tests/unit/scheduler",)
 TESTS: dict[str, tuple[str, ...]] = {
+    "pyengine/scheduler/reuse.py": _SCHEDULER,
     "pyengine/scheduler/scheduler.py": _SCHEDULER,
     "pyengine/scheduler/step.py": _SCHEDULER,
     "pyengine/scheduler/waiting.py": _SCHEDULER,
@@ -35,7 +36,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/test_recovery.py",
         "tests/unit/engine/test_device_errors.py",
     ),
-    "pyengine/server/auth.py": ("tests/unit/server/test_guards.py",),
+    "pyengine/server/auth.py": (
+        "tests/unit/server/test_guards.py",
+        "tests/unit/server/test_keys.py",
+    ),
 }
 """The files that are mutated, and the tests that should notice."""
 
