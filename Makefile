@@ -36,7 +36,7 @@ FILE ?=
 
 # How much `make test-aarch64` tries: the processor is emulated.
 AARCH64_CASES ?= 6
-AARCH64_OPS ?= 20000
+AARCH64_OPS ?= 5000
 
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
