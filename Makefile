@@ -41,7 +41,7 @@ AARCH64_OPS ?= 5000
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 check wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 check wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -134,6 +134,9 @@ gpu-bench: $(ENGINE) $(BUILT) ## how fast is the GPU path? five minutes; DEVICE=
 
 bench-rust: ## how long the hot operations take in Rust, with criterion; BENCH=decode for some of them
 	cargo bench -p kv-bench -- $(BENCH)
+
+bench-worst: ## the slowest of each call in a million steps beside the median; BENCH='BLOCKS STEPS ROUNDS'
+	cargo run --release -p kv-bench --bin worst -- $(BENCH)
 
 guard: valgrind ## the hot operations take no more instructions than they did; needs valgrind
 	$(PYTHON) benches/guard.py
