@@ -60,7 +60,7 @@ def check_settings(settings: Any) -> None:
     for one in dataclasses.fields(settings):
         value = getattr(settings, one.name)
         env = option_of(one).env
-        if env is not None and value == one.default:
+        if env is not None and isinstance(value, tuple) and value == one.default:
             value = tuple(os.environ.get(env, "").split())
         object.__setattr__(settings, one.name, _checked(one, value))
 

@@ -105,6 +105,7 @@ class Hammer:
         dropped = planned and rng.random() < 0.1
         if dropped:
             sequence.free()
+        plan.copies()
         plan.commit([rng.randrange(2)] * plan.num_samples)
         return "dropped" if dropped else "planned" if planned else "empty"
 

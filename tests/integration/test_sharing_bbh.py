@@ -54,6 +54,7 @@ def run(prompts: list[Tokens], *, in_flight_sharing: bool) -> Stats:
         scheduler.add(Job(Request(request_id=str(number), prompt_token_ids=tokens)))
     while (step := scheduler.schedule()) is not None:
         sampling = step.sampling_jobs
+        step.plan.copies()
         scheduler.commit(step, [0] * len(sampling))
         scheduler.finish(sampling)
     manager.check()

@@ -22,6 +22,7 @@ def run(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> int
     sequence = manager.sequence(tokens, namespace=namespace)
     plan = manager.begin_step(MANY)
     cached: int = plan.prefill(sequence, MANY).num_cached_tokens  # type: ignore[union-attr]
+    plan.copies()
     plan.commit([0])
     sequence.free()
     return cached

@@ -146,8 +146,8 @@ def _stand_in_serves(name: str, config: Any, specs: Sequence[KVCacheSpec]) -> bo
 @torch.inference_mode()
 def test_products_give_the_strides_that_their_fakes_promise(lead: tuple[int, ...]) -> None:
     gate, up = (PackedLinear(nn.Linear(32, 48)) for _ in range(2))
-    numbers, _ = digits(torch.randn(6, 32))
     products = Int8Linear(nn.Linear(32, 48))
+    numbers, _ = digits(torch.randn(6, 32), products.encoding)
     for rows in (
         torch.randn(*lead, 32),
         torch.randn(*lead, 64)[..., ::2],

@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         plan.decode([sequence])
         plan.prefill(fork, 8)
         plan.cancel(fork)
+        plan.copies()
         plan.commit([1])
         del fork, lease
     manager.stop_recording()

@@ -73,7 +73,7 @@ def test_decode_steps_in_graphs_are_compiled_where_that_can_be_had(
     populated: list[bool] = []
 
     def built() -> Any:
-        return builder._runner(EngineSettings(compile=asked), fake, fake, fake, fake)
+        return builder._runner(EngineSettings(compile=asked), fake, fake, fake, fake, fake)
 
     if asked and not can:
         with pytest.raises(ConfigurationError, match="torch cannot"):
