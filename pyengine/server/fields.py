@@ -272,7 +272,9 @@ _FORM = (
 _SERVICE = (
     _honoured("request_id", "comes back as x-request-id, as that header does; need not be unique"),
     _honoured("cache_salt", "only prompts with the same one share cached blocks"),
-    _honoured("priority", "smaller ones are served first"),
+    _honoured(
+        "priority", "smaller ones are served first; as far from 0 as `--max-priority` allows (0)"
+    ),
     _ignored("service_tier", "there is one tier; the answer is the same"),
     _ignored("store", "answers are not stored, and none can be fetched later"),
     _ignored("metadata", "answers are not stored"),
