@@ -112,6 +112,7 @@ class Storm:
             "decode": lambda: handle("plan", rng).decode([handle("sequence", rng)]),
             "prefill": lambda: handle("plan", rng).prefill(handle("sequence", rng), count),
             "fill": lambda: handle("plan", rng).fill(buffers),
+            "copies": lambda: handle("plan", rng).copies(),
             "commit": lambda: handle("plan", rng).commit([1] * handle("plan", rng).num_samples),
             "commit tokens": lambda: handle("plan", rng).commit(self.tokens(rng)),
             "rollback": lambda: handle("plan", rng).rollback(),
