@@ -169,6 +169,11 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         most, vocab_size = limits.rows_per_seq - 1, facts.vocab_size
         speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
         engine.speculate(speculator, heads)
+    is_alone = team is None and executor.depth == 1
+    threads = replace(
+        threads,
+        adapts=threads.adapts and is_alone and _any_threads_agree(settings, choice, products),
+    )
     params = default_params(settings, loaded)
     description = {
         **_about_model(loaded, settings),
@@ -422,6 +427,15 @@ def _about_model(loaded: LoadedModel, settings: EngineSettings) -> dict[str, obj
         "quantization": settings.quantization or "none",
         "tensor_parallel_size": settings.tensor_parallel_size,
     }
+
+
+def _any_threads_agree(settings: EngineSettings, choice: Choice, products: ProductChooser) -> bool:
+    """True if a step gives the same bits with any number of threads, and can use fewer.
+
+    MKL's products and torch's attention depend on it. What the compiler makes has a fixed number.
+    """
+    is_ours = settings.quantization is not None or "torch" not in products.in_use
+    return is_ours and choice.backend == "cpu" and not settings.compile
 
 
 def _about_linears(settings: EngineSettings, products: ProductChooser) -> dict[str, object]:

@@ -17,7 +17,7 @@ from pyengine.core.errors import ConfigurationError, EngineDeadError, copy_error
 from pyengine.core.frame_room import with_frame_room
 from pyengine.engine.engine import Engine, EngineStats, StepResult
 from pyengine.engine.request import RequestState
-from pyengine.engine.threads import ComputeThreads, StepWatch, compute_threads
+from pyengine.engine.threads import ComputeThreads, StepWatch, ThreadGovernor, compute_threads
 
 T = TypeVar("T")
 
@@ -59,6 +59,7 @@ class SharedEngine:
     def __init__(self, engine: Engine, threads: ComputeThreads | None = None) -> None:
         self._engine = engine
         self._threads = threads or compute_threads(None)
+        self._governor = ThreadGovernor(self._threads)
         self._watch = StepWatch(self._threads)
         self._owner = os.getpid()
         self._turn = _Turn()
@@ -139,12 +140,14 @@ class SharedEngine:
         try:
             self._read_inbox()
             self._watch.begin()
-            with self._threads.used():
+            self._governor.begin()
+            with self._threads.used(self._governor.count):
                 return self._engine.step()
         except Exception as error:
             self._fail_all(error)
             raise
         finally:
+            self._governor.end()
             self._watch.end()
 
     @with_frame_room

@@ -25,8 +25,15 @@ _MANY_TIMES = 3
 """How many times its processor time a step may take."""
 _MOST_WAITING = 0.5
 """Share of the time that threads may wait for a processor, all of them together."""
+_TRIAL = 0.5
+"""Seconds of steps after which the number of threads may change."""
+_CROWDED = 0.25
+"""Share of the time that threads wait for a processor, beyond which one of them is too many."""
+_FIRST_PATIENCE, _LONGEST_PATIENCE = 2.0, 64.0
+"""Seconds after which a thread that was too many is tried again."""
 
 
+_OR_FEWER = "; fewer while other programs take them"
 _AS_IT_IS = nullcontext()
 
 
@@ -45,17 +52,20 @@ class ComputeThreads:
 
     count: int
     reason: str
+    adapts: bool = False
+    """True if steps may use fewer while other programs take the processors."""
 
-    def used(self) -> AbstractContextManager[None]:
+    def used(self, at_most: int | None = None) -> AbstractContextManager[None]:
         """Inside, torch computes with so many threads where this thread calls it."""
         before = torch.get_num_threads()
-        return _AS_IT_IS if before == self.count else _used(self.count, before)
+        count = self.count if at_most is None else min(self.count, at_most)
+        return _AS_IT_IS if before == count else _used(count, before)
 
     def describe(self) -> dict[str, object]:
         """For `describe()` and `pyengine info`."""
         return {
             "num_threads": self.count,
-            "num_threads_reason": self.reason,
+            "num_threads_reason": self.reason + (_OR_FEWER if self.adapts else ""),
             "openmp_wait": how_threads_wait(),
         }
 
@@ -73,9 +83,9 @@ def compute_threads(asked: int | None, num_processes: int = 1) -> ComputeThreads
     cpus = usable_cpus()
     share = max(1, cpus.count // num_processes)
     if by_torch < share:
-        return ComputeThreads(by_torch, "as many as torch uses")
+        return ComputeThreads(by_torch, "as many as torch uses", adapts=by_torch > 1)
     divided = f", divided by {num_processes} processes" if num_processes > 1 else ""
-    return ComputeThreads(share, cpus.reason + divided)
+    return ComputeThreads(share, cpus.reason + divided, adapts=share > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,63 @@ def _waiting_seconds() -> float:
             except (OSError, ValueError, IndexError):  # the thread has ended; another format
                 continue
     return nanoseconds / 1e9
+
+
+class ThreadGovernor:
+    """Chooses how many threads compute a step while other programs take the processors.
+
+    All threads of a step wait for the slowest one, hundreds of times. So a thread that shares its
+    processor slows all of them down: on two cores beside one busy process, steps with one thread
+    take half the time of steps with two. After half a second of steps whose threads waited for a
+    processor for a quarter of the time, one thread less computes. It is tried again after two
+    seconds, and twice as late each time that it fails.
+
+    The number of threads changes no result: oneDNN and the attention kernel give the same bits with
+    any. Where that is not so, `ComputeThreads.adapts` is false.
+    """
+
+    def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
+        self._threads = threads
+        self._now = now
+        self.count = threads.count
+        self._start: _Times | None = None
+        self._last_end = 0.0
+        self._is_trial = False
+        self._patience = _FIRST_PATIENCE
+        self._raise_at = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        if not self._threads.adapts:
+            return
+        if self._start is None or time.perf_counter() - self._last_end > _PAUSE:
+            self._start = self._now()
+
+    def end(self) -> None:
+        """A step has ended, well or not."""
+        if self._start is None:
+            return
+        self._last_end = time.perf_counter()
+        if self._last_end - self._start.clock >= _TRIAL:
+            start, self._start = self._start, self._now()
+            self._judge(self._start.clock, start, self._start)
+
+    def _judge(self, now: float, start: _Times, end: _Times) -> None:
+        is_crowded = end.waiting - start.waiting > _CROWDED * (end.clock - start.clock)
+        if is_crowded and self.count > 1:
+            if self._is_trial:
+                self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+            self._change(self.count - 1, is_trial=False)
+            self._raise_at = now + self._patience
+            return
+        if self._is_trial:  # it went well
+            self._is_trial, self._patience = False, _FIRST_PATIENCE
+        if self.count < self._threads.count and now >= self._raise_at:
+            self._change(self.count + 1, is_trial=True)
+
+    def _change(self, count: int, *, is_trial: bool) -> None:
+        _log.debug("steps are computed with %d threads (%d before)", count, self.count)
+        self.count, self._is_trial = count, is_trial
 
 
 class StepWatch:

@@ -114,15 +114,21 @@ class ProductChooser:
         choice = self._chosen[shape] = choose_product(shape, weights)
         return choice.product
 
+    @property
+    def in_use(self) -> list[Product]:
+        """The products of the layers that were chosen for so far."""
+        if self._fixed is not None:
+            return [self._fixed]
+        return sorted({choice.product for choice in self._chosen.values()}) or ["torch"]
+
     def describe(self) -> dict[str, object]:
         """The products in use and why, for `describe()` and `pyengine info`."""
         if self._fixed is not None:
             return {"linear_backend": self._fixed, "linear_reason": self._reason}
-        products = sorted({choice.product for choice in self._chosen.values()}) or ["torch"]
         parts = [f"{shape}: {choice.reason}" for shape, choice in self._chosen.items()]
         seconds = sum(choice.seconds for choice in self._chosen.values())
         return {
-            "linear_backend": " and ".join(products),
+            "linear_backend": " and ".join(self.in_use),
             "linear_reason": f"timed in {seconds:.2f} s: {'; '.join(parts)}",
         }
 

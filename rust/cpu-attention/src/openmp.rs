@@ -3,7 +3,7 @@
 //! Its threads stay awake for a while after each piece of work, in case there is more. A pool of our own
 //! would find the processors taken by them, and they would find them taken by it.
 
-use std::ffi::{c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_void};
 use std::path::Path;
 
 use libloading::Library;
@@ -12,28 +12,42 @@ use libloading::Library;
 type Parallel =
     unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void), *mut c_void, c_uint, c_uint);
 
+/// `omp_get_max_threads`: as many threads as the calling thread may compute with now.
+type MaxThreads = unsafe extern "C" fn() -> c_int;
+
 #[derive(Debug)]
 pub(crate) struct OpenMp {
     parallel: Parallel,
+    max_threads: MaxThreads,
     _library: Library,
 }
 
 impl OpenMp {
     /// The runtime in this file. One that is loaded already is the same one.
     pub(crate) fn load(path: &Path) -> Result<Self, libloading::Error> {
-        // SAFETY: an OpenMP runtime may be initialised at any time; the function has this type in both.
+        // SAFETY: an OpenMP runtime may be initialised at any time; the functions have these types in both.
         unsafe {
             let library = Library::new(path)?;
             let parallel = *library.get::<Parallel>(b"GOMP_parallel\0")?;
+            let max_threads = *library.get::<MaxThreads>(b"omp_get_max_threads\0")?;
             Ok(Self {
                 parallel,
+                max_threads,
                 _library: library,
             })
         }
     }
 
-    /// Calls `work` in so many threads, the caller's among them, and waits for all.
+    /// Calls `work` in so many threads, the caller's among them, and waits for all; in fewer where the caller
+    /// has told the runtime to use fewer (`omp_set_num_threads`).
     pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
+        // SAFETY: it has no arguments, and reads a setting of this thread.
+        let most = usize::try_from(unsafe { (self.max_threads)() }).unwrap_or(1);
+        let num_threads = num_threads.min(most);
+        if num_threads < 2 {
+            work();
+            return;
+        }
         /// A panic ends the process, as it may not cross the runtime.
         unsafe extern "C" fn call<F: Fn() + Sync>(work: *mut c_void) {
             // SAFETY: it is the `work` below, which outlives the team.

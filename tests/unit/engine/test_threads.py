@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,12 @@ from pyengine import LLM
 from pyengine.core.cpus import UsableCpus
 from pyengine.core.openmp import BRIEF_SPIN, openmp_runtime
 from pyengine.engine import threads
-from pyengine.engine.threads import ComputeThreads, StepWatch, compute_threads
+from pyengine.engine.threads import (
+    ComputeThreads,
+    StepWatch,
+    ThreadGovernor,
+    compute_threads,
+)
 from tests.support.threads import torch_threads
 from tests.unit.models.tiny import save_tiny_model
 
@@ -90,7 +96,9 @@ class Clocks:
         self.num_reads += 1
         return threads._Times(self.clock, self.processor, self.waiting)
 
-    def run(self, watch: StepWatch, steps: int, *, processor: float, waiting: float) -> None:
+    def run(
+        self, watch: StepWatch | ThreadGovernor, steps: int, *, processor: float, waiting: float
+    ) -> None:
         """Steps of a second each."""
         for _ in range(steps):
             watch.begin()
@@ -222,3 +230,66 @@ def test_an_engine_says_that_torch_was_imported_before() -> None:
     spin, wait = printed("import torch\nfrom pyengine import LLM" + _SPIN + _WAIT)
     assert spin == "None"
     assert "torch was imported before pyengine, without GOMP_SPINCOUNT" in wait
+
+
+def governed(clocks: Clocks, count: int = 2) -> ThreadGovernor:
+    return ThreadGovernor(ComputeThreads(count, "because", adapts=True), clocks.read)
+
+
+def test_threads_that_wait_for_processors_are_left_out_and_tried_again(clocks: Clocks) -> None:
+    governor, counts = governed(clocks, 4), []
+    for _ in range(60):  # two of four processors are taken
+        too_many = max(0, governor.count - 2)
+        clocks.run(governor, 1, processor=2, waiting=0.5 * too_many)
+        counts.append(governor.count)
+    assert counts[:2] == [3, 2]
+    trials = [at for at, (before, after) in enumerate(pairwise(counts)) if after > before]
+    assert len(trials) > 2 and set(counts) == {2, 3}
+    pauses = [later - earlier for earlier, later in pairwise(trials)]
+    assert pauses == sorted(pauses) and pauses[-1] > 2 * pauses[0]  # less and less often
+
+
+def test_all_threads_are_back_when_the_processors_are_free(clocks: Clocks) -> None:
+    governor = governed(clocks, 3)
+    clocks.run(governor, 40, processor=1, waiting=2)
+    assert governor.count == 1
+    clocks.run(governor, 70, processor=1, waiting=0)
+    assert governor.count == 3
+
+
+@pytest.mark.parametrize("waiting", [0, 0.2])
+def test_a_machine_that_is_ours_computes_with_all_threads(clocks: Clocks, waiting: float) -> None:
+    governor = governed(clocks)
+    clocks.run(governor, 40, processor=2, waiting=waiting)
+    assert governor.count == 2
+
+
+def test_threads_that_were_asked_for_stay(clocks: Clocks) -> None:
+    governor = ThreadGovernor(ComputeThreads(2, "asked for"), clocks.read)
+    clocks.run(governor, 40, processor=1, waiting=2)
+    assert governor.count == 2
+    assert clocks.num_reads == 0
+
+
+def test_the_kernel_uses_no_more_threads_than_the_caller_does() -> None:
+    """A step that leaves a thread out must not wait for it in attention."""
+    code = """
+import os, sys, torch, numpy as np
+from pyengine._kv import CpuAttention
+from pyengine.core.openmp import openmp_runtime
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+kernel = CpuAttention(2, str(openmp_runtime()))
+rows = np.ones((64, 4096), np.float32)
+torch.set_num_threads(1)
+before = tasks()
+kernel.rms_norm(rows, np.ones(4096, np.float32), np.empty_like(rows), 1e-6)
+alone = tasks() - before
+torch.set_num_threads(2)
+kernel.rms_norm(rows, np.ones(4096, np.float32), np.empty_like(rows), 1e-6)
+print(alone, tasks() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]
