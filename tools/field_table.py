@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pyengine.server.fields import field_tables
+from pyengine.server.schemas.fields import field_tables
 
 DOCUMENT = Path(__file__).parents[1] / "docs/request-fields.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->"

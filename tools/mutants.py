@@ -36,9 +36,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/test_recovery.py",
         "tests/unit/engine/test_device_errors.py",
     ),
-    "pyengine/server/auth.py": (
-        "tests/unit/server/test_guards.py",
-        "tests/unit/server/test_keys.py",
+    "pyengine/server/middleware/auth.py": (
+        "tests/unit/server/middleware/test_guards.py",
+        "tests/unit/server/middleware/test_keys.py",
     ),
 }
 """The files that are mutated, and the tests that should notice."""

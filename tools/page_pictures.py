@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from fastapi import FastAPI  # noqa: E402
 
 from pyengine import AsyncEngine, SamplingParams  # noqa: E402
-from pyengine.server.page import PoolWatch, page_router  # noqa: E402
+from pyengine.server.dashboard.page import PoolWatch, page_router  # noqa: E402
 from tests.support.browser import Served, browser, errors_of  # noqa: E402
 
 SYSTEM = (

@@ -45,7 +45,7 @@ def check_contents(wheel: Path) -> None:
     if strangers:
         raise SystemExit(f"{wheel.name} holds what does not belong there: {strangers}")
     wanted = ["pyengine/__init__.py", "pyengine/py.typed", "pyengine/_kv.pyi"]
-    wanted += ["pyengine/server/page/kv.html"]
+    wanted += ["pyengine/server/dashboard/kv.html"]
     missing = [name for name in wanted if name not in names]
     missing += ["a licence file"] * (not any("LICENSE" in n for n in names if n.startswith(info)))
     missing += ["the extension"] * (not any(n.startswith("pyengine/_kv.abi3") for n in names))

@@ -12,8 +12,8 @@ from pyengine.cluster.fleet import News
 from pyengine.cluster.messages import CacheKind, Load, ReplicaInfo
 from pyengine.core.settings import EngineSettings
 from pyengine.engine import AsyncEngine, RequestState, StepResult
+from pyengine.server.dashboard.page import PoolWatch
 from pyengine.server.metrics import EngineMetrics
-from pyengine.server.page import PoolWatch
 
 DEFAULT_HASH_SEED = 0
 

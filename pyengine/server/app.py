@@ -11,20 +11,20 @@ from fastapi.middleware.cors import CORSMiddleware
 from pyengine.core.distribution import package_version
 from pyengine.core.errors import PyEngineError
 from pyengine.core.server_settings import ServerSettings
-from pyengine.server import chat, completions, control, health, tokens
-from pyengine.server.auth import KeyGuard
 from pyengine.server.context import ServerContext
+from pyengine.server.engine_client import Observe, ServedEngine
 from pyengine.server.errors import handle_errors
-from pyengine.server.ignored import IGNORED_HEADER
-from pyengine.server.limits import BodyGuard, DrainGuard, HeaderGuard
+from pyengine.server.middleware.auth import KeyGuard
+from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
+from pyengine.server.middleware.origins import OriginGuard
+from pyengine.server.middleware.traffic import RefusalWatch
 from pyengine.server.observation import Observation
-from pyengine.server.origins import OriginGuard
-from pyengine.server.rendering import TokenizerThreads
-from pyengine.server.responses import ErrorResponse
-from pyengine.server.served import Observe, ServedEngine
-from pyengine.server.traffic import RefusalWatch
+from pyengine.server.routes import chat, completions, control, health, tokenize
+from pyengine.server.schemas.ignored import IGNORED_HEADER
+from pyengine.server.schemas.responses import ErrorResponse
+from pyengine.server.tokenizer_threads import TokenizerThreads
 
-_ROUTERS = (health.router, completions.router, chat.router, tokens.router, control.router)
+_ROUTERS = (health.router, completions.router, chat.router, tokenize.router, control.router)
 
 
 def create_app(

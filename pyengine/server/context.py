@@ -13,11 +13,11 @@ from fastapi import Depends, Request
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import RequestState
-from pyengine.server.auth import Caller, require_admin
+from pyengine.server.engine_client import ServedEngine, ServedStream
 from pyengine.server.errors import ApiError
-from pyengine.server.rendering import TokenizerThreads
-from pyengine.server.served import ServedEngine, ServedStream
-from pyengine.server.traffic import Traffic
+from pyengine.server.middleware.auth import Caller, require_admin
+from pyengine.server.middleware.traffic import Traffic
+from pyengine.server.tokenizer_threads import TokenizerThreads
 
 
 @dataclass(frozen=True, slots=True)

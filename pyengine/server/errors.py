@@ -22,8 +22,8 @@ from pyengine.core.errors import (
     QueueFullError,
     ReplicaLostError,
 )
-from pyengine.server.fields import CHAT, COMPLETIONS, OTHER_NAMES, Effect, rules_of
-from pyengine.server.responses import ErrorInfo, ErrorResponse
+from pyengine.server.schemas.fields import CHAT, COMPLETIONS, OTHER_NAMES, Effect, rules_of
+from pyengine.server.schemas.responses import ErrorInfo, ErrorResponse
 
 _log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from pyengine.core.errors import ConfigurationError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
+from pyengine.server.engine_client import Observe, ServedEngine
 from pyengine.server.errors import ApiError
-from pyengine.server.limits import MAX_HEADER_BYTES
+from pyengine.server.middleware.limits import MAX_HEADER_BYTES
+from pyengine.server.middleware.traffic import Traffic
 from pyengine.server.observation import Observation
-from pyengine.server.served import Observe, ServedEngine
-from pyengine.server.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
-from pyengine.server.logs import RequestLog
+from pyengine.server.dashboard.page import PoolWatch, page_router
 from pyengine.server.metrics import EngineMetrics, metrics_router
-from pyengine.server.page import PoolWatch, page_router
+from pyengine.server.request_log import RequestLog
 
 
 class Observation:

@@ -71,7 +71,7 @@ class Watched:
 def serve_page(engine: AsyncEngine, **settings: Any) -> Any:
     from fastapi import FastAPI
 
-    from pyengine.server.page import PoolWatch, page_router
+    from pyengine.server.dashboard.page import PoolWatch, page_router
 
     watch, app = PoolWatch(engine, model_name="tiny", **settings), FastAPI()
     app.include_router(page_router(lambda _: watch))

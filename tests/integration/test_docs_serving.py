@@ -14,7 +14,7 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
 from pyengine.server import create_app
-from pyengine.server.requests import ChatCompletionRequest, CompletionRequest
+from pyengine.server.schemas.requests import ChatCompletionRequest, CompletionRequest
 from tests.support.docs import ROOT, blocks, table
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 

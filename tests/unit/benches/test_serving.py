@@ -29,7 +29,8 @@ def test_loads_ask_for_what_their_names_say() -> None:
 def test_a_profile_says_where_the_event_loop_is_at_work() -> None:
     stacks = "\n".join(
         [
-            "thread (1): MainThread;run (asyncio/runners.py:1);chat (pyengine/server/chat.py:3) 6",
+            "thread (1): MainThread;run (asyncio/runners.py:1);"
+            "chat (pyengine/server/routes/chat.py:3) 6",
             "thread (1): MainThread;run (asyncio/runners.py:1);app (starlette/routing.py:3);"
             "send (/x/uvicorn/protocols/http/h11_impl.py:9) 2",
             "thread (1): MainThread;main (<string>:1) 2",

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Response
 from pyengine.core.distribution import package_version
 from pyengine.server.context import Context, ServerContext
 from pyengine.server.errors import ApiError
-from pyengine.server.responses import ModelCard, ModelList
+from pyengine.server.schemas.responses import ModelCard, ModelList
 
 router = APIRouter()
 

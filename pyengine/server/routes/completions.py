@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pyengine.core.outputs import CompletionOutput, RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.server.context import Context
-from pyengine.server.fields import COMPLETIONS
-from pyengine.server.generation import (
+from pyengine.server.routes.generation import (
     Call,
     Tally,
     answer,
@@ -19,11 +18,12 @@ from pyengine.server.generation import (
     encode,
     sampling_params,
 )
-from pyengine.server.ignored import check_ignored, ignored_fields
-from pyengine.server.json_route import JsonRoute
-from pyengine.server.logprobs import completion_logprobs, prompt_logprobs
-from pyengine.server.requests import CompletionRequest
-from pyengine.server.responses import (
+from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.schemas.fields import COMPLETIONS
+from pyengine.server.schemas.ignored import check_ignored, ignored_fields
+from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
+from pyengine.server.schemas.requests import CompletionRequest
+from pyengine.server.schemas.responses import (
     CompletionChoice,
     CompletionResponse,
     TextItems,

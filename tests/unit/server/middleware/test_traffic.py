@@ -11,7 +11,8 @@ import pytest
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
-from pyengine.server import create_app, traffic
+from pyengine.server import create_app
+from pyengine.server.middleware import traffic
 from tests.support.docs import table
 from tests.support.serving import GOOD, Client, error_of, make_client
 

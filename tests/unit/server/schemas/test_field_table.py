@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pyengine.engine import chat
-from pyengine.server.fields import (
+from pyengine.server.schemas.fields import (
     CHAT,
     COMPLETIONS,
     FIELDS,
@@ -16,7 +16,7 @@ from pyengine.server.fields import (
     FieldRule,
     rules_of,
 )
-from pyengine.server.requests import ChatCompletionRequest, CompletionRequest
+from pyengine.server.schemas.requests import ChatCompletionRequest, CompletionRequest
 from tests.support import api_fields
 from tests.support.docs import ROOT, table
 from tools.field_table import DOCUMENT, with_tables

@@ -21,15 +21,15 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
 from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import RequestState, encode_text
-from pyengine.server.auth import caller_of
 from pyengine.server.context import ServerContext
+from pyengine.server.engine_client import ServedStream
 from pyengine.server.errors import ApiError, as_api_error
-from pyengine.server.ignored import IGNORED_HEADER
-from pyengine.server.limits import release_body
-from pyengine.server.requests import MAX_ITEMS, SamplingFields
-from pyengine.server.responses import PromptTokensDetails, ServerModel, Usage
-from pyengine.server.served import ServedStream
-from pyengine.server.traffic import KeyCounts
+from pyengine.server.middleware.auth import caller_of
+from pyengine.server.middleware.limits import release_body
+from pyengine.server.middleware.traffic import KeyCounts
+from pyengine.server.schemas.ignored import IGNORED_HEADER
+from pyengine.server.schemas.requests import MAX_ITEMS, SamplingFields
+from pyengine.server.schemas.responses import PromptTokensDetails, ServerModel, Usage
 
 _T = TypeVar("_T")
 

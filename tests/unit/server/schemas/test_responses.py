@@ -5,7 +5,7 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pyengine.server.responses import (
+from pyengine.server.schemas.responses import (
     ChatChunkChoice,
     ChatCompletionChunk,
     ChatMessage,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pyengine.server.errors import ApiError
-from pyengine.server.requests import ChatCompletionRequest, Function
+from pyengine.server.schemas.requests import ChatCompletionRequest, Function
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 

@@ -7,16 +7,16 @@ from pydantic import Field
 
 from pyengine.core.errors import InvalidRequestError
 from pyengine.engine import tokenizer_errors
-from pyengine.server.chat import chat_options, render
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
-from pyengine.server.fields import CHAT
-from pyengine.server.generation import encode
-from pyengine.server.ignored import IGNORED_HEADER, check_ignored
-from pyengine.server.json_route import JsonRoute
-from pyengine.server.requests import ChatOptionFields, ClientModel, Messages
-from pyengine.server.responses import ServerModel
-from pyengine.server.template_variables import TemplateVariables
+from pyengine.server.routes.chat import chat_options, render
+from pyengine.server.routes.generation import encode
+from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.routes.template_variables import TemplateVariables
+from pyengine.server.schemas.fields import CHAT
+from pyengine.server.schemas.ignored import IGNORED_HEADER, check_ignored
+from pyengine.server.schemas.requests import ChatOptionFields, ClientModel, Messages
+from pyengine.server.schemas.responses import ServerModel
 
 router = APIRouter(route_class=JsonRoute)
 

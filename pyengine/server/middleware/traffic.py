@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyengine.core.server_settings import LogFormat
-from pyengine.server.auth import Caller, known_caller_of, path_of
-from pyengine.server.logs import LineLog
+from pyengine.server.middleware.auth import Caller, known_caller_of, path_of
+from pyengine.server.request_log import LineLog
 
 CLIENT_HAS_GONE = 499
 """The status of an answer that nobody reads: no refusal."""

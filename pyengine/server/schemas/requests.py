@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pyengine.server.fields import CHAT, COMPLETIONS, rules_of
+from pyengine.server.schemas.fields import CHAT, COMPLETIONS, rules_of
 
 MAX_ITEMS = 1024
 """Items of any list in a request, token ids of a prompt aside; also n times the prompts."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from pyengine.core.outputs import Logprob
-from pyengine.server.responses import (
+from pyengine.server.schemas.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     LogprobInfo,

@@ -6,11 +6,11 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from pyengine.server.auth import caller_of
 from pyengine.server.context import Context
-from pyengine.server.json_route import JsonRoute
-from pyengine.server.requests import MAX_ITEMS, ClientModel, RequestId
-from pyengine.server.responses import ServerModel
+from pyengine.server.middleware.auth import caller_of
+from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.schemas.requests import MAX_ITEMS, ClientModel, RequestId
+from pyengine.server.schemas.responses import ServerModel
 
 router = APIRouter(route_class=JsonRoute)
 

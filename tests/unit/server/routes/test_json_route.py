@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pyengine.server import json_route
-from pyengine.server.control import AbortRequest
 from pyengine.server.errors import ApiError
-from pyengine.server.json_route import MAX_BESIDE, MAX_FIELDS, check_counts, check_items
-from pyengine.server.requests import ChatCompletionRequest, ClientModel, CompletionRequest
-from pyengine.server.tokens import DetokenizeRequest, TokenizeRequest
+from pyengine.server.routes import json_route
+from pyengine.server.routes.control import AbortRequest
+from pyengine.server.routes.json_route import MAX_BESIDE, MAX_FIELDS, check_counts, check_items
+from pyengine.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from pyengine.server.schemas.requests import ChatCompletionRequest, ClientModel, CompletionRequest
 
 texts = st.text(st.sampled_from('"\\{}[],: a\n/é'), max_size=20)
 plain = st.none() | st.booleans() | st.integers() | texts

@@ -11,7 +11,7 @@ import pytest
 from pyengine.cache import BlockManager
 from pyengine.core import SamplingParams
 from pyengine.engine import EngineView, Prompt
-from pyengine.server.frames import MOST_NAMESPACES, FrameMaker, Tree
+from pyengine.server.dashboard.frames import MOST_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, make_bench
 
 STATES = ["free", "idle", "active", "leased"]

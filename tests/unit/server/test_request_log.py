@@ -6,7 +6,7 @@ import json
 import pytest
 
 from pyengine.core import SamplingParams
-from pyengine.server.logs import LogFormat, RequestLog
+from pyengine.server.request_log import LogFormat, RequestLog
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from pyengine.server.tools import ParsedCall, ToolParser
+from pyengine.server.routes.tool_calls import ParsedCall, ToolParser
 from tests.support.serving import Client
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'

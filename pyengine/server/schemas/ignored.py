@@ -5,7 +5,7 @@ from typing import Any
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.server.errors import ApiError
-from pyengine.server.fields import Effect, rules_of
+from pyengine.server.schemas.fields import Effect, rules_of
 
 IGNORED_HEADER = "x-pyengine-ignored"
 """Of an answer: the names of the request's fields that had no effect."""

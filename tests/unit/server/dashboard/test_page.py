@@ -12,9 +12,9 @@ from fastapi.testclient import TestClient
 
 from pyengine.core import SamplingParams
 from pyengine.engine import AsyncEngine
-from pyengine.server import page as page_module
+from pyengine.server.dashboard import page as page_module
+from pyengine.server.dashboard.page import PoolWatch, page_router
 from pyengine.server.errors import handle_errors
-from pyengine.server.page import PoolWatch, page_router
 from tests.support.callers import FakeModel
 from tests.support.serving import error_of
 

@@ -19,8 +19,8 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 
 from pyengine.core.errors import PyEngineError
 from pyengine.engine import EngineView
+from pyengine.server.dashboard.frames import FrameMaker
 from pyengine.server.errors import ApiError
-from pyengine.server.frames import FrameMaker
 from pyengine.server.metrics import bytes_per_block
 
 LOOKS_EVERY = 0.25
@@ -204,7 +204,7 @@ def _about(engine: Looked, model_name: str) -> dict[str, Any]:
 def page_router(watch_of: Callable[[str | None], Watch]) -> APIRouter:
     """`GET /kv` and `GET /kv/stream`; of the replica that the address names, where there are."""
     router = APIRouter(include_in_schema=False)
-    html = files("pyengine.server").joinpath("page", "kv.html").read_text(encoding="utf-8")
+    html = files("pyengine.server.dashboard").joinpath("kv.html").read_text(encoding="utf-8")
 
     @router.get("/kv")
     async def page() -> HTMLResponse:

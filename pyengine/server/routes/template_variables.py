@@ -7,7 +7,7 @@ from typing import Any
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import template_reads
 from pyengine.server.errors import ApiError
-from pyengine.server.requests import ChatOptionFields
+from pyengine.server.schemas.requests import ChatOptionFields
 
 _OWN_FIELDS = ("reasoning_effort", "verbosity")
 _THINKING = "enable_thinking"

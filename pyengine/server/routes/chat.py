@@ -15,8 +15,7 @@ from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import ChatOptions, render_chat, unread_keys
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
-from pyengine.server.fields import CHAT
-from pyengine.server.generation import (
+from pyengine.server.routes.generation import (
     Call,
     Tally,
     answer,
@@ -24,11 +23,14 @@ from pyengine.server.generation import (
     check_count,
     sampling_params,
 )
-from pyengine.server.ignored import check_ignored, ignored_fields
-from pyengine.server.json_route import JsonRoute
-from pyengine.server.logprobs import chat_logprobs, prompt_logprobs
-from pyengine.server.requests import ChatCompletionRequest, ChatOptionFields, Tool
-from pyengine.server.responses import (
+from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.routes.template_variables import TemplateVariables
+from pyengine.server.routes.tool_calls import Offered, ParsedCall, offered
+from pyengine.server.schemas.fields import CHAT
+from pyengine.server.schemas.ignored import check_ignored, ignored_fields
+from pyengine.server.schemas.logprobs import chat_logprobs, prompt_logprobs
+from pyengine.server.schemas.requests import ChatCompletionRequest, ChatOptionFields, Tool
+from pyengine.server.schemas.responses import (
     CalledFunction,
     ChatChoice,
     ChatChunkChoice,
@@ -39,8 +41,6 @@ from pyengine.server.responses import (
     TextItems,
     ToolCall,
 )
-from pyengine.server.template_variables import TemplateVariables
-from pyengine.server.tools import Offered, ParsedCall, offered
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -1,0 +1,1 @@
+"""`/kv`: a live page of the block pool."""

@@ -1,0 +1,1 @@
+"""ASGI middleware: keys, origins, limits, refusals."""
