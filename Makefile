@@ -15,6 +15,7 @@ export PYO3_PYTHON := $(abspath $(BIN)/python)
 ENGINE := $(VENV)/.installed-engine
 SERVE  := $(VENV)/.installed-serve
 DEV    := $(VENV)/.installed-dev
+DOCS   := $(VENV)/.installed-docs
 BUILT  := $(VENV)/.built
 PEERS  := .venv-peers
 CLIENTS := .venv-clients
@@ -41,7 +42,7 @@ AARCH64_OPS ?= 5000
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 check wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -70,7 +71,7 @@ test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it ins
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
-check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; changes nothing
+check: rust-tools $(DEV) $(BUILT) docs ## formats, lints, types, import rules, the site; changes no file of yours
 	cargo fmt --all --check
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
@@ -81,6 +82,9 @@ check: rust-tools $(DEV) $(BUILT) ## formats, lints, types, import rules; change
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml pyengine._kv
 	$(BIN)/lint-imports --no-cache
+
+docs: $(DOCS) $(BUILT) ## the documentation as a site in target/site; links are checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 cluster: $(CLUSTER)/.installed $(BUILT) ## two replicas on Ray behind the router, under load; a line of figures
 	$(CLUSTER)/bin/python -m benches.cluster.show
@@ -172,6 +176,11 @@ $(SERVE): $(ENGINE)
 $(DEV): $(SERVE)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) install -r $(VENV)/requirements-dev.txt
+	@touch $@
+
+$(DOCS): $(DEV)
+	$(BIN)/python tools/requirements.py docs > $(VENV)/requirements-docs.txt
+	$(PIP) install -r $(VENV)/requirements-docs.txt
 	@touch $@
 
 # $(call environment,FOLDER,GROUP): an environment with a group of pyproject.toml. The pip that comes with

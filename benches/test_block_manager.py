@@ -1,8 +1,8 @@
 """What every call of the block manager costs from Python: `pytest benches --benchmark-only`.
 
 Medians of single calls, the way into Rust and back included. A pool of 16,384 blocks of 16 tokens,
-of which 256 running sequences of 512 tokens hold half. docs/block-manager.md has the figures under
-"Cost". Whole operations are timed by `make bench-rust`, against other managers by `make bench`.
+of which 256 running sequences of 512 tokens hold half. Figures: docs/benchmarks/block-manager.md.
+ Whole operations are timed by `make bench-rust`, against other managers by `make bench`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

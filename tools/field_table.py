@@ -1,10 +1,10 @@
-"""Write the tables of docs/request-fields.md from the server's own table of fields."""
+"""Write the tables of docs/reference/request-fields.md from the server's own table of fields."""
 
 from pathlib import Path
 
 from pyengine.server.schemas.fields import field_tables
 
-DOCUMENT = Path(__file__).parents[1] / "docs/request-fields.md"
+DOCUMENT = Path(__file__).parents[1] / "docs/reference/request-fields.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->"
 
 

@@ -1,4 +1,4 @@
-"""The plot of docs/cluster.md, of what `simulate` has written down.
+"""The plot of docs/benchmarks/replicas.md, of what `simulate` has written down.
 
 python -m benches.cluster.plots
 """

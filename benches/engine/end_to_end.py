@@ -24,7 +24,7 @@ embedded model's own file (Q4_1); it is looked for in `.venv-llama`:
 What is not there, a line says.
 
 Tables in markdown go to standard output: tokens per second, ratios, goals, and the README's;
-`--docs` puts them into docs/performance.md and the README too, between the marks of this machine.
+`--docs` puts them into docs/benchmarks/engine.md and the README too, between this machine's marks.
 The seconds are in `benches/results/end-to-end-MACHINE.json` as soon as they are known. `--append`
 keeps what that file holds and measures the asked rows, engines and dtypes again.
 """

@@ -25,7 +25,7 @@ Further: taking in a prompt of 8,192 token ids, and aborting one of 50,000 reque
 Microseconds, medians of rounds in which all take turns. A time is the processor's, which a busy
 machine does not change much; the clock's is beside it in the file,
 `benches/results/engine-overhead-MACHINE.json`. That file keeps columns: `--as NAME` fills one of
-them ("now"), the table shows them all, and `--docs` puts it into docs/performance.md.
+them ("now"), the table shows them all, and `--docs` puts it into docs/benchmarks/engine.md.
 """
 
 import argparse

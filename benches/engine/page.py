@@ -1,9 +1,9 @@
-"""Tables of docs/performance.md: printed, and written between their marks if asked for."""
+"""Tables of docs/benchmarks/engine.md: printed, and written between their marks if asked for."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/performance.md"
+PAGE = Path(__file__).parents[2] / "docs/benchmarks/engine.md"
 
 
 def has_place(name: str, page: Path) -> bool:

@@ -19,7 +19,7 @@ server as it comes and with blocks of 32, on all cores. All are up from the begi
 turns, in another order each round; figures are medians of the rounds. Client and vLLM are those of
 `.venv-peers` (`benches/peers/env.py` makes it).
 
-Tables go to standard output, with `--docs` into docs/serving.md too, everything to
+Tables go to standard output, with `--docs` into docs/benchmarks/serving.md too, everything to
 `benches/results/serving-MACHINE.json`: each kind of machine has a file and a place of its own.
 """
 
@@ -52,7 +52,7 @@ from benches.peers.report import libraries, machine, results_file, results_name
 from pyengine.core.openmp import BRIEF_SPIN
 from pyengine.models.source import embedded_model
 
-PAGE = ROOT / "docs/serving.md"
+PAGE = ROOT / "docs/benchmarks/serving.md"
 STARTS_WITHIN = 600.0
 POOL_GIB = 2
 """For each engine, ample for every load: all are up at the same time."""

@@ -4,8 +4,8 @@
     .venv-peers/bin/python -m benches.engine.shared_length --plot   # docs/images/shared-length.svg
 
 from the root of the repository; figures in `benches/results/shared-length-MACHINE.json`, with
-`--docs` in docs/performance.md too. 9 query heads on 3 KV heads of dimension 64, blocks of 16 that
-lie anywhere in the pool, 16 tokens of each row's own behind the prefix, all cores. Layers take
+`--docs` in docs/benchmarks/engine.md too. 9 query heads on 3 KV heads of dimension 64, blocks of 16
+that lie anywhere in the pool, 16 tokens of each row's own after the prefix, all cores. Layers take
 turns, so that their blocks are not in the caches, and the two ways too; medians, in microseconds.
 Both give the same bits (checked).
 """

@@ -56,7 +56,7 @@ class Work:
 
 def passages() -> list[str]:
     """The words of this repository's pages."""
-    pages = (DOCS / name for name in ("architecture.md", "attention.md", "gpu.md"))
+    pages = sorted((DOCS / "explanation").glob("*.md"))
     return " ".join(page.read_text(encoding="utf-8") for page in pages).split()
 
 

@@ -9,8 +9,8 @@ each, one with `PYENGINE_BLOCK_MANAGER=1`, which take turns. A ratio is the medi
 the same rounds; greedy rows must have the same tokens. That ours is engaged is read in vLLM's log.
 
 Progress goes to standard error, the table and each row's verdict to standard output; `--docs` puts
-them into docs/embedding.md too, between their marks. `--json` is written with every row. `--show`
-prints what such a file holds. Two processes at a time: 6 GB.
+them into docs/benchmarks/vllm.md too, between their marks. `--json` is written with every row;
+`--show` prints what such a file holds. Two processes at a time: 6 GB.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benches.peers.report import heading, libraries, machine, machine_name
 
 SIZES = {"128": VLLM, "32": VLLM32}
 ENGAGED = "KV-cache blocks are managed by pyengine"
-PAGE = ROOT / "docs/embedding.md"
+PAGE = ROOT / "docs/benchmarks/vllm.md"
 LEAST = 0.98
 GOALS = {(WORKS[6].name, "128"): 1.8, (WORKS[6].name, "32"): 1.0}
 """Least ratio of a row at a size of blocks; of all others, `LEAST`."""

@@ -1,4 +1,4 @@
-"""The block manager's tables in docs/performance.md and the README, from the stored results.
+"""Tables of docs/benchmarks/block-manager.md and the README, from the stored results.
 
     .venv/bin/python -m benches.peers.pages [--docs]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 BRIEF_SPIN = "20000"
 """How often a waiting thread looks before it sleeps (`GOMP_SPINCOUNT`): for a millisecond, which is
-what lies between two of a step's computations, and not much more (docs/performance.md)."""
+what lies between two of a step's computations, and not much more (docs/benchmarks/engine.md)."""
 
 _SPIN, _POLICY = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 _HARD = 2

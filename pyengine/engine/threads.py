@@ -209,7 +209,7 @@ class StepWatch:
         _log.warning(
             "steps are slow because processors are taken: %.1f s of steps had %.1f s of processor "
             "time, and their threads waited %.1f s for a processor. Other programs use the CPUs, "
-            "or a quota is used up. num_threads is %d (%s). %s%sSee docs/slow.md",
+            "or a quota is used up. num_threads is %d (%s). %s%sSee docs/guides/slow.md",
             clock,
             processor,
             waiting,

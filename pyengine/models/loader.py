@@ -96,7 +96,7 @@ def load_model(
     Weights are mapped from the safetensors files, never initialised first. With a
     `tensor_parallel_size` above 1, every process of torch's default group, which has as many,
     calls this at the same time and gets its part of the model. Raises `ModelLoadError` for a
-    model that is missing, damaged or of an unsupported kind (docs/models.md lists them), and
+    model that is missing, damaged or of an unsupported kind (see docs/reference/models.md), and
     `ConfigurationError` for a device or dtype that cannot be had.
     """
     where = resolve_device(device)

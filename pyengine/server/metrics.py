@@ -1,4 +1,4 @@
-"""What Prometheus reads: `GET /metrics`. `docs/metrics.md` lists every name.
+"""What Prometheus reads: `GET /metrics`. `docs/reference/metrics.md` lists every name.
 
 Names, labels and buckets that begin with ``vllm:`` are those of vLLM, so that boards made for it
 show this engine; ours begin with ``pyengine:``. What happens is counted by an observer in the
@@ -343,7 +343,7 @@ class EngineMetrics:
     def _ours(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters
         for name, value in counters.items():
-            help = f"{name}: docs/metrics.md and docs/block-manager.md, Counters."
+            help = f"{name}: docs/reference/metrics.md and docs/guides/block-manager.md, Counters."
             yield self._counter(f"pyengine:kv_{name}", help, value)
         shared = sum(counters[name] for name in _SHARED_BLOCKS)
         saved = counters["cached_tokens"] + counters["forked_tokens"]

@@ -1,4 +1,4 @@
-"""docs/coming-from-vllm.md names everything that a user of vLLM may look for."""
+"""docs/guides/coming-from-vllm.md names everything that a user of vLLM may look for."""
 
 import dataclasses
 import inspect
@@ -12,7 +12,7 @@ from pyengine.core.settings import EngineSettings
 from pyengine.engine import LLM, AsyncEngine
 from tests.support.docs import ROOT, table
 
-DOCUMENT = "docs/coming-from-vllm.md"
+DOCUMENT = "docs/guides/coming-from-vllm.md"
 ABSENT = "missing"
 
 
@@ -97,6 +97,6 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"| `gpu_memory_utilization` | differs | {settings.gpu_memory_utilization} of " in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/engine.md"])
 def test_other_pages_link_here(page: str) -> None:
     assert "coming-from-vllm.md)" in (ROOT / page).read_text(encoding="utf-8")

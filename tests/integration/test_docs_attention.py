@@ -1,17 +1,11 @@
-"""docs/attention.md: its code prints what it says, its table has every backend."""
+"""docs/explanation/attention.md: its table has every backend."""
 
 import re
 
 from pyengine.attention.choice import _CANDIDATES
-from tests.support.docs import ROOT, blocks, printed, run
+from tests.support.docs import ROOT
 
-DOCUMENT = "docs/attention.md"
-
-
-def test_the_python_block_prints_what_it_says() -> None:
-    (code,) = blocks(DOCUMENT, "python")
-    assert printed(code)
-    assert run(code).splitlines() == printed(code)
+DOCUMENT = "docs/explanation/attention.md"
 
 
 def test_the_table_names_every_backend_and_its_block() -> None:

@@ -1,17 +1,12 @@
-"""docs/embedding.md: its code runs and prints what it says, and what it names is there."""
+"""docs/guides/embedding.md: what it names is there."""
 
 import json
 import re
 
 from pyengine.integrations import vllm as plugin
-from tests.support.docs import ROOT, blocks, printed, run, table
+from tests.support.docs import ROOT, table
 
-DOCUMENT = "docs/embedding.md"
-
-
-def test_write_your_own_prints_what_it_says() -> None:
-    [code] = [each for each in blocks(DOCUMENT, "python") if "print(" in each]
-    assert run(code).splitlines() == printed(code)
+DOCUMENT = "docs/guides/embedding.md"
 
 
 def test_the_switch_the_plugin_and_the_version_are_the_plugins() -> None:
@@ -23,7 +18,11 @@ def test_the_switch_the_plugin_and_the_version_are_the_plugins() -> None:
 
 def test_tests_of_vllm_that_are_out_are_those_of_the_runner() -> None:
     named = json.loads((ROOT / "tests/peers/vllm_own/reads_insides.json").read_text())
-    rows = {row[0]: row[1] for row in table(DOCUMENT, "tests", "why") if row[0].startswith("test_")}
+    rows = {
+        row[0]: row[1]
+        for row in table("docs/benchmarks/vllm.md", "tests", "why")
+        if row[0].startswith("test_")
+    }
     assert rows == named
 
 

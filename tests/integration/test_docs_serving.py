@@ -1,4 +1,4 @@
-"""docs/serving.md and the README's section on serving: their commands run, nothing is left out."""
+"""docs/guides/serving.md and its like: their commands run, nothing is left out."""
 
 import dataclasses
 import json
@@ -18,9 +18,9 @@ from pyengine.server.schemas.requests import ChatCompletionRequest, CompletionRe
 from tests.support.docs import ROOT, blocks, table
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 
-DOCUMENT = "docs/serving.md"
+DOCUMENT = "docs/guides/serving.md"
 SAMPLING = {one.name for one in dataclasses.fields(SamplingParams)}
-FIELDS = ROOT / "docs/request-fields.md"
+FIELDS = ROOT / "docs/reference/request-fields.md"
 TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
 
 
@@ -40,7 +40,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-@pytest.mark.parametrize("document", ["README.md", DOCUMENT])
+@pytest.mark.parametrize("document", ["README.md", "docs/tutorial/serve.md", DOCUMENT])
 def test_curl_gets_answers(document: str, server: RunningServer) -> None:
     commands = curls(document)
     assert len(commands) >= 2
@@ -80,4 +80,4 @@ def test_every_sampling_parameter_can_be_sent() -> None:
 
 
 def test_the_readme_links_here() -> None:
-    assert "docs/serving.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/guides/serving.md)" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`make gpu-check` on a CPU: some of its checks, what it writes down, and docs/gpu.md."""
+"""`make gpu-check` on a CPU: some of its checks, what it writes down, and docs/guides/gpu.md."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from benches.gpu.model import SHAPES
 from tests.gpu.models import FAMILIES
 from tests.support.docs import ROOT, commands, table
 
-DOCUMENT = "docs/gpu.md"
+DOCUMENT = "docs/guides/gpu.md"
 
 
 def checked(*arguments: str, report: Path) -> tuple[int, str]:

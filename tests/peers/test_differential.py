@@ -13,7 +13,7 @@ from tests.peers.rules import FULL_HIT, SAME, arms, kinds
 from tests.peers.world import Settings, World
 from tests.support.docs import table
 
-DOCUMENT = "docs/embedding.md"
+DOCUMENT = "docs/benchmarks/vllm.md"
 
 
 @pytest.fixture(scope="session")
@@ -109,8 +109,7 @@ def test_where_blocks_are_ample_both_find_the_same_but_for_full_hits(folder: Pat
 
 
 def test_twenty_thousand_requests_and_why_they_find_more(folder: Path) -> None:
-    """Every difference is due to a rule that one has and the other has not; docs/embedding.md has
-    how many."""
+    """Every difference is due to a rule that only one manager has; the page counts them."""
     found: list[dict[str, list[int]]] = []
     outputs, rules = [], []
     for arm in arms(folder, num_blocks=400, max_num_seqs=16):

@@ -1,6 +1,6 @@
 """Every field of OpenAI's API for chats and completions, and of vLLM's: what happens to it here.
 
-The server reads this table, and `tools/field_table.py` generates docs/request-fields.md from it.
+The server reads this table, and `tools/field_table.py` generates docs/reference/request-fields.md.
 The types of the fields are in `requests`.
 """
 
@@ -332,7 +332,7 @@ _BY_ROUTE = {route: {rule.name: rule for rule in _all() if route in rule.routes}
 
 
 def field_tables() -> Iterator[str]:
-    """The lines of docs/request-fields.md: a table for each group of fields, and other names."""
+    """Lines of docs/reference/request-fields.md: a table a group, and other names."""
     for title, rules in FIELDS.items():
         yield f"### {title}\n"
         yield "| field | completions | chats | |"

@@ -8,7 +8,9 @@ import pytest
 from benches.peers.report import RESULTS
 from tests.support.docs import table
 
-EMBEDDING, SPECULATION, CLUSTER = "docs/embedding.md", "docs/speculation.md", "docs/cluster.md"
+IN_VLLM = "docs/benchmarks/vllm.md"
+SPECULATION = "docs/benchmarks/speculation.md"
+CLUSTER = "docs/benchmarks/replicas.md"
 
 
 def content(name: str) -> Any:
@@ -23,7 +25,7 @@ def test_vllms_scheduler() -> None:
             ratios = [f"{stock / ours:.2f}", f"{early / ours:.2f}"]
             micros = [f"{figure:,.0f}" for figure in (stock, early, ours)]
             expected.append([f"{row['running']:,}", name, *micros, *ratios])
-    assert table(EMBEDDING, "running") == expected
+    assert table(IN_VLLM, "running") == expected
     assert len(expected) == 9
 
 
@@ -36,7 +38,7 @@ def test_nano_vllm() -> None:
         stock, ours = found["stock"], found["ours"]
         cells = [f"{stock:,.0f}", f"{ours:,.0f}", f"{stock / ours:,.1f}"]
         expected.append([f"{work}, blocks of {size}", *cells])
-    assert table(EMBEDDING, "", "stock", "ours", "stock / ours") == expected
+    assert table(IN_VLLM, "", "stock", "ours", "stock / ours") == expected
     assert len(expected) == 6
 
 

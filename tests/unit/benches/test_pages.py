@@ -15,12 +15,10 @@ from benches.peers import goals, pages
 from benches.peers.report import RESULTS, commit, heading, machine, machine_name
 from tests.support.docs import ROOT, table
 
-README, PERFORMANCE, SERVING, EMBEDDING = (
-    ROOT / "README.md",
-    ROOT / "docs/performance.md",
-    ROOT / "docs/serving.md",
-    ROOT / "docs/embedding.md",
-)
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs/benchmarks"
+MANAGER, ENGINE = BENCHMARKS / "block-manager.md", BENCHMARKS / "engine.md"
+SERVING, IN_VLLM = BENCHMARKS / "serving.md", BENCHMARKS / "vllm.md"
 FILES = sorted(path for path in RESULTS.glob("*.json") if path.stem != "instructions")
 
 
@@ -39,14 +37,14 @@ def from_file(table_of: Callable[[Any], Iterator[str]]) -> Callable[[str], Itera
 SHOWN: list[tuple[Path, str, Callable[[str], Iterator[str]]]] = [
     (README, "end-to-end-xeon-amx", lambda name: end_to_end.summary(record(name))),
     (README, pages.MARK, lambda _: pages.readme(pages.results())),
-    (PERFORMANCE, pages.MARK, lambda _: pages.goals(pages.results())),
-    (PERFORMANCE, "end-to-end-xeon-amx", lambda name: end_to_end.tables(record(name))),
-    (PERFORMANCE, "end-to-end-epyc-avx512", lambda name: end_to_end.tables(record(name))),
-    (PERFORMANCE, "engine-overhead-xeon-amx", from_file(overhead.page)),
-    (PERFORMANCE, "shared-length-xeon-amx", from_file(shared_length.table)),
+    (MANAGER, pages.MARK, lambda _: pages.goals(pages.results())),
+    (ENGINE, "end-to-end-xeon-amx", lambda name: end_to_end.tables(record(name))),
+    (ENGINE, "end-to-end-epyc-avx512", lambda name: end_to_end.tables(record(name))),
+    (ENGINE, "engine-overhead-xeon-amx", from_file(overhead.page)),
+    (ENGINE, "shared-length-xeon-amx", from_file(shared_length.table)),
     (SERVING, "serving-epyc-avx512", from_file(serving_tables.tables)),
     (SERVING, "serving-xeon-amx", from_file(serving_tables.tables)),
-    (EMBEDDING, "vllm-end-to-end-xeon-amx", from_file(in_vllm.table)),
+    (IN_VLLM, "vllm-end-to-end-xeon-amx", from_file(in_vllm.table)),
 ]
 
 
@@ -64,7 +62,7 @@ def test_a_table_is_what_its_results_say(
 
 
 def test_every_place_between_marks_is_compared() -> None:
-    texts = {page: page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md")}
+    texts = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
     texts[README] = README.read_text(encoding="utf-8")
     found = {(page, name) for page, text in texts.items() for name in marks(text)}
     assert found == {(page, name) for page, name, _ in SHOWN}
@@ -154,7 +152,7 @@ def test_what_became_slower_is_named() -> None:
 
 
 def test_lowered_goals_are_those_of_the_code() -> None:
-    rows = {row[0]: row[2] for row in table("docs/performance.md", "work", "first goal")}
+    rows = {row[0]: row[2] for row in table("docs/benchmarks/goals.md", "work", "first goal")}
     index = {goal.text: goal.least for goal in goals.SPEED if goal.peer == goals.SGLANG}
     for name in ("cold prefill 8,192, array", "hot prefill 8,192, array"):
         assert float(rows[f"{name}, over SGLang's index"]) == index[name]

@@ -112,10 +112,10 @@ def test_the_page_about_the_command_line_names_what_there_is() -> None:
         name: CliRunner().invoke(app, [*name.split(), "--help"], env=WIDE).output
         for name in ("generate", "chat", "info", "trace replay")
     }
-    page = (ROOT / "docs/command-line.md").read_text()
+    page = (ROOT / "docs/guides/command-line.md").read_text()
     for option in set(re.findall(r"--[a-z][a-z-]+", page)) - {"--help"}:
         assert any(option in text for text in shown.values()), option
-    for words in commands("docs/command-line.md"):
+    for words in commands("docs/guides/command-line.md"):
         name = " ".join(words[1:3]) if words[1] == "trace" else words[1]
         assert all(one in shown[name] for one in words if one.startswith("--")), words
 

@@ -141,7 +141,7 @@ def test_a_warning_where_steps_take_many_times_their_processor_time(
             "10.0 s of steps",
             "num_threads is 2 (because)",
             "--threads 1",
-            "docs/slow.md",
+            "docs/guides/slow.md",
         ):
             assert part in caplog.text
 

@@ -287,7 +287,7 @@ def test_the_document_lists_every_metric(monkeypatch: pytest.MonkeyPatch) -> Non
         for family in scraped.families
         if family.name.startswith(("vllm:", "pyengine:"))
     }
-    assert {row[0] for row in table("docs/metrics.md", "name", "kind")} == shown
+    assert {row[0] for row in table("docs/reference/metrics.md", "name", "kind")} == shown
 
 
 def queries() -> Iterator[str]:

@@ -170,7 +170,7 @@ def test_each_key_sees_its_own_figures(engine: AsyncEngine) -> None:
     assert "vllm:generation_tokens_total" in whole
     kinds = [line.split()[2:] for line in whole.splitlines() if line.startswith("# TYPE pyengine:")]
     ours = {name for name, _ in kinds if re.match("pyengine:(http|key)_", name)}
-    documented = {row[0] for row in table("docs/metrics.md", "metric", "kind")}
+    documented = {row[0] for row in table("docs/reference/metrics.md", "metric", "kind")}
     assert {name.removesuffix("_total") for name in ours} == {
         name.removesuffix("_total") for name in documented
     }

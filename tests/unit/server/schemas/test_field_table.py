@@ -101,7 +101,7 @@ def test_the_page_is_what_the_code_says() -> None:
 
 
 def test_the_page_names_every_key_of_messages() -> None:
-    rows = table("docs/request-fields.md", "key", "of")
+    rows = table("docs/reference/request-fields.md", "key", "of")
     for of, keys in (
         ("messages", chat._MESSAGE_KEYS | chat._INERT_KEYS),
         ("parts", chat._PART_KEYS | chat._INERT_PART_KEYS | {"refusal"}),
@@ -118,7 +118,7 @@ def test_the_page_names_the_versions() -> None:
 
 
 def test_other_pages_link_to_it() -> None:
-    for page in ("docs/serving.md", "docs/coming-from-vllm.md"):
+    for page in ("docs/guides/serving.md", "docs/guides/coming-from-vllm.md"):
         assert "request-fields.md)" in (ROOT / page).read_text(encoding="utf-8")
 
 

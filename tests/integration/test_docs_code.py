@@ -1,0 +1,45 @@
+"""Every Python block of the docs compiles, and prints what its comments say."""
+
+import pytest
+
+from pyengine.core.openmp import openmp_runtime
+from tests.support.docs import ROOT, blocks, printed, run
+
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+CODE = [
+    (page, number, code) for page in PAGES for number, code in enumerate(blocks(page, "python"))
+]
+MODEL = ("LLM", "AsyncEngine")
+
+
+def cases() -> list[object]:
+    found = []
+    for page, number, code in CODE:
+        marks = [pytest.mark.slow] if any(name in code for name in MODEL) else []
+        if "GOMP_SPINCOUNT" in code:
+            marks.append(
+                pytest.mark.skipif(openmp_runtime() is None, reason="torch has no libgomp")
+            )
+        if printed(code):
+            found.append(
+                pytest.param(code, marks=marks, id=f"{page.removeprefix('docs/')}-{number}")
+            )
+    return found
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(cases()) >= 30
+    assert any("while waiting or running" in code for _, _, code in CODE)
+
+
+@pytest.mark.parametrize(("page", "number", "code"), CODE)
+def test_a_block_compiles(page: str, number: int, code: str) -> None:
+    compile(code, f"{page}, block {number}", "exec")
+
+
+@pytest.mark.parametrize("code", cases())
+def test_a_block_prints_what_it_says(code: str) -> None:
+    needs_torch = any(name in code for name in (*MODEL, "torch"))
+    *lines, torch = run(code + "\nimport sys; print('torch' in sys.modules)").splitlines()
+    assert lines == printed(code)
+    assert needs_torch or torch == "False"
