@@ -4,15 +4,18 @@ A page holds a line `<!-- table: NAME -->`; this hook of MkDocs puts the table t
 is described twice.
 """
 
+import ast
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pyengine.core.option import option_of
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
 
+_PACKAGE = Path(__file__).parents[1] / "pyengine"
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 
 
@@ -30,8 +33,28 @@ def settings_table(kind: Any) -> Iterator[str]:
         yield f"| `{field.name}` | `{flag}` | {shown} | {words} |"
 
 
+def modules_tables() -> Iterator[str]:
+    """A heading for each package, and a row for each file: the first paragraph of its docstring."""
+    for package in sorted(path.parent for path in _PACKAGE.rglob("__init__.py")):
+        yield f"\n## {'.'.join(package.relative_to(_PACKAGE.parent).parts)}\n"
+        yield f"{_summary(package / '__init__.py')}\n"
+        files = sorted(path for path in package.glob("*.py") if path.stem != "__init__")
+        if files:
+            yield "| file | |"
+            yield "|---|---|"
+        for path in files:
+            yield f"| `{path.name}` | {_summary(path)} |"
+
+
+def _summary(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return re.sub(r"([|*<])", r"\\\1", paragraph)
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engine-settings": lambda: settings_table(EngineSettings),
+    "modules": modules_tables,
     "server-settings": lambda: settings_table(ServerSettings),
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs/benchmarks/engine.md"
+MANAGER = PAGE.with_name("block-manager.md")
 
 
 def has_place(name: str, page: Path) -> bool:

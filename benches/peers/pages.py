@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from benches.engine.page import PAGE, publish
+from benches.engine.page import MANAGER, publish
 from benches.peers.goals import (
     GROWTH,
     LIST,
@@ -29,7 +29,7 @@ from benches.peers.goals import (
 from benches.peers.report import RESULTS
 
 MARK = "block-manager"
-README = PAGE.parents[1] / "README.md"
+README = MANAGER.parents[2] / "README.md"
 PEERS = {VLLM: "vLLM 0.32 (sha256)", SGLANG: "SGLang's Rust index", NANO: "nano-vllm"}
 SHORT: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
     (
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the tables into the docs")
     options = parser.parse_args()
     runs = results()
-    publish(MARK, goals(runs), write=options.docs)
+    publish(MARK, goals(runs), write=options.docs, page=MANAGER)
     publish(MARK, readme(runs), write=options.docs, page=README)
 
 

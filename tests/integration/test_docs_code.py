@@ -29,7 +29,6 @@ def cases() -> list[object]:
 
 def test_there_is_something_to_run() -> None:
     assert len(cases()) >= 30
-    assert any("while waiting or running" in code for _, _, code in CODE)
 
 
 @pytest.mark.parametrize(("page", "number", "code"), CODE)

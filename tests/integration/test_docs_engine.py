@@ -32,7 +32,7 @@ def test_what_users_call_is_named() -> None:
 
 
 def test_errors_of_running_requests_are_named() -> None:
-    told = " ".join(row[1] for row in table(DOCUMENT, "what", "who is told"))
+    told = " ".join(row[1] for row in table(DOCUMENT, "what", "who gets an error"))
     for error in (
         errors.InvalidRequestError,
         errors.RequestFailedError,

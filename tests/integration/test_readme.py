@@ -1,11 +1,15 @@
 """The README's code runs, prints what it says, and names commands that exist."""
 
+import json
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from benches.engine import end_to_end
+from benches.engine.end_to_end import Record
+from benches.peers import pages
+from benches.peers.report import RESULTS
 from pyengine.cli.app import app
 from tests.support import docs
 from tests.support.docs import ROOT, printed, run
@@ -31,8 +35,7 @@ def test_there_is_something_to_run() -> None:
     assert len(blocks("python")) >= 2
     assert any("BlockManager" in code for code in blocks("python"))
     assert any("LLM(" in code for code in blocks("python"))
-    assert ["make", "hello"] in commands()
-    assert ["make", "test"] in commands()
+    assert commands() == [["make", "hello"], ["make", "serve"]]
 
 
 @pytest.mark.parametrize("code", python_blocks())
@@ -55,7 +58,9 @@ def test_make_targets_exist() -> None:
 
 
 def test_pyengine_commands_and_options_exist() -> None:
-    asked = [words for words in commands() if words[0].endswith("pyengine")]
+    shown_on = ("docs/tutorial/run.md", "docs/tutorial/serve.md")
+    found = [words for page in shown_on for words in docs.commands(page)]
+    asked = [words for words in found if words[0].endswith("pyengine")]
     assert asked
     for words in asked:
         shown = CliRunner().invoke(app, [words[1], "--help"], env={"COLUMNS": "200"})
@@ -64,5 +69,26 @@ def test_pyengine_commands_and_options_exist() -> None:
             assert option in shown.output, words
 
 
-def test_only_known_programs_are_shown() -> None:
-    assert {Path(words[0]).name for words in commands()} <= {"git", "cd", "make", "pyengine", "pip"}
+def test_it_is_one_screen_and_then_figures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    screen, _, figures = text.partition("\n## Figures\n")
+    assert len(screen.splitlines()) <= 62
+    assert "has not run on a GPU" in " ".join(screen.split())
+    assert figures.count("\n|") > 10
+
+
+def test_the_figures_of_the_benefits_are_those_of_the_results() -> None:
+    screen = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    work = end_to_end.WORKS[6].name
+    assert work == "32 x (512 identical in, 32 out)"
+    found = Record(RESULTS / "end-to-end-xeon-amx.json", keep=True)
+    rows = [row.split("|") for row in end_to_end.summary(found) if row.startswith(f"| {work} ")]
+    [[_, _, _, bfloat16, *_]] = rows
+    assert f"give {bfloat16.strip()} times the tokens per second of vLLM in bfloat16" in screen
+    inside = json.loads((RESULTS / "vllm-end-to-end-xeon-amx.json").read_text())
+    assert inside["about"]["dtype"] == "float32"
+    assert f"it gives {inside['rows'][work]['128']['ratio']:.2f} times the tokens" in screen
+    peers = json.loads((RESULTS / "peers-xeon-amx.json").read_text())
+    row = next(row for row in pages.readme([peers]) if row.startswith("| decode step"))
+    ratio = row.split("|")[3].partition(";")[0].strip()
+    assert f"takes 1/{ratio} of the time of vLLM's block manager" in screen

@@ -120,9 +120,9 @@ def test_a_goal_is_met_against_the_faster_of_vllms(tmp_path: Path) -> None:
         assert line.endswith(f"1.05, {verdict} |")
 
 
-def test_the_readme_repeats_figures_of_the_results() -> None:
+def test_the_page_repeats_figures_of_the_results() -> None:
     xeon, epyc = record("end-to-end-xeon-amx"), record("end-to-end-epyc-avx512")
-    text = " ".join(README.read_text(encoding="utf-8").split())
+    text = " ".join(ENGINE.read_text(encoding="utf-8").split())
     work = end_to_end.WORKS[0].name
     plain, small = (
         (end_to_end.OURS, end_to_end.COMPILED),

@@ -26,8 +26,8 @@ def test_the_oldest_version_is_told_once(name: str) -> None:
         for one in settings["project"]["optional-dependencies"]["engine"]
         if one.startswith(f"{name}>")
     ]
-    page = (ROOT / "docs/explanation/architecture.md").read_text()
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+    page = (ROOT / "docs/explanation/dependencies.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `engine` | {name} |")]
     assert re.findall(r"from ([\d.]+),", row) == [asked]
 
 
