@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pyengine.cache import BlockManager
+from pyengine.cache.counters import COUNTERS
 from pyengine.core.option import option_of
 from pyengine.core.server_settings import ServerSettings
 from pyengine.core.settings import EngineSettings
+from pyengine.engine import EngineStats
+from pyengine.server.metrics import EngineMetrics
 
 _PACKAGE = Path(__file__).parents[1] / "pyengine"
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
@@ -52,8 +56,42 @@ def _summary(path: Path) -> str:
     return re.sub(r"([|*<])", r"\\\1", paragraph)
 
 
+class _IdleEngine:
+    """What the metrics ask of an engine, of one that has done nothing."""
+
+    def stats(self) -> EngineStats:
+        manager = BlockManager(1, 1)
+        counters = {**manager.stats().as_dict(), "forked_tokens": 0, "forked_blocks": 0}
+        return EngineStats(manager.ledger(), counters, 0, 0, 0, 0)
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+    def observe(self, observer: Any) -> None:
+        pass
+
+
+def metrics_table() -> Iterator[str]:
+    """A row for each metric of an engine: name, kind, help."""
+    yield "| name | kind | meaning |"
+    yield "|---|---|---|"
+    for family in EngineMetrics(_IdleEngine(), model_name="").collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield f"| `{name}` | {family.type} | {family.documentation} |"
+
+
+def counters_table() -> Iterator[str]:
+    """A row for each counter of the block manager."""
+    yield "| counter | meaning |"
+    yield "|---|---|"
+    for name, meaning in COUNTERS.items():
+        yield f"| `{name}` | {meaning} |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "engine-settings": lambda: settings_table(EngineSettings),
+    "counters": counters_table,
+    "metrics": metrics_table,
     "modules": modules_tables,
     "server-settings": lambda: settings_table(ServerSettings),
 }

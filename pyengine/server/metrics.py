@@ -1,4 +1,4 @@
-"""What Prometheus reads: `GET /metrics`. `docs/reference/metrics.md` lists every name.
+"""What Prometheus reads: `GET /metrics`. docs/reference/metrics.md is made of the help texts here.
 
 Names, labels and buckets that begin with ``vllm:`` are those of vLLM, so that boards made for it
 show this engine; ours begin with ``pyengine:``. What happens is counted by an observer in the
@@ -24,6 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
+from pyengine.cache.counters import COUNTERS
 from pyengine.engine import EngineStats, RequestState, Sample, StepResult
 from pyengine.server.middleware.auth import caller_of
 
@@ -47,6 +48,11 @@ _MOST_TOKENS = 1 << 17
 """Of a request, where the engine does not say."""
 _SHARED_BLOCKS = ("hit_blocks", "present_blocks", "merged_blocks", "forked_blocks")
 _CUT_SHORT = FINISH_REASONS[:2]
+_COUNTERS = {
+    **COUNTERS,
+    "forked_tokens": "Prompt tokens that further samples (`n`) share with the first.",
+    "forked_blocks": "Full blocks that further samples (`n`) share with the first.",
+}
 
 
 def one_two_five(most: int) -> tuple[int, ...]:
@@ -185,7 +191,9 @@ class EngineMetrics:
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
         )
         self._gap = _Histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a sample.", _PER_TOKEN
+            "vllm:inter_token_latency_seconds",
+            "From step to step in which a sample got a token.",
+            _PER_TOKEN,
         )
         self._mean_gap = _Histogram(
             "vllm:request_time_per_output_token_seconds",
@@ -195,7 +203,7 @@ class EngineMetrics:
         self._whole, self._queue, self._inference, self._prefill, self._decode = (
             _Histogram(f"vllm:{name}_seconds", help, _REQUEST)
             for name, help in (
-                ("e2e_request_latency", "From arrival to the end."),
+                ("e2e_request_latency", "From arrival to the end, aborted requests included."),
                 ("request_queue_time", "From arrival to the first step of a request."),
                 ("request_inference_time", "From the first step of a request to its end."),
                 ("request_prefill_time", "From the first step of a request to its first token."),
@@ -203,7 +211,9 @@ class EngineMetrics:
             )
         )
         self._step_tokens = _Histogram(
-            "vllm:iteration_tokens_total", "Tokens that a step computed.", _STEP_TOKENS
+            "vllm:iteration_tokens_total",
+            "Tokens computed in a step, of prompts and of decodes.",
+            _STEP_TOKENS,
         )
         longest = self._about.get("max_model_len")
         lengths = one_two_five(longest if isinstance(longest, int) else _MOST_TOKENS)
@@ -211,9 +221,13 @@ class EngineMetrics:
             _Histogram(f"vllm:request_{name}", help, bounds)
             for name, help, bounds in (
                 ("prompt_tokens", "Prompt tokens of a request.", lengths),
-                ("generation_tokens", "Tokens that a request got.", lengths),
-                ("params_n", "Samples that a request asked for.", _SAMPLES),
-                ("params_max_tokens", "Tokens that a request asked for at most.", lengths),
+                (
+                    "generation_tokens",
+                    "Tokens generated for a request, all samples together.",
+                    lengths,
+                ),
+                ("params_n", "Samples per request (`n`).", _SAMPLES),
+                ("params_max_tokens", "`max_tokens`, if it was given.", lengths),
             )
         )
         self._times = _Times(self._gap)
@@ -294,20 +308,32 @@ class EngineMetrics:
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
         )
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pool in use, 0 to 1.", used)
+        yield self._gauge(
+            "vllm:num_requests_waiting",
+            "Requests that wait for blocks or for a slot in the batch.",
+            stats.num_waiting,
+        )
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the pool in use, 0 to 1; evictable blocks are not.",
+            used,
+        )
         about = {
             **{name: str(self._about.get(name)) for name in _CONFIG if name in self._about},
             "num_gpu_blocks": str(ledger.num_blocks),
         }
         labels = {**self._labels, **about}
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "What the pool was made of.", labels=list(labels)
+            "vllm:cache_config_info",
+            "Always 1; its labels are the pool's settings.",
+            labels=list(labels),
         )
         info.add_metric(list(labels.values()), 1)
         yield info
         blocks = GaugeMetricFamily(
-            "pyengine:kv_blocks", "Blocks of the pool by state.", labels=[*self._labels, "state"]
+            "pyengine:kv_blocks",
+            "Blocks by state; together the pool.",
+            labels=[*self._labels, "state"],
         )
         for state in ("free", "idle", "active", "leased"):
             blocks.add_metric([*self._labels.values(), state], getattr(ledger, state))
@@ -316,24 +342,36 @@ class EngineMetrics:
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
         counts, of_manager = self._counts, stats.counters
         for name, help, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up.", counts.prompt_tokens),
-            ("prefix_cache_hits", "Of these, found in the cache.", counts.cached_tokens),
-            ("num_preemptions", "Samples that lost their blocks.", stats.num_preemptions),
-            ("prompt_tokens", "Prompt tokens of requests that began.", counts.prompt_tokens),
-            ("prompt_tokens_cached", "Of these, not computed.", counts.cached_tokens),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens of requests that had their first token.",
+                counts.prompt_tokens,
+            ),
+            (
+                "prefix_cache_hits",
+                "Of the prompt tokens, those in the cache when the request first ran.",
+                counts.cached_tokens,
+            ),
+            (
+                "num_preemptions",
+                "Samples that lost their blocks and were computed again.",
+                stats.num_preemptions,
+            ),
+            ("prompt_tokens", "The same as prefix_cache_queries.", counts.prompt_tokens),
+            ("prompt_tokens_cached", "The same as prefix_cache_hits.", counts.cached_tokens),
             ("generation_tokens", "Tokens generated.", counts.generation_tokens),
-            ("spec_decode_num_drafts", "Decodes with drafts.", stats.num_drafts),
+            ("spec_decode_num_drafts", "Decodes that were computed with drafts.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafts computed.", of_manager["draft_tokens"]),
             (
                 "spec_decode_num_accepted_tokens",
-                "Of these, accepted.",
+                "Of the drafts, those accepted.",
                 of_manager["accepted_draft_tokens"],
             ),
         ):
             yield self._counter(f"vllm:{name}", help, value)
         ends = CounterMetricFamily(
             "vllm:request_success",
-            "Requests that ended, by reason.",
+            "Requests that ended, by reason; of several samples the worst.",
             labels=[*self._labels, "finished_reason"],
         )
         for reason in FINISH_REASONS:
@@ -343,13 +381,12 @@ class EngineMetrics:
     def _ours(self, stats: EngineStats) -> Iterator[Metric]:
         counters = stats.counters
         for name, value in counters.items():
-            help = f"{name}: docs/reference/metrics.md and docs/guides/block-manager.md, Counters."
-            yield self._counter(f"pyengine:kv_{name}", help, value)
+            yield self._counter(f"pyengine:kv_{name}", _COUNTERS[name], value)
         shared = sum(counters[name] for name in _SHARED_BLOCKS)
         saved = counters["cached_tokens"] + counters["forked_tokens"]
         per_block = bytes_per_block(self._about) or 0
         for name, help, value in (
-            ("prefill_tokens_saved", "Tokens cached or forked, and not computed.", saved),
+            ("prefill_tokens_saved", "Prefill tokens cached or forked, and not computed.", saved),
             ("kv_bytes_saved", "KV that was not stored twice, in bytes.", shared * per_block),
         ):
             yield self._counter(f"pyengine:{name}", help, value)

@@ -17,9 +17,10 @@ from pyengine.core import RequestOutput, SamplingParams
 from pyengine.engine import StepResult
 from pyengine.server.metrics import EngineMetrics, metrics_router, one_two_five
 from tests.support.callers import FakeModel
-from tests.support.docs import ROOT, table
+from tests.support.docs import ROOT
 from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, GREEDY
+from tools.docs_tables import metrics_table
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 COUNTERS = {
@@ -287,7 +288,10 @@ def test_the_document_lists_every_metric(monkeypatch: pytest.MonkeyPatch) -> Non
         for family in scraped.families
         if family.name.startswith(("vllm:", "pyengine:"))
     }
-    assert {row[0] for row in table("docs/reference/metrics.md", "name", "kind")} == shown
+    listed = re.findall(r"^\| `(\S+)` \| \w+ \|", "\n".join(metrics_table()), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == shown
+    assert "<!-- table: metrics -->" in Path(ROOT, "docs/reference/metrics.md").read_text()
 
 
 def queries() -> Iterator[str]:
