@@ -58,7 +58,7 @@ def test_router() -> None:
 @pytest.mark.slow
 def test_offline_batch() -> None:
     text = output_of("offline_batch")
-    assert len(re.findall(r"^\w+:'", text, re.MULTILINE)) == 8
+    assert len(re.findall(r"^\w+:['\"]", text, re.MULTILINE)) == 8
     assert "Tokyo" in text and "Paris" in text
     assert number(r"prompt tokens, N of them", text) > number(r"N prompt tokens,", text) // 2
 
