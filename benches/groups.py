@@ -19,9 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine import LLM, BlockManager, SamplingParams
-from pyengine.cache.kv_pool import KVCacheSpec, bytes_per_block, kv_cache_specs
-from pyengine.cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
-from pyengine.models.boundary import quiet_transformers
+from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
+from pyengine.kv_cache.pool import KVCacheSpec, bytes_per_block, kv_cache_specs
+from pyengine.models.transformers_calls import quiet_transformers
 
 BLOCK_SIZE, CHUNK, DECODES = 16, 2048, 64
 CONTEXTS = (1024, 4096, 16_384, 32_768)

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import BlockManager, Sequence, SharedPrefixes, StepBuffers, StepPlan
+from pyengine.kv_cache import BlockManager, Sequence, SharedPrefixes, StepBuffers, StepPlan
 
 BLOCK, TOGETHER, STEPS = 16, 16, 200
 ROWS = (256, 1024)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyengine.cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
 
 pytest.importorskip("pytest_benchmark")
 

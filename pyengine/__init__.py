@@ -11,7 +11,8 @@ Two doors, and the first does not open the second; what is behind them is loaded
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyengine.cache import (
+    from pyengine.async_engine import AsyncEngine
+    from pyengine.kv_cache import (
         BlockManager,
         Extended,
         KvError,
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
         StepPlan,
         replay,
     )
-    from pyengine.core.outputs import CompletionOutput, RequestOutput
-    from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
-    from pyengine.core.structured_outputs import StructuredOutputs
-    from pyengine.engine import LLM, AsyncEngine
+    from pyengine.llm import LLM
+    from pyengine.outputs import CompletionOutput, RequestOutput
+    from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 
     __version__: str
 
@@ -64,13 +64,13 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "LLM": "pyengine.engine",
-    "AsyncEngine": "pyengine.engine",
-    "RequestOutputKind": "pyengine.core.sampling_params",
-    "SamplingParams": "pyengine.core.sampling_params",
-    "StructuredOutputs": "pyengine.core.structured_outputs",
-    "CompletionOutput": "pyengine.core.outputs",
-    "RequestOutput": "pyengine.core.outputs",
+    "LLM": "pyengine.llm",
+    "AsyncEngine": "pyengine.async_engine",
+    "RequestOutputKind": "pyengine.sampling_params",
+    "SamplingParams": "pyengine.sampling_params",
+    "StructuredOutputs": "pyengine.sampling_params",
+    "CompletionOutput": "pyengine.outputs",
+    "RequestOutput": "pyengine.outputs",
 }
 _ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "transformers"}
 
@@ -78,18 +78,18 @@ _ENGINE_EXTRA = {"accelerate", "safetensors", "tokenizers", "torch", "tqdm", "tr
 def _resolve(name: str) -> object:
     """Resolve public names on first use."""
     if name == "__version__":
-        from pyengine.core.distribution import package_version
+        from pyengine.utils.packaging import package_version
 
         value: object = package_version()
     elif name in __all__:
         from importlib import import_module
 
         try:
-            value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.cache")), name)
+            value = getattr(import_module(_ELSEWHERE.get(name, "pyengine.kv_cache")), name)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] not in _ENGINE_EXTRA:
                 raise
-            from pyengine.core.distribution import needs_engine_extra
+            from pyengine.utils.packaging import needs_engine_extra
 
             raise ModuleNotFoundError(
                 needs_engine_extra(f"pyengine.{name}", error.name), name=error.name

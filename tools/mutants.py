@@ -23,14 +23,14 @@ CHILDREN = 2
 
 _SCHEDULER = ("tests/unit/scheduler",)
 TESTS: dict[str, tuple[str, ...]] = {
-    "pyengine/scheduler/reuse.py": _SCHEDULER,
+    "pyengine/scheduler/reuse_counters.py": _SCHEDULER,
     "pyengine/scheduler/scheduler.py": _SCHEDULER,
-    "pyengine/scheduler/step.py": _SCHEDULER,
-    "pyengine/scheduler/waiting.py": _SCHEDULER,
-    "pyengine/engine/batch.py": (
-        "tests/unit/engine/test_batch.py",
+    "pyengine/scheduler/batch.py": _SCHEDULER,
+    "pyengine/scheduler/waiting_queue.py": _SCHEDULER,
+    "pyengine/executor/input_batch.py": (
+        "tests/unit/executor/test_input_batch.py",
         "tests/unit/engine/test_overlap.py",
-        "tests/unit/engine/test_engine.py",
+        "tests/unit/engine/test_core.py",
     ),
     "pyengine/engine/recovery.py": (
         "tests/unit/engine/test_recovery.py",

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.cache import BlockManager, Prefilled, Sequence
 from pyengine.cluster.feed import EventLog
 from pyengine.cluster.messages import Events, Load
+from pyengine.kv_cache import BlockManager, Prefilled, Sequence
 
 BUDGET = 2048
 """Tokens of prompts in a step at most."""

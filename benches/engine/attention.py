@@ -32,10 +32,10 @@ import torch.nn.functional as F
 
 from benches.peers.report import libraries, machine
 from benches.peers.sampling import Effort, Spread, Stream, interleave
-from pyengine.attention import AttentionBackend, AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 
 ROOT = Path(__file__).parents[2]
 BLOCK, HEADS, KV_HEADS, DIM = 16, 9, 3, 64

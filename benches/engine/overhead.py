@@ -46,8 +46,8 @@ from benches.engine.page import publish
 from benches.engine.service import Ids, Service, Size, prepared_logits
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 from benches.peers.sampling import Effort, Spread, Stream, interleave
-from pyengine.core import RequestOutputKind, SamplingParams
 from pyengine.models.source import embedded_model
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 BLOCK, PROMPT, LONG = 16, 512, 8192

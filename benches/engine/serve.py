@@ -18,7 +18,7 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-from pyengine.core.frame_room import with_frame_room
+from pyengine.utils.frame_memory import with_frame_room
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.cache import BlockManager
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import Engine, Executor, ModelFacts, RequestState
+from pyengine.engine.core import Engine
+from pyengine.engine.input_processor import ModelFacts
 from pyengine.engine.prompts import parse_prompt
-from pyengine.runner import Forward, InputBuffers, RunnerLimits, StepLogits
-from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.engine.request import RequestState
+from pyengine.executor.executor import Executor
+from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
+from pyengine.executor.interface import Forward, StepLogits
+from pyengine.kv_cache import BlockManager
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 NUM_BLOCKS, BLOCK = 65_536, 16
 NUM_ANSWERS = 64

@@ -49,8 +49,8 @@ from benches.engine.serve import Asked
 from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
 from benches.engine.works import passages
 from benches.peers.report import libraries, machine, results_file, results_name
-from pyengine.core.openmp import BRIEF_SPIN
 from pyengine.models.source import embedded_model
+from pyengine.utils.openmp import BRIEF_SPIN
 
 PAGE = ROOT / "docs/benchmarks/serving.md"
 STARTS_WITHIN = 600.0

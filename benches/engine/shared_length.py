@@ -37,9 +37,9 @@ def measure(dtype: str, length: int) -> dict[str, float]:
     """Microseconds with groups (`once`) and without (`each`)."""
     import torch
 
-    from pyengine.attention import AttentionOptions
+    from pyengine.attention.backend import AttentionOptions
     from pyengine.attention.cpu import CpuBackend
-    from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+    from pyengine.kv_cache.pool import KVCacheSpec, KVPool
     from tests.support.attention import Shared, inputs_of
 
     kind = getattr(torch, dtype)

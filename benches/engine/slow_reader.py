@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from pyengine import AsyncEngine, SamplingParams
-from pyengine.core import RequestOutputKind
+from pyengine.sampling_params import RequestOutputKind
 
 SIZES = (8, 64)
 PAUSE = 1.0

@@ -22,7 +22,8 @@ from typing import Any
 from benches.peers.report import libraries, machine, results_file, results_name
 from benches.peers.sampling import Spread
 from pyengine import LLM, SamplingParams, StructuredOutputs
-from pyengine.engine import Engine, Prompt
+from pyengine.engine.core import Engine
+from pyengine.engine.prompts import Prompt
 
 SIZES = (1, 32)
 PROMPT, STEPS = 64, 16

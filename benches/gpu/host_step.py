@@ -23,14 +23,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from pyengine.attention import AttentionOptions
-from pyengine.attention.backend import AttentionPlan, StepInputs
+from pyengine.attention.backend import AttentionOptions, AttentionPlan, StepInputs
 from pyengine.attention.flashinfer import FlashInferBackend
-from pyengine.cache import BlockManager
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
-from pyengine.runner import InputBuffers, RunnerLimits
-from pyengine.runner.buffers import BufferNeeds, Pairs, upload_at_once
-from pyengine.runner.graphs import DecodeGraphs
+from pyengine.executor.cuda_graphs import DecodeGraphs
+from pyengine.executor.input_buffers import (
+    BufferNeeds,
+    InputBuffers,
+    Pairs,
+    RunnerLimits,
+    upload_at_once,
+)
+from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 
 BLOCK, CONTEXT, HEAD_DIM = 16, 570, 64
 CPU = torch.device("cpu")

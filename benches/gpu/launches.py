@@ -28,9 +28,9 @@ from pyengine.attention.dispatch import (
     register_paged_attention,
     running,
 )
-from pyengine.attention.own_rotation import take_over_rotations
-from pyengine.models.boundary import quiet_transformers
-from pyengine.models.joined import join_linears
+from pyengine.models.fused_linear import join_linears
+from pyengine.models.rotary import take_over_rotations
+from pyengine.models.transformers_calls import quiet_transformers
 
 ROWS = 64
 SMALL = {

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pyengine.models import LoadedModel
-from pyengine.models.boundary import quiet_transformers
+from pyengine.models.loader import LoadedModel
+from pyengine.models.transformers_calls import quiet_transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

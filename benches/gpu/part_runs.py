@@ -14,7 +14,7 @@ import torch
 
 from benches.gpu.steps import Found, NotHere, Spot, Step
 from pyengine.attention.paged import KVWriter
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.gpu.answers import tokens
 from tests.gpu.models import Place, Refused
 

@@ -8,9 +8,9 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
-from pyengine.engine import Engine
-from pyengine.runner import Work
-from pyengine.sampling import PendingSample
+from pyengine.engine.core import Engine
+from pyengine.executor.device_queue import Work
+from pyengine.sampling.sampler import PendingSample
 
 
 @dataclass

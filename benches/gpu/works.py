@@ -21,7 +21,10 @@ import torch
 from benches.gpu.model import SHAPES, Shape, roofline_tokens_per_second
 from benches.gpu.watch import watched
 from pyengine import LLM, SamplingParams
-from pyengine.engine import Engine, Prompt, RequestState, builder
+from pyengine.engine import builder
+from pyengine.engine.core import Engine
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import RequestState
 
 Figures = dict[str, Any]
 WINDOWS, WARM_STEPS, MOST_SECONDS = 3, 4, 8.0

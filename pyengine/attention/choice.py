@@ -16,10 +16,10 @@ from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.attention.paged import on_device
 from pyengine.attention.varlen import VarlenBackend, varlen_obstacle
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
-from pyengine.cache.memory import upload
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.fields import shown
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.validation import shown
 
 _TRIAL_BLOCKS = 4
 _log = logging.getLogger(__name__)

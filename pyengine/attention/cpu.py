@@ -15,10 +15,10 @@ import torch
 from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
 from pyengine.attention.rotation import HeadNorm, Rotation
-from pyengine.cache import CpuAttention, CpuCache, CpuStep
-from pyengine.cache.kv_pool import KVPool
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.openmp import openmp_runtime
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache import CpuAttention, CpuCache, CpuStep
+from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.openmp import openmp_runtime
 
 
 def cpu_obstacle(needs: AttentionNeeds) -> str | None:

@@ -17,7 +17,7 @@ import torch
 
 from pyengine.attention.backend import AttentionOptions, AttentionPlan
 from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
 
 ATTENTION_NAME = "pyengine_paged_attention"
 """transformers reads meaning into names that hold "flash", "paged|" or "/": this one has none."""

@@ -20,15 +20,9 @@ from pyengine.attention.needs import (
     half_obstacle,
     page_obstacle,
 )
-from pyengine.attention.paged import (
-    KVWriter,
-    apply_sinks,
-    cumulative,
-    leading_decodes,
-    window_left,
-)
-from pyengine.cache.kv_pool import KVPool
-from pyengine.cache.memory import upload
+from pyengine.attention.paged import KVWriter, apply_sinks, cumulative, leading_decodes, window_left
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVPool
 
 PAGE = 256
 """Its pages are a multiple of this many tokens."""

@@ -38,8 +38,8 @@ from pyengine.attention.paged import (
     page_table,
     window_left,
 )
-from pyengine.cache.kv_pool import KVPool
-from pyengine.cache.memory import upload
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVPool
 
 _LEAST_WORKSPACE = 16 << 20
 _INT_WORKSPACE = 8 << 20

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from pyengine.attention.paged import PageTable
-from pyengine.cache.memory import upload
+from pyengine.kv_cache.memory import upload
 
 _PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
 """The attribute in which a wrapper keeps the pinned memory that it plans in."""

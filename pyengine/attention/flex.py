@@ -28,9 +28,9 @@ from pyengine.attention.needs import (
     torch_version,
 )
 from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
-from pyengine.cache.kv_pool import KVPool
-from pyengine.cache.memory import upload
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVPool
 
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""

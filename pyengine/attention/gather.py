@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.paged import KVWriter
-from pyengine.cache.kv_pool import KVPool
-from pyengine.cache.memory import upload
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVPool
 
 MAX_SPAN_ROWS = 512
 """Rows of one prefill piece: bounds the mask, and what a sliding window gathers in vain."""

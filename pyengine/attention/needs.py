@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pyengine.cache.kv_pool import kv_cache_specs
-from pyengine.cache.layer_groups import layer_windows
+from pyengine.kv_cache.layer_groups import layer_windows
+from pyengine.kv_cache.pool import kv_cache_specs
 
 OPTIONAL_PACKAGES = ("flashinfer", "tvm_ffi", "requests", "flash_attn")
 """Modules of packages that a backend may need beside torch."""

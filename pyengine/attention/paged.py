@@ -17,7 +17,7 @@ import torch
 from pyengine.attention.backend import Int32Array
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.rotation import Rotation, rotated
-from pyengine.cache.kv_pool import KVPool
+from pyengine.kv_cache.pool import KVPool
 
 _FLOAT8_CAPABILITY = (8, 9)
 """GPUs below convert to 8-bit floats in software, which torch does and Triton does not."""
@@ -62,11 +62,11 @@ class KVWriter:
                 query, key = rotated(query, key, rotation)
             self._pool.write(layer, key, value, slots)
         elif rotation is None:
-            from pyengine.attention.kv_write_kernel import write_rows
+            from pyengine.kernels.kv_write import write_rows
 
             write_rows((key, value), caches, slots, scales)
         else:
-            from pyengine.attention.rotation_kernel import write_rotated
+            from pyengine.kernels.rotation import write_rotated
 
             query = write_rotated(rows, caches, slots, rotation, scales)
         return query

@@ -15,8 +15,8 @@ from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.flash_attn import flash_kernel_obstacle
 from pyengine.attention.needs import AttentionNeeds, cuda_obstacle
 from pyengine.attention.paged import KVWriter, apply_sinks, window_left
-from pyengine.cache.kv_pool import KVPool
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.pool import KVPool
 
 _LEAST_TORCH = (2, 12)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
-from pyengine.core.openmp import wait_briefly
+from pyengine.utils.openmp import wait_briefly
 
 if TYPE_CHECKING:
     from pyengine.cli.backend import EngineFactory
@@ -36,7 +36,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
             from pyengine.cli.replay import run_bare
 
             raise SystemExit(run_bare(sys.argv[3:])) from None
-        from pyengine.core.distribution import needs_engine_extra
+        from pyengine.utils.packaging import needs_engine_extra
 
         print(f"error: {needs_engine_extra('the command line', 'typer')}", file=sys.stderr)
         raise SystemExit(1) from None

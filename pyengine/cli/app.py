@@ -13,8 +13,8 @@ from pyengine.cli.generate import generate
 from pyengine.cli.options import command
 from pyengine.cli.serve import serve
 from pyengine.cli.trace import trace
-from pyengine.core.distribution import package_version
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.utils.packaging import package_version
 
 LIBRARIES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import ConfigurationError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import typer
 
-    from pyengine.engine import AsyncEngine
+    from pyengine.async_engine import AsyncEngine
 
 _E = TypeVar("_E")
 
@@ -132,7 +132,7 @@ def _libraries() -> Iterator[None]:
 def open_llm(settings: EngineSettings) -> Engine:
     """Load the model and build a real engine. Imports torch and transformers."""
     with held_interrupt(), _libraries():
-        from pyengine.engine import LLM
+        from pyengine.llm import LLM
 
     return _settled(LLM(**asdict(settings)))
 
@@ -140,7 +140,7 @@ def open_llm(settings: EngineSettings) -> Engine:
 def open_async_engine(settings: EngineSettings) -> "AsyncEngine":
     """The same, for a server."""
     with held_interrupt(), _libraries():
-        from pyengine.engine import AsyncEngine
+        from pyengine.async_engine import AsyncEngine
 
     return _settled(AsyncEngine(**asdict(settings)))
 

@@ -9,9 +9,9 @@ from pyengine.cli.backend import Engine, factory_of
 from pyengine.cli.display import note, stream_answer, write
 from pyengine.cli.options import command
 from pyengine.cli.prompts import Message, check_encodable
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import SamplingParams
 
 HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

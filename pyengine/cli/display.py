@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TextIO
 
 from pyengine.cli.backend import Engine, ended
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import SamplingParams
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]

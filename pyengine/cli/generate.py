@@ -23,9 +23,9 @@ from pyengine.cli.prompts import (
 )
 from pyengine.cli.results import Batch, Printed, Results, opened
 from pyengine.cli.status import FAILED, INTERRUPTED
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import SamplingParams
 
 RECORDING = b"kvtrace\n"
 """How a recording of the block manager begins."""

@@ -12,12 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from pyengine.cli.status import report
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.option import option_of
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.settings import EngineSettings
-from pyengine.core.structured_outputs import MAX_FORMAT_BYTES, StructuredOutputs
+from pyengine.config import EngineSettings
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import MAX_FORMAT_BYTES, SamplingParams, StructuredOutputs
+from pyengine.server.settings import ServerSettings
+from pyengine.utils.settings import option_of
 
 
 @contextmanager

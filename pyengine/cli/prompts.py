@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pyengine.cli.backend import Engine
-from pyengine.core.errors import InvalidRequestError
+from pyengine.errors import InvalidRequestError
 
 SHOWN_PROBLEMS = 5
 LONGEST_LINE = 64 << 20

@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pyengine.cache import Divergence, Ledger, ReplayReport, Stats, TraceError, replay
 from pyengine.cli.display import note, print_rows, write
 from pyengine.cli.status import FAILED, report
-from pyengine.core.errors import InvalidRequestError
+from pyengine.errors import InvalidRequestError
+from pyengine.kv_cache import Divergence, Ledger, ReplayReport, Stats, TraceError, replay
 
 
 def run_bare(arguments: Sequence[str]) -> int:

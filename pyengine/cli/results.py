@@ -27,10 +27,10 @@ from pyengine.cli.prompts import (
     TokenPrompt,
     text_of,
 )
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import InvalidRequestError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
 
 _START = b'{"index": '
 

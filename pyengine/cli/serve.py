@@ -10,10 +10,10 @@ import typer
 from pyengine.cli.backend import open_async_engine
 from pyengine.cli.display import note
 from pyengine.cli.options import command
-from pyengine.core.distribution import needs_cluster_extra, needs_serve_extra
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import ConfigurationError
+from pyengine.server.settings import ServerSettings
+from pyengine.utils.packaging import needs_cluster_extra, needs_serve_extra
 
 if TYPE_CHECKING:
     from pyengine.server.lifetime import SignalledServer

@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 
 from pyengine.cli.display import note
-from pyengine.core.errors import InvalidRequestError, PyEngineError
+from pyengine.errors import InvalidRequestError, PyEngineError
 
 FAILED = 1
 BAD_INPUT = 2

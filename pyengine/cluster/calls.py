@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine import ModelFacts
+from pyengine.engine.input_processor import ModelFacts
+from pyengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pyengine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 from pyengine.cluster.calls import RemoteRequest
 from pyengine.cluster.messages import Events, ReplicaInfo, Snapshot
 from pyengine.cluster.prefix_router import PrefixRouter, Taken, Ticket
-from pyengine.core.errors import ConfigurationError, NoReplicaError
+from pyengine.errors import ConfigurationError, NoReplicaError
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine, Replicas
-from pyengine.core.errors import NoReplicaError
-from pyengine.core.server_settings import ServerSettings
+from pyengine.errors import NoReplicaError
 from pyengine.server.dashboard.page import Watch, page_router
 from pyengine.server.metrics import exposed
+from pyengine.server.settings import ServerSettings
 
 _COUNTERS = (
     ("routed", "num_routed", "Requests that were sent to a replica."),

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import Holders
 from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
-from pyengine.core.errors import ConfigurationError, NoReplicaError
+from pyengine.errors import ConfigurationError, NoReplicaError
+from pyengine.kv_cache import Holders
 
 MOST_REPLICAS = 128
 """Of a router, at once: one bit each."""

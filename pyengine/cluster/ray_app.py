@@ -22,9 +22,9 @@ from pyengine.cluster.ray_links import ReplicaLink, routers
 from pyengine.cluster.ray_router import PrefixRequestRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
-from pyengine.core.errors import NoReplicaError, ReplicaLostError
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import NoReplicaError, ReplicaLostError
+from pyengine.server.settings import ServerSettings
 
 ENGINES = "engines"
 _MOST_ONGOING = 1 << 20
@@ -186,7 +186,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc] # Serve waits for it
         self, handle: DeploymentHandle, settings: Mapping[str, Any]
     ) -> None:
-        from pyengine.server import create_app
+        from pyengine.server.app import create_app
 
         replicas = RayReplicas(handle)
         engine = RemoteEngine(replicas, await replicas.about())

@@ -12,8 +12,8 @@ from ray.serve.schema import LoggingConfig
 
 from pyengine.cluster.ray_app import RayReplicas, engines
 from pyengine.cluster.remote_engine import RemoteEngine
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import ConfigurationError
 
 _STORE_BYTES = 256 << 20
 """Of Ray's object store, which holds prompts and outputs on their way."""

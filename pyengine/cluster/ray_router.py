@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from pyengine.cluster.calls import RemoteRequest
 from pyengine.cluster.fleet import Fleet
 from pyengine.cluster.ray_links import ReplicaLink, register
-from pyengine.core.errors import NoReplicaError
+from pyengine.errors import NoReplicaError
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no types

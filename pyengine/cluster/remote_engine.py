@@ -14,17 +14,13 @@ import numpy as np
 
 from pyengine.cluster.calls import About, Delta, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
-from pyengine.core.errors import (
-    EngineClosedError,
-    NoReplicaError,
-    ReplicaLostError,
-)
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import Intake, PromptLogprobCache, RequestState
-from pyengine.engine.intake import refuse_taken
+from pyengine.engine.input_processor import Intake, refuse_taken
+from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
+from pyengine.engine.request import RequestState
+from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams, StructuredOutputs
 
 _LOOKS_EVERY = 0.02
 _TRIES = 3

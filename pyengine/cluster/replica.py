@@ -6,12 +6,14 @@ from dataclasses import asdict, replace
 
 from prometheus_client.core import Metric
 
+from pyengine.async_engine import AsyncEngine
 from pyengine.cluster.calls import About, Delta, RemoteRequest
 from pyengine.cluster.feed import EventFeed
 from pyengine.cluster.fleet import News
 from pyengine.cluster.messages import CacheKind, Load, ReplicaInfo
-from pyengine.core.settings import EngineSettings
-from pyengine.engine import AsyncEngine, RequestState, StepResult
+from pyengine.config import EngineSettings
+from pyengine.engine.core import StepResult
+from pyengine.engine.request import RequestState
 from pyengine.server.dashboard.page import PoolWatch
 from pyengine.server.metrics import EngineMetrics
 

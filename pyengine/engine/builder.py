@@ -12,25 +12,20 @@ from typing import Any
 
 import torch
 
-from pyengine.attention import (
-    AttentionBackend,
-    AttentionNeeds,
-    Choice,
-    explain_backends,
-    needs_of,
-    select_backend,
-)
-from pyengine.attention.needs import dtype_name
-from pyengine.attention.norms import fuse_norms
-from pyengine.cache import BlockManager, ConfigError
-from pyengine.cache.kv_pool import KVPool, PoolSettings, resolve_kv_cache_dtype
-from pyengine.cache.layer_groups import LayerGroups
-from pyengine.cache.memory import available_memory
-from pyengine.core.distribution import package_version
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
-from pyengine.engine.capacity import (
+from pyengine.attention.backend import AttentionBackend
+from pyengine.attention.choice import Choice, explain_backends, select_backend
+from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
+from pyengine.config import EngineSettings
+from pyengine.engine.core import Engine
+from pyengine.engine.input_processor import ModelFacts, model_facts
+from pyengine.errors import ConfigurationError
+from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
+from pyengine.executor.cuda_graphs import CudaRecorder
+from pyengine.executor.device_queue import InlineQueue, ThreadQueue
+from pyengine.executor.executor import Executor
+from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.interface import Runner
+from pyengine.executor.memory_profile import (
     CachePlan,
     CudaMeter,
     activation_bytes,
@@ -38,27 +33,35 @@ from pyengine.engine.capacity import (
     check_step_fits,
     graph_bytes,
     keep_freed_memory,
-    model_facts,
     plan_cache,
 )
-from pyengine.engine.draft_loading import LoadedDraft, load_draft
-from pyengine.engine.draft_model import DraftModel
-from pyengine.engine.engine import Engine
-from pyengine.engine.executor import Executor
-from pyengine.engine.heads import HeadDrafter
-from pyengine.engine.intake import ModelFacts
-from pyengine.engine.step_costs import measured_costs
-from pyengine.engine.threads import ComputeThreads, compute_threads
-from pyengine.models import LoadedModel, load_model, resolve_source, with_heads
-from pyengine.models.joined import join_linears
-from pyengine.models.packed import can_pack, pack_linears
-from pyengine.models.products import ProductChooser
-from pyengine.models.quantized import quantise_linears
-from pyengine.parallel import RunnerSetup, Team
-from pyengine.runner import InlineQueue, ModelRunner, Runner, RunnerLimits, ThreadQueue
-from pyengine.runner.graphs import CudaRecorder
-from pyengine.scheduler import Scheduler, SchedulerLimits
-from pyengine.speculation import Drafter, NgramDrafter, PayingDrafts, Speculator, SuffixDrafter
+from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.tensor_parallel.distributed import Team
+from pyengine.executor.tensor_parallel.messages import RunnerSetup
+from pyengine.kv_cache import BlockManager, ConfigError
+from pyengine.kv_cache.layer_groups import LayerGroups
+from pyengine.kv_cache.memory import available_memory
+from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
+from pyengine.models.fused_linear import join_linears
+from pyengine.models.int8_linear import quantise_linears
+from pyengine.models.linear_kernels import ProductChooser
+from pyengine.models.loader import LoadedModel, load_model
+from pyengine.models.mtp import with_heads
+from pyengine.models.norms import fuse_norms
+from pyengine.models.prepacked_linear import can_pack, pack_linears
+from pyengine.models.source import resolve_source
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from pyengine.speculation.draft_loading import LoadedDraft, load_draft
+from pyengine.speculation.draft_model import DraftModel
+from pyengine.speculation.drafters import Drafter
+from pyengine.speculation.mtp import HeadDrafter
+from pyengine.speculation.ngram import NgramDrafter
+from pyengine.speculation.policy import PayingDrafts
+from pyengine.speculation.speculator import Speculator
+from pyengine.speculation.step_costs import measured_costs
+from pyengine.speculation.suffix import SuffixDrafter
+from pyengine.utils.packaging import package_version
 
 _log = logging.getLogger(__name__)
 

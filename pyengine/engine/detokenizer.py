@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeAlias
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from pyengine.engine.foreign import is_failure
 from pyengine.engine.stop_search import StopSearch
+from pyengine.engine.untrusted_calls import is_failure
 
 _log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import atexit
 from queue import SimpleQueue
 from threading import Lock, Thread
 
+from pyengine.engine.loop import SharedEngine
+from pyengine.engine.output_stream import Mail
 from pyengine.engine.request import RequestState
-from pyengine.engine.shared import SharedEngine
-from pyengine.engine.stream import Mail
 
 _ENDING_TIME = 5.0
 """Seconds that `close` waits for the step that runs."""

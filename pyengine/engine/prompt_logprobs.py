@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.engine.prompts import Prompt
-from pyengine.sampling import TokenLogprobs
+from pyengine.sampling.logprobs import TokenLogprobs
 
 _ENTRY = np.dtype(
     [

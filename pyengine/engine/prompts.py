@@ -8,10 +8,10 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.fields import is_integer
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine.foreign import encode_text, tokenizer_errors
+from pyengine.engine.untrusted_calls import encode_text, tokenizer_errors
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import SamplingParams
+from pyengine.utils.validation import is_integer
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 PromptLike: TypeAlias = str | TokenIds | Mapping[str, Any]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from pyengine.engine.request import RequestState, Sample
-from pyengine.scheduler import SchedulerLimits
+from pyengine.scheduler.scheduler import SchedulerLimits
 
 _FAILURES = 2
 """So many failed steps with nobody else to suspect make a request fail; the first may pass."""

@@ -8,20 +8,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pyengine.core.outputs import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
-from pyengine.core.request import Request
-from pyengine.core.sampling_params import SamplingParams
 from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
-from pyengine.sampling import SamplingState, TokenLogprobs
-from pyengine.scheduler import Job
+from pyengine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from pyengine.sampling.logprobs import TokenLogprobs
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.batch import Job
+from pyengine.scheduler.request import Request
 
 
 class OutputSink(Protocol):

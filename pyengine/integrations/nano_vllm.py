@@ -11,8 +11,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.cache import BlockManager as Blocks
-from pyengine.cache import Extended, NoRoom, Sequence
+from pyengine.kv_cache import BlockManager as Blocks
+from pyengine.kv_cache import Extended, NoRoom, Sequence
 
 NO_ROOM = -1  # what nano-vllm's Scheduler compares with
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.cache import Cleared, Removed, Stored
+from pyengine.kv_cache import Cleared, Removed, Stored
 
 FIRST_PSEUDO_TOKEN = 1 << 31
 FULL_ATTENTION = "full_attention"

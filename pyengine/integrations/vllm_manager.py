@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.cache import BlockManager
 from pyengine.integrations.vllm_contents import EventWriter
 from pyengine.integrations.vllm_tables import Row, Tables, Wanted
+from pyengine.kv_cache import BlockManager
 
 logger = logging.getLogger("vllm.pyengine")  # among vLLM's own, to be formatted as they are
 

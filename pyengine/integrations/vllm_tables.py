@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.cache import BlockManager, Extended, Lease, Redirect, Sequence, TokenError
 from pyengine.integrations.vllm_contents import EventWriter, PseudoTokens, namespace_of
+from pyengine.kv_cache import BlockManager, Extended, Lease, Redirect, Sequence, TokenError
 
 NEVER = math.inf
 

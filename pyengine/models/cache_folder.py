@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models.boundary import load_errors
+from pyengine.errors import ModelLoadError
+from pyengine.models.transformers_calls import load_errors
 
 CACHE_VARIABLE = "PYENGINE_CACHE"
 _WORKSHOP = re.compile(r"\..+-[a-z0-9_]{8}")

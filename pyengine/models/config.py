@@ -7,10 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pyengine.core.errors import InvalidRequestError, ModelLoadError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.models.boundary import code_asked_for, foreign_code, load_errors, read_json
-from pyengine.models.weights import WeightHeaders, check_weights
+from pyengine.errors import InvalidRequestError, ModelLoadError
+from pyengine.models.checkpoint_files import WeightHeaders, check_weights
+from pyengine.models.transformers_calls import code_asked_for, foreign_code, load_errors, read_json
+from pyengine.sampling_params import SamplingParams
 
 _PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
 _STRETCHED_ROPE = {"dynamic", "longrope"}

@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pyengine.core.distribution import needs_engine_extra
-from pyengine.core.errors import ModelLoadError
-from pyengine.models.boundary import load_errors, quiet_transformers
+from pyengine.errors import ModelLoadError
 from pyengine.models.cache_folder import (
     CACHE_VARIABLE,
     build_once,
@@ -18,9 +16,11 @@ from pyengine.models.cache_folder import (
     discard,
     readable_size,
 )
+from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.config import empty_model
 from pyengine.models.gguf_header import GGUFHeader, read_header
-from pyengine.models.weights import check_weights
+from pyengine.models.transformers_calls import load_errors, quiet_transformers
+from pyengine.utils.packaging import needs_engine_extra
 
 CONVERSION_VERSION = 1
 """Part of the name of every converted folder: raise it when the conversion changes."""

@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pyengine.core.distribution import needs_engine_extra
-from pyengine.core.errors import ModelLoadError
-from pyengine.models.boundary import load_errors
+from pyengine.errors import ModelLoadError
+from pyengine.models.transformers_calls import load_errors
+from pyengine.utils.packaging import needs_engine_extra
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -11,15 +11,8 @@ from typing import Any
 
 import torch
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models.boundary import (
-    code_asked_for,
-    foreign_code,
-    load_errors,
-    paused_gc,
-    quiet_transformers,
-    read_json,
-)
+from pyengine.errors import ModelLoadError
+from pyengine.models.checkpoint_files import WeightHeaders, check_number_formats, check_weights
 from pyengine.models.config import (
     default_sampling,
     empty_model,
@@ -29,7 +22,14 @@ from pyengine.models.config import (
 )
 from pyengine.models.placement import choose_dtype, kv_shards, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
-from pyengine.models.weights import WeightHeaders, check_number_formats, check_weights
+from pyengine.models.transformers_calls import (
+    code_asked_for,
+    foreign_code,
+    load_errors,
+    paused_gc,
+    quiet_transformers,
+    read_json,
+)
 
 _log = logging.getLogger(__name__)
 

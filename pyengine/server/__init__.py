@@ -1,5 +1,1 @@
-"""An OpenAI-compatible HTTP server around `AsyncEngine`: `create_app`, and `serve` to run it."""
-
-from pyengine.server.app import create_app
-
-__all__ = ["create_app"]
+"""An OpenAI-compatible HTTP server around `AsyncEngine`: `app.create_app` and `lifetime.serve`."""

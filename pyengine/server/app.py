@@ -8,9 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from pyengine.core.distribution import package_version
-from pyengine.core.errors import PyEngineError
-from pyengine.core.server_settings import ServerSettings
+from pyengine.errors import PyEngineError
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_client import Observe, ServedEngine
 from pyengine.server.errors import handle_errors
@@ -22,7 +20,9 @@ from pyengine.server.observation import Observation
 from pyengine.server.routes import chat, completions, control, health, tokenize
 from pyengine.server.schemas.ignored import IGNORED_HEADER
 from pyengine.server.schemas.responses import ErrorResponse
+from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
+from pyengine.utils.packaging import package_version
 
 _ROUTERS = (health.router, completions.router, chat.router, tokenize.router, control.router)
 

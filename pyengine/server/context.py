@@ -11,12 +11,12 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import RequestState
+from pyengine.engine.request import RequestState
 from pyengine.server.engine_client import ServedEngine, ServedStream
 from pyengine.server.errors import ApiError
 from pyengine.server.middleware.auth import Caller, require_admin
 from pyengine.server.middleware.traffic import Traffic
+from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
 
 

@@ -7,12 +7,11 @@ from typing import Any, Protocol, TypeAlias
 
 from fastapi import APIRouter
 
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import RequestState
 from pyengine.engine.prompts import PromptLike
+from pyengine.engine.request import RequestState
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams, StructuredOutputs
+from pyengine.server.settings import ServerSettings
 
 
 class ServedStream(Protocol):

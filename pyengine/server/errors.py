@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from pyengine.core.errors import (
+from pyengine.errors import (
     ContextLengthError,
     EngineClosedError,
     EngineDeadError,

@@ -19,8 +19,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.server_settings import ServerSettings
+from pyengine.errors import ConfigurationError
 from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_client import Observe, ServedEngine
@@ -28,6 +27,7 @@ from pyengine.server.errors import ApiError
 from pyengine.server.middleware.limits import MAX_HEADER_BYTES
 from pyengine.server.middleware.traffic import Traffic
 from pyengine.server.observation import Observation
+from pyengine.server.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 

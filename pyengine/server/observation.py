@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from fastapi import APIRouter
 
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 from pyengine.server.dashboard.page import PoolWatch, page_router
 from pyengine.server.metrics import EngineMetrics, metrics_router
 from pyengine.server.request_log import RequestLog
+from pyengine.server.settings import ServerSettings
 
 
 class Observation:

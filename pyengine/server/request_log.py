@@ -12,9 +12,10 @@ from queue import SimpleQueue
 from time import monotonic, time
 from typing import Any, TextIO
 
-from pyengine.core.server_settings import LogFormat
-from pyengine.engine import RequestState, StepResult
+from pyengine.engine.core import StepResult
+from pyengine.engine.request import RequestState
 from pyengine.server.metrics import reason_of
+from pyengine.server.settings import LogFormat
 
 _log = logging.getLogger("pyengine.request")
 

@@ -15,7 +15,7 @@ class TokenizerThreads:
     """Runs what needs a tokenizer, off the event loop.
 
     Tokenizers are not re-entrant: each thread has a copy. What may take for ever has a time limit
-    of its own (`pyengine.engine.foreign`).
+    of its own (`pyengine.engine.untrusted_calls`).
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
+from pyengine.speculation.drafters import NO_DRAFT, Context, Draft
 
 
 class NgramDrafter:

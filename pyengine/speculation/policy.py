@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
+from pyengine.speculation.drafters import NO_DRAFT, Context, Draft
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Bools: TypeAlias = npt.NDArray[np.bool_]

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from pyengine.speculation.drafter import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
+from pyengine.speculation.drafters import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
 from pyengine.speculation.policy import Policy, StepSize
 
 _log = logging.getLogger(__name__)

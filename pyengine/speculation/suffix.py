@@ -6,8 +6,8 @@ circles, get answers that stand there already. The search is in Rust (`rust/suff
 
 from collections.abc import Sequence
 
-from pyengine.cache import Suffixes
-from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
+from pyengine.kv_cache import Suffixes
+from pyengine.speculation.drafters import NO_DRAFT, Context, Draft
 
 _ARCHIVED = 1 << 20
 """Tokens of earlier answers that are kept: up to 100 MB."""

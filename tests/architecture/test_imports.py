@@ -13,18 +13,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "pyengine"
-ROOMS = {
+PACKAGES = {
     "attention",
-    "cache",
     "cli",
-    "core",
     "engine",
+    "executor",
+    "kernels",
+    "kv_cache",
     "models",
-    "parallel",
-    "runner",
     "sampling",
     "scheduler",
     "speculation",
+    "utils",
 }
 FEWEST_MODULES = 30
 OWN_IMPORT_MS = 100
@@ -49,34 +49,33 @@ def test_contracts_are_kept_and_every_module_was_scanned() -> None:
     assert seen == {".".join(path.parts).removesuffix(".__init__") for path in files}
     assert len(seen) >= FEWEST_MODULES
     assert re.search(r"Contracts: [1-9]\d* kept, 0 broken", done.stdout), done.stdout
-    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} >= ROOMS
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} >= PACKAGES
 
 
 @pytest.mark.parametrize(
-    ("room", "line"),
+    ("package", "line"),
     [
         ("scheduler", "import torch"),
-        ("scheduler", "from pyengine.runner import model_runner"),
-        ("runner", "from pyengine.scheduler import scheduler"),
-        ("runner", "import pyengine.parallel"),
-        ("parallel", "from pyengine.scheduler import scheduler"),
-        ("parallel", "import pyengine.engine"),
-        ("parallel", "import pyengine.sampling"),
-        ("cache", "import transformers"),
-        ("models", "import pyengine.cache"),
+        ("scheduler", "from pyengine.executor import model_runner"),
+        ("executor", "import pyengine.speculation.policy"),
+        ("executor/tensor_parallel", "import pyengine.engine.core"),
+        ("executor/tensor_parallel", "import pyengine.sampling.sampler"),
+        ("kv_cache", "import transformers"),
+        ("sampling", "import pyengine.kv_cache"),
+        ("attention", "import pyengine.models.loader"),
         ("engine", "import pyengine.cli"),
-        ("core", "import pyengine.cache"),
-        ("speculation", "import torch"),
-        ("scheduler", "import pyengine.speculation"),
+        ("engine", "import pyengine.llm"),
+        ("utils", "import pyengine.kv_cache"),
+        ("scheduler", "import pyengine.speculation.policy"),
     ],
 )
-def test_a_contract_breaks_when_it_should(tmp_path: Path, room: str, line: str) -> None:
+def test_a_contract_breaks_when_it_should(tmp_path: Path, package: str, line: str) -> None:
     shutil.copytree(PACKAGE, tmp_path / "pyengine", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "pyengine" / room / "intruder.py").write_text(f"{line}\n")
+    (tmp_path / "pyengine" / package / "intruder.py").write_text(f"{line}\n")
     done = lint(tmp_path)
     assert done.returncode == 1
-    assert f"pyengine.{room}.intruder" in done.stdout, done.stdout
+    assert f"pyengine.{package.replace('/', '.')}.intruder" in done.stdout, done.stdout
 
 
 def imported(path: Path) -> set[str]:
@@ -91,20 +90,20 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_only_the_cache_imports_the_extension() -> None:
+def test_only_kv_cache_imports_the_extension() -> None:
     """import-linter does not see compiled modules, so this one is checked by hand."""
     users = {
         path.relative_to(PACKAGE).parts[0]
         for path in PACKAGE.rglob("*.py")
         if any(name.startswith("pyengine._kv") for name in imported(path))
     }
-    assert users == {"cache"}
+    assert users == {"kv_cache"}
 
 
-def test_nobody_inside_imports_the_front_door() -> None:
+def test_no_module_imports_from_the_package_itself() -> None:
     for path in PACKAGE.rglob("*.py"):
-        front = {name for name in imported(path) if re.fullmatch(r"pyengine(\.\w+)?", name)}
-        assert front <= {f"pyengine.{room}" for room in ROOMS}, path
+        names = {name for name in imported(path) if re.fullmatch(r"pyengine(\.\w+)?", name)}
+        assert names <= {f"pyengine.{package}" for package in PACKAGES}, path
 
 
 def test_import_pyengine_loads_numpy_and_nothing_else() -> None:
@@ -118,7 +117,7 @@ def test_import_pyengine_loads_numpy_and_nothing_else() -> None:
     assert foreign <= {"pyengine", "numpy"}
 
 
-@pytest.mark.parametrize("module", ["pyengine.scheduler", "pyengine.cache", "pyengine.cli.app"])
+@pytest.mark.parametrize("module", ["pyengine.scheduler", "pyengine.kv_cache", "pyengine.cli.app"])
 def test_no_torch_before_it_is_needed(module: str) -> None:
     heavy = python(
         f"import sys, {module}; print({{'torch', 'transformers', 'tokenizers'}} & set(sys.modules))"

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pyengine import LLM, SamplingParams
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 from tests.integration.test_tokens_bbh import ARCHIVE, read
 from tests.support.clients import needs_clients, run
 from tests.support.serving import RunningServer

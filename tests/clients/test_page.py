@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from pyengine.async_engine import AsyncEngine
 from pyengine.cluster.observation import ClusterObservation
 from pyengine.cluster.remote_engine import RemoteEngine
-from pyengine.core import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine, EngineView
-from pyengine.server import create_app
+from pyengine.engine.stats import EngineView
+from pyengine.sampling_params import SamplingParams
+from pyengine.server.app import create_app
+from pyengine.server.settings import ServerSettings
 from tests.support.browser import CHROMIUM, Served, browser, errors_of
 from tests.support.callers import FakeModel
 from tests.support.replicas import LocalReplicas, read, small_replica

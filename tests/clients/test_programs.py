@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 from tests.support.clients import needs_clients, run
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cache import ConfigError
 from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
 from pyengine.cluster.prefix_router import MOST_REPLICAS, PrefixRouter, Taken
-from pyengine.core.errors import ConfigurationError, NoReplicaError
+from pyengine.errors import ConfigurationError, NoReplicaError
+from pyengine.kv_cache import ConfigError
 from tests.support.cluster import BLOCK_SIZE, KIND, Cache, World, run
 
 PROMPT = list(range(BLOCK_SIZE * 10))

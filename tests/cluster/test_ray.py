@@ -18,10 +18,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
-from pyengine.core.settings import EngineSettings
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.config import EngineSettings
+from pyengine.errors import ConfigurationError
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.docs import ROOT
 from tests.support.processes import is_running, processes_with, wait_for_end, workers_of
 from tests.support.replicas import read

@@ -14,15 +14,10 @@ from pyengine.cluster.fleet import Fleet
 from pyengine.cluster.observation import ClusterObservation
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
-from pyengine.core.errors import (
-    EngineClosedError,
-    InvalidRequestError,
-    NoReplicaError,
-    ReplicaLostError,
-)
-from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.server import create_app
+from pyengine.errors import EngineClosedError, InvalidRequestError, NoReplicaError, ReplicaLostError
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
+from pyengine.server.app import create_app
+from pyengine.server.settings import ServerSettings
 from tests.support.replicas import LocalReplicas, read, small_replica
 from tests.support.serving import alone, events_of, open_small_engine, save_small_model
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
 
-from pyengine.cache import BlockManager, KvError, StepBuffers
+from pyengine.kv_cache import BlockManager, KvError, StepBuffers
 from tests.support.blocks import step_arrays
 
 THREADS, NUM_BLOCKS, BLOCK = 8, 48, 4

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pyengine._kv import Holders
-from pyengine.cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import step_arrays
 
 BLOCKS = 2_000_000

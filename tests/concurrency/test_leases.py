@@ -9,7 +9,7 @@ from time import monotonic
 
 import pytest
 
-from pyengine.cache import BlockManager, Lease, NoRoom, Prefilled, Sequence
+from pyengine.kv_cache import BlockManager, Lease, NoRoom, Prefilled, Sequence
 from tests.support.blocks import compute, computed
 
 THREADS = 8

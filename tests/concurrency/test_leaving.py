@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import SamplingParams
-from pyengine.engine import Prompt, RequestState
-from pyengine.engine.shared import SharedEngine
+from pyengine.engine.loop import SharedEngine
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import RequestState
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, make_bench
 from tests.support.wishes import letters
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import InvalidRequestError, RequestFailedError, RequestOutput, SamplingParams
-from pyengine.core.sampling_params import RequestOutputKind
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import InvalidRequestError, RequestFailedError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.wishes import SMALL, Alone, Faults, Tokens, Wish, drawn, letters
 

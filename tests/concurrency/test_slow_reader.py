@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.core.sampling_params import RequestOutputKind
-from pyengine.engine import Prompt
-from pyengine.engine.collector import OutputCollector
+from pyengine.engine.output_collector import OutputCollector
+from pyengine.engine.prompts import Prompt
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.engines import make_bench
 from tests.support.fake_runner import continued

@@ -9,8 +9,8 @@ import torch
 from benches.gpu.steps import Spot
 from pyengine import LLM
 from pyengine.attention.choice import backend_names
-from pyengine.core.errors import ConfigurationError
-from pyengine.models.boundary import quiet_transformers
+from pyengine.errors import ConfigurationError
+from pyengine.models.transformers_calls import quiet_transformers
 
 ORACLE = "gather"
 WINDOW = 48

@@ -12,7 +12,7 @@ import torch
 
 from pyengine import LLM
 from pyengine.engine import builder
-from pyengine.runner.graphs import EagerRecorder
+from pyengine.executor.cuda_graphs import EagerRecorder
 from tests.gpu.answers import ask, oracle
 from tests.gpu.compare import compare, rounded
 from tests.gpu.conftest import InChild

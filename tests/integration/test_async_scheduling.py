@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
-from pyengine.cache.kv_pool import KVPool, kv_cache_specs
-from pyengine.engine import Engine, Executor, ModelFacts, Prompt
-from pyengine.models import load_model
-from pyengine.runner import ModelRunner, RunnerLimits
-from pyengine.runner.graphs import EagerRecorder
-from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.engine.core import Engine
+from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.prompts import Prompt
+from pyengine.executor.cuda_graphs import EagerRecorder
+from pyengine.executor.executor import Executor
+from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.model_runner import ModelRunner
+from pyengine.kv_cache.pool import KVPool, kv_cache_specs
+from pyengine.models.loader import load_model
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import LazyQueue
 from tests.support.static_attention import StaticBackend
 from tests.unit.models.tiny import save_tiny_model

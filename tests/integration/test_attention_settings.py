@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pyengine import LLM, SamplingParams
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
 from tests.unit.models.tiny import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -14,8 +14,8 @@ import torch
 
 import pyengine
 from pyengine import LLM, SamplingParams
-from pyengine.cache import replay
-from pyengine.core.errors import ConfigurationError, InvalidRequestError, ModelLoadError
+from pyengine.errors import ConfigurationError, InvalidRequestError, ModelLoadError
+from pyengine.kv_cache import replay
 from tests.support.soak import soak_only
 from tests.unit.models.tiny import save_tiny_model
 

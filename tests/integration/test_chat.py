@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, RequestOutput, SamplingParams
-from pyengine.core import InvalidRequestError
-from pyengine.core.sampling_params import RequestOutputKind
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import RequestOutputKind
 from tests.support import chat
 from tests.support.chat import as_transformers, chat_tokenizer
 from tests.unit.models.tiny import save_tiny_model

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from pyengine import LLM
 from pyengine.cli.app import app
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
 from tests.unit.models.tiny import save_tiny_model
 
 

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from pyengine.core import errors, outputs
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
-from pyengine.engine import LLM, AsyncEngine
+from pyengine import errors, outputs
+from pyengine.async_engine import AsyncEngine
+from pyengine.config import EngineSettings
+from pyengine.llm import LLM
+from pyengine.sampling_params import SamplingParams
 from tests.support.docs import ROOT, table
 
 DOCUMENT = "docs/guides/coming-from-vllm.md"

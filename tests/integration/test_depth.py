@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from pyengine.core import SamplingParams
-from pyengine.engine import LLM
+from pyengine.llm import LLM
+from pyengine.sampling_params import SamplingParams
 from tests.support.serving import save_small_model
-from tests.unit.core.test_frame_room import faults_at
+from tests.unit.utils.test_frame_memory import faults_at
 
 NUM_TOKENS = 20
 

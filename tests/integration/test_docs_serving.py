@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
-from pyengine.server import create_app
+from pyengine.async_engine import AsyncEngine
+from pyengine.sampling_params import SamplingParams
+from pyengine.server.app import create_app
 from pyengine.server.schemas.requests import ChatCompletionRequest, CompletionRequest
+from pyengine.server.settings import ServerSettings
 from tests.support.docs import ROOT, blocks, table
 from tests.support.serving import RunningServer, open_small_engine, save_small_model
 

@@ -13,7 +13,7 @@ import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from tests.support.reference import Reference
-from tests.unit.runner.hand_made import random_model
+from tests.unit.executor.hand_made import random_model
 
 LONGEST = 320
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}

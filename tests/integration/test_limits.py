@@ -17,7 +17,7 @@ try:
     llm = pyengine.LLM(num_blocks=64)
     params = pyengine.SamplingParams(max_tokens=4)
     print(llm.generate(["hello"], params, use_tqdm=False)[0].finished)
-except pyengine.core.PyEngineError as error:
+except pyengine.utils.PyEngineError as error:
     print(f"refused: {error}")
 """
 

@@ -12,16 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from pyengine import LLM, BlockManager, SamplingParams
-from pyengine.core.errors import ConfigurationError, ModelLoadError
-from pyengine.engine.heads import HeadDrafter
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
-from pyengine.speculation import Context, Draft, EveryDraft, Speculator
+from pyengine.errors import ConfigurationError, ModelLoadError
+from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.mtp import HeadDrafter
+from pyengine.speculation.policy import EveryDraft
+from pyengine.speculation.speculator import Speculator
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
 from tests.support.mtp import LAYERS, Reference, save_with_heads
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
-from tests.unit.runner.hand_made import random_model
+from tests.unit.executor.hand_made import random_model
 
 MODELS = [
     *[("deepseek_v3", 2), ("glm4_moe", 1)],  # latent attention and plain, several layers and one

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, SamplingParams
-from tests.unit.runner.hand_made import random_model
+from tests.unit.executor.hand_made import random_model
 
 SIZE: dict[str, Any] = {
     "hidden_size": 32,

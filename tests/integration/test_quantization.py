@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from pyengine import LLM, RequestOutput, SamplingParams
-from pyengine.core.errors import ConfigurationError
-from tests.unit.runner.hand_made import random_model
+from pyengine.errors import ConfigurationError
+from tests.unit.executor.hand_made import random_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 

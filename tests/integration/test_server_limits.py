@@ -13,10 +13,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 from pyengine.server import lifetime
 from pyengine.server.lifetime import descriptors_for
+from pyengine.server.settings import ServerSettings
 from tests.integration.test_server_sockets import request_of, rest_of
 from tests.support.serving import (
     GOOD,

@@ -19,10 +19,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core.errors import ConfigurationError, InvalidRequestError, PyEngineError
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import ConfigurationError, InvalidRequestError, PyEngineError
 from pyengine.server.lifetime import listening
+from pyengine.server.settings import ServerSettings
 from tests.support.docs import ROOT
 from tests.support.serving import (
     GOOD,

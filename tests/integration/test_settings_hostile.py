@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.core.errors import ConfigurationError, ModelLoadError, PyEngineError
+from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 from tests.unit.models.test_foreign_code import MODEL_MAP, add_code
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 

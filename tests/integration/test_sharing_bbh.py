@@ -13,10 +13,11 @@ import numpy.typing as npt
 import pytest
 from transformers import AutoTokenizer
 
-from pyengine.cache import BlockManager, Stats
-from pyengine.core.request import Request
+from pyengine.kv_cache import BlockManager, Stats
 from pyengine.models.source import resolve_source
-from pyengine.scheduler import Job, Scheduler, SchedulerLimits
+from pyengine.scheduler.batch import Job
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.integration.test_tokens_bbh import ARCHIVE, read
 
 pytestmark = pytest.mark.slow

@@ -10,18 +10,20 @@ import pytest
 from transformers import AutoConfig
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import draft_loading
-from pyengine.engine.draft_model import DraftModel
-from pyengine.models import load_model
-from pyengine.speculation import Drafter, NgramDrafter, SuffixDrafter
+from pyengine.errors import ConfigurationError
+from pyengine.models.loader import load_model
+from pyengine.sampling_params import StructuredOutputs
+from pyengine.speculation import draft_loading
+from pyengine.speculation.draft_model import DraftModel
+from pyengine.speculation.drafters import Drafter
+from pyengine.speculation.ngram import NgramDrafter
+from pyengine.speculation.suffix import SuffixDrafter
 from tests.integration.test_tokens_families import groups_of
 from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
-from tests.unit.runner.hand_made import random_model
-from tests.unit.runner.test_model_runner import FAMILIES
+from tests.unit.executor.hand_made import random_model
+from tests.unit.executor.test_model_runner import FAMILIES
 
 VOCAB = 300
 NAMES = [

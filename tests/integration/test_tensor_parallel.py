@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pyengine import LLM, SamplingParams
-from pyengine.core.errors import ConfigurationError, EngineDeadError
+from pyengine.errors import ConfigurationError, EngineDeadError
 from tests.support.processes import wait_for_end, workers_left, workers_of
 from tests.support.versions import IS_TORCH_2_9
-from tests.unit.runner.hand_made import random_model
+from tests.unit.executor.hand_made import random_model
 
 pytestmark = pytest.mark.slow
 

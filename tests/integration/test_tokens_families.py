@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, BlockManager, SamplingParams
-from pyengine.cache.layer_groups import choose_layer_groups, layer_windows
+from pyengine.kv_cache.layer_groups import choose_layer_groups, layer_windows
 from tests.support.reference import Reference
-from tests.unit.runner.hand_made import random_model
-from tests.unit.runner.test_model_runner import FAMILIES
+from tests.unit.executor.hand_made import random_model
+from tests.unit.executor.test_model_runner import FAMILIES
 
 MAX_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=MAX_TOKENS)

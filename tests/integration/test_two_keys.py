@@ -12,7 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.engine import AsyncEngine, grammars
+from pyengine.async_engine import AsyncEngine
+from pyengine.sampling import grammar as grammars
 from tests.support.serving import RunningServer, assert_soon, open_small_engine, save_small_model
 
 KEYS = ("of-the-victim", "of-the-attacker")

@@ -16,15 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pyengine.cache import (
-    BlockManager,
-    Lease,
-    LeaseError,
-    NoBudget,
-    NoRoom,
-    Prefilled,
-    StepPlan,
-)
+from pyengine.kv_cache import BlockManager, Lease, LeaseError, NoBudget, NoRoom, Prefilled, StepPlan
 from tests.support.contents import Contents, Kept, Known, Planned
 
 # Few families of prompts, so that most have a prefix in common with some other.

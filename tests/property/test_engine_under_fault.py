@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.runner import StepLogits
-from pyengine.sampling import sample_seed
+from pyengine.executor.interface import StepLogits
+from pyengine.outputs import RequestOutput
+from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling_params import SamplingParams
 from tests.support import fake_runner
 from tests.support.engines import EOS, make_bench
 from tests.support.fake_runner import continued

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention import StepInputs
+from pyengine.attention.backend import StepInputs
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import BlockManager, Lease, Redirect, Sequence
+from pyengine.kv_cache import BlockManager, Lease, Redirect, Sequence
 
 
 def compute(manager: BlockManager, *sequences: Sequence, sampled: int = 0) -> list[Redirect]:

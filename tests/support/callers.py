@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from pyengine.core import SamplingParams
-from pyengine.core.settings import EngineSettings
-from pyengine.engine import LLM, AsyncEngine
-from pyengine.engine import frontend as frontend_module
+from pyengine.async_engine import AsyncEngine
+from pyengine.config import EngineSettings
+from pyengine.engine import client as frontend_module
 from pyengine.engine.builder import BuiltEngine
-from pyengine.engine.threads import compute_threads
+from pyengine.executor.cpu_threads import compute_threads
+from pyengine.llm import LLM
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench
 
 

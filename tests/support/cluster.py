@@ -3,10 +3,10 @@
 from collections import deque
 from random import Random
 
-from pyengine.cache import BlockManager
 from pyengine.cluster.feed import EventLog, merged
 from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
 from pyengine.cluster.prefix_router import PrefixRouter, Taken, Ticket
+from pyengine.kv_cache import BlockManager
 
 BLOCK_SIZE = 4
 KIND = CacheKind("model", BLOCK_SIZE, 7)

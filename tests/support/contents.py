@@ -8,7 +8,7 @@ row is read.
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.cache import Lease, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import Lease, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import step_arrays
 
 Chain = tuple[bytes, tuple[int, ...]]

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from pyengine.engine import Engine
-from pyengine.speculation import Context, Draft, Drafter, EveryDraft, Speculator
+from pyengine.engine.core import Engine
+from pyengine.speculation.drafters import Context, Draft, Drafter
+from pyengine.speculation.policy import EveryDraft
+from pyengine.speculation.speculator import Speculator
 from tests.support.fake_runner import VOCAB_SIZE, continued
 
 

@@ -5,13 +5,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.cache import BlockManager
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import Engine, Executor, ModelFacts, Prompt, RequestState
-from pyengine.engine.capacity import longest_sequence
-from pyengine.runner import Work
-from pyengine.runner.queue import ThreadWork
-from pyengine.scheduler import Scheduler, SchedulerLimits
+from pyengine.engine.core import Engine
+from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import RequestState
+from pyengine.executor.device_queue import ThreadWork, Work
+from pyengine.executor.executor import Executor
+from pyengine.executor.memory_profile import longest_sequence
+from pyengine.kv_cache import BlockManager
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=8)

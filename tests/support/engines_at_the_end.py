@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from pyengine import LLM, SamplingParams
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
 PROMPTS = [[3, 4, 5], [3, 4, 5, 6], [9]]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.cache import StepBuffers
-from pyengine.runner import Forward, StepLogits
+from pyengine.executor.interface import Forward, StepLogits
+from pyengine.kv_cache import StepBuffers
 
 VOCAB_SIZE = 97
 _LOGITS: dict[int, torch.Tensor] = {}

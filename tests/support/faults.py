@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.cache import BlockManager, Redirect
-from pyengine.engine import Engine, Executor, ModelFacts
-from pyengine.engine.capacity import longest_sequence
-from pyengine.runner import Forward, StepLogits
-from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
+from pyengine.engine.core import Engine
+from pyengine.engine.input_processor import ModelFacts
+from pyengine.executor.executor import Executor
+from pyengine.executor.interface import Forward, StepLogits
+from pyengine.executor.memory_profile import longest_sequence
+from pyengine.kv_cache import BlockManager, Redirect
+from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, Bench, LazyQueue
 from tests.support.fake_runner import VOCAB_SIZE, FakeRunner

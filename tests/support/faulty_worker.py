@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from pyengine.attention import gather
-from pyengine.parallel import worker
+from pyengine.executor.tensor_parallel import worker
 
 VARIABLE = "PYENGINE_TEST_FAULTS"
 _RANDOM = Random(1)

@@ -70,8 +70,8 @@ def _serve() -> None:
     import torch  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import pyengine.models
-    import pyengine.parallel  # noqa: F401
+    import pyengine.executor.tensor_parallel.distributed
+    import pyengine.models.loader  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pyengine.cache import BlockManager, Redirect, Sequence, StepPlan
+from pyengine.kv_cache import BlockManager, Redirect, Sequence, StepPlan
 
 
 class LookaheadPlan:

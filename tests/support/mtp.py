@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tests.unit.runner.hand_made import random_model
-from tests.unit.runner.test_model_runner import FAMILIES
+from tests.unit.executor.hand_made import random_model
+from tests.unit.executor.test_model_runner import FAMILIES
 
 LAYERS = 2
 _EXPERTS: dict[str, Any] = {

@@ -7,7 +7,7 @@ import time
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-WORKERS = ("pyengine.parallel.worker", "tests.support.faulty_worker")
+WORKERS = ("pyengine.executor.tensor_parallel.worker", "tests.support.faulty_worker")
 
 
 def workers_of(parent: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from pyengine import RequestOutput
-from pyengine.models.boundary import quiet_transformers
+from pyengine.models.transformers_calls import quiet_transformers
 
 NEAR_TIE = 1e-3
 Stop = Literal["at_eos", "at_length"]

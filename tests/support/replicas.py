@@ -11,10 +11,10 @@ from pyengine.cluster.fleet import Fleet, News
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
-from pyengine.core.errors import ReplicaLostError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
 from pyengine.engine.prompts import PromptLike
+from pyengine.errors import ReplicaLostError
+from pyengine.sampling_params import SamplingParams
 
 
 class Lossy:

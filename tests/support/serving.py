@@ -13,12 +13,12 @@ from typing import Any
 import httpx2
 from fastapi import FastAPI
 
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
-from pyengine.server import create_app
+from pyengine.async_engine import AsyncEngine
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+from pyengine.server.app import create_app
 from pyengine.server.lifetime import address_of, listening, make_server
+from pyengine.server.settings import ServerSettings
 from tests.support import chat
 from tests.unit.models.tiny import save_tiny_model
 

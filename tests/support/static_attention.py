@@ -6,10 +6,10 @@ is for. Steps that are not decodes go the way of the gather backend.
 
 import torch
 
-from pyengine.attention import AttentionOptions, GraphPlan, StepInputs
+from pyengine.attention.backend import AttentionOptions, GraphPlan, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import KVWriter
-from pyengine.cache.kv_pool import KVPool
+from pyengine.kv_cache.pool import KVPool
 
 
 class StaticBackend(GatherBackend):

@@ -7,9 +7,9 @@ from functools import cache
 from random import Random
 from typing import Any, Literal
 
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.core.sampling_params import RequestOutputKind
-from pyengine.runner import StepLogits
+from pyengine.executor.interface import StepLogits
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.engines import Bench, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, continued
 from tests.support.tokenizers import Decoder, byte_level

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import pyengine
-from pyengine.core.distribution import needs_engine_extra
+from pyengine.utils.packaging import needs_engine_extra
 
 
 def python(code: str) -> str:
@@ -23,7 +23,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_nothing_is_loaded_before_it_is_used() -> None:
     """So that Ctrl-C, while a command starts, reaches the command."""
-    code = "import sys, pyengine; print('numpy' in sys.modules, 'pyengine.cache' in sys.modules)"
+    code = "import sys, pyengine; print('numpy' in sys.modules, 'pyengine.kv_cache' in sys.modules)"
     assert python(code) == "False False"
 
 

@@ -19,7 +19,7 @@ from benches.peers.adapters.base import (
     Tokens,
 )
 from pyengine import BlockManager, Prefilled, StepBuffers, _kv
-from pyengine.cache import Lease, Sequence, StepPlan
+from pyengine.kv_cache import Lease, Sequence, StepPlan
 
 VERSION = _kv.__version__
 MAX_BLOCKS_PER_SEQUENCE = 1024

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import Survey
-from pyengine.engine import EngineView, RequestState, RequestView
+from pyengine.engine.request import RequestState
+from pyengine.engine.stats import EngineView, RequestView
+from pyengine.kv_cache import Survey
 
 Ints = npt.NDArray[np.int64]
 

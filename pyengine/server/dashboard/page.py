@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from pyengine.core.errors import PyEngineError
-from pyengine.engine import EngineView
+from pyengine.engine.stats import EngineView
+from pyengine.errors import PyEngineError
 from pyengine.server.dashboard.frames import FrameMaker
 from pyengine.server.errors import ApiError
 from pyengine.server.metrics import bytes_per_block

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyengine.core.server_settings import ServerSettings
 from pyengine.server.errors import ApiError
+from pyengine.server.settings import ServerSettings
 
 OPEN_PATH = "/health"
 """The one route with an answer that needs no key."""

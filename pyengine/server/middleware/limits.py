@@ -6,11 +6,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pyengine.core.errors import PyEngineError
-from pyengine.core.server_settings import ServerSettings
+from pyengine.errors import PyEngineError
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
 from pyengine.server.middleware.auth import OPEN_PATH, caller_of, path_of
+from pyengine.server.settings import ServerSettings
 
 MAX_HEADER_BYTES = 1 << 16
 _BODY = "pyengine.body"

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyengine.core.server_settings import ServerSettings
 from pyengine.server.errors import ApiError
 from pyengine.server.middleware.auth import OPEN_PATH, path_of
+from pyengine.server.settings import ServerSettings
 
 _CHANGE_NOTHING = ("GET", "HEAD", "OPTIONS")
 _OF_THIS_SITE = ("same-origin", "none")

@@ -11,9 +11,9 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pyengine.core.server_settings import LogFormat
 from pyengine.server.middleware.auth import Caller, known_caller_of, path_of
 from pyengine.server.request_log import LineLog
+from pyengine.server.settings import LogFormat
 
 CLIENT_HAS_GONE = 499
 """The status of an answer that nobody reads: no refusal."""

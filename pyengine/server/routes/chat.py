@@ -7,12 +7,10 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
-from pyengine.core.errors import ContextLengthError
-from pyengine.core.outputs import CompletionOutput, RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import ChatOptions, render_chat, unread_keys
+from pyengine.engine.chat_template import ChatOptions, render_chat, unread_keys
+from pyengine.errors import ContextLengthError
+from pyengine.outputs import CompletionOutput, RequestOutput
+from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.generation import (
@@ -41,6 +39,7 @@ from pyengine.server.schemas.responses import (
     TextItems,
     ToolCall,
 )
+from pyengine.server.settings import ServerSettings
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from pyengine.core.outputs import CompletionOutput, RequestOutput
-from pyengine.core.sampling_params import SamplingParams
+from pyengine.outputs import CompletionOutput, RequestOutput
+from pyengine.sampling_params import SamplingParams
 from pyengine.server.context import Context
 from pyengine.server.routes.generation import (
     Call,
@@ -23,12 +23,7 @@ from pyengine.server.schemas.fields import COMPLETIONS
 from pyengine.server.schemas.ignored import check_ignored, ignored_fields
 from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
 from pyengine.server.schemas.requests import CompletionRequest
-from pyengine.server.schemas.responses import (
-    CompletionChoice,
-    CompletionResponse,
-    TextItems,
-    Usage,
-)
+from pyengine.server.schemas.responses import CompletionChoice, CompletionResponse, TextItems, Usage
 
 router = APIRouter(route_class=JsonRoute)
 

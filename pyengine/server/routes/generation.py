@@ -15,12 +15,11 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pyengine.core.errors import ContextLengthError, InvalidRequestError, QueueFullError
-from pyengine.core.fields import shown
-from pyengine.core.outputs import RequestOutput
-from pyengine.core.sampling_params import RequestOutputKind, SamplingParams
-from pyengine.core.structured_outputs import StructuredOutputs
-from pyengine.engine import RequestState, encode_text
+from pyengine.engine.request import RequestState
+from pyengine.engine.untrusted_calls import encode_text
+from pyengine.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputs
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_client import ServedStream
 from pyengine.server.errors import ApiError, as_api_error
@@ -30,6 +29,7 @@ from pyengine.server.middleware.traffic import KeyCounts
 from pyengine.server.schemas.ignored import IGNORED_HEADER
 from pyengine.server.schemas.requests import MAX_ITEMS, SamplingFields
 from pyengine.server.schemas.responses import PromptTokensDetails, ServerModel, Usage
+from pyengine.utils.validation import shown
 
 _T = TypeVar("_T")
 

@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Response
 
-from pyengine.core.distribution import package_version
 from pyengine.server.context import Context, ServerContext
 from pyengine.server.errors import ApiError
 from pyengine.server.schemas.responses import ModelCard, ModelList
+from pyengine.utils.packaging import package_version
 
 router = APIRouter()
 

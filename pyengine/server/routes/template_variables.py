@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import template_reads
+from pyengine.engine.chat_template import template_reads
 from pyengine.server.errors import ApiError
 from pyengine.server.schemas.requests import ChatOptionFields
+from pyengine.server.settings import ServerSettings
 
 _OWN_FIELDS = ("reasoning_effort", "verbosity")
 _THINKING = "enable_thinking"

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from pyengine.core.errors import InvalidRequestError
-from pyengine.engine import tokenizer_errors
+from pyengine.engine.untrusted_calls import tokenizer_errors
+from pyengine.errors import InvalidRequestError
 from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.chat import chat_options, render

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pyengine.core.server_settings import ServerSettings
 from pyengine.server.errors import ApiError
 from pyengine.server.schemas.fields import Effect, rules_of
+from pyengine.server.settings import ServerSettings
 
 IGNORED_HEADER = "x-pyengine-ignored"
 """Of an answer: the names of the request's fields that had no effect."""

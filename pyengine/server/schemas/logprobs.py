@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pyengine.core.outputs import Logprob
+from pyengine.outputs import Logprob
 from pyengine.server.schemas.responses import (
     ChatLogprobs,
     CompletionLogprobs,

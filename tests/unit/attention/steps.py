@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from pyengine.attention import AttentionOptions, StepInputs
+from pyengine.attention.backend import AttentionOptions, StepInputs
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation, rotated
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40

@@ -8,20 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyengine.attention import (
-    AttentionNeeds,
-    LayerNeeds,
-    choice,
+from pyengine.attention import choice, cpu, flashinfer
+from pyengine.attention.choice import (
+    backend_names,
     choose_backend,
-    cpu,
     explain_backends,
-    flashinfer,
-    needs_of,
     select_backend,
+    try_out,
 )
-from pyengine.attention.choice import backend_names, try_out
 from pyengine.attention.gather import GatherBackend
-from pyengine.core.errors import ConfigurationError
+from pyengine.attention.needs import AttentionNeeds, LayerNeeds, needs_of
+from pyengine.errors import ConfigurationError
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.families import MODELS, on_meta
 

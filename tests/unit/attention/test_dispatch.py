@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyengine.attention import (
+from pyengine.attention.backend import AttentionOptions
+from pyengine.attention.dispatch import (
     ATTENTION_NAME,
-    AttentionOptions,
     PagedContext,
+    paged_attention,
     register_paged_attention,
+    running,
 )
-from pyengine.attention.dispatch import paged_attention, running
 from pyengine.attention.rotation import RotaryLayout
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
 
 
 class RecordingPlan:

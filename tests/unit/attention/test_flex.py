@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 
 from pyengine.attention import flex
 from pyengine.attention.flex import RECOMPILE_LIMIT, FlexBackend, compiled, tile_pages
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.unit.attention.steps import (
     CASES,
     Shape,

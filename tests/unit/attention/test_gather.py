@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.attention import AttentionOptions, gather
+from pyengine.attention import gather
+from pyengine.attention.backend import AttentionOptions
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
-from pyengine.cache.layer_groups import LayerGroups, Place
+from pyengine.kv_cache.layer_groups import LayerGroups, Place
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.support.attention import inputs_of
 
 BLOCK = 4

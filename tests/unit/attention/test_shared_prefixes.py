@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pyengine import LLM, SamplingParams
-from pyengine.attention import AttentionOptions
+from pyengine.attention.backend import AttentionOptions
 from pyengine.attention.cpu import CpuBackend
-from pyengine.cache import BufferError, CpuAttention
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool
-from pyengine.runner.buffers import SharedArrays
+from pyengine.executor.input_buffers import SharedArrays
+from pyengine.kv_cache import BufferError, CpuAttention
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.support.attention import Shared, inputs_of
 
 BLOCK, SHARED, HEADS, KV_HEADS, DIM = 16, 600, 6, 2, 16

@@ -27,11 +27,11 @@ from pyengine.attention.flash_attn import FlashAttnBackend
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.own_rotation import take_over_rotations
 from pyengine.attention.varlen import VarlenBackend
-from pyengine.cache.kv_pool import KVCacheSpec, KVPool, kv_cache_specs
-from pyengine.models.packed import PackedLinear
-from pyengine.models.quantized import Int8Linear, digits
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool, kv_cache_specs
+from pyengine.models.int8_linear import Int8Linear, digits
+from pyengine.models.prepacked_linear import PackedLinear
+from pyengine.models.rotary import take_over_rotations
 from tests.gpu.models import FAMILIES, random_model
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import CPU, NUM_BLOCKS, Lengths, Shape, make_step

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from pyengine.attention.varlen import VarlenBackend
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,

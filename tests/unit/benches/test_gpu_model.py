@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benches.gpu.model import SHAPES, ModelSize, roofline_tokens_per_second
-from pyengine.cache.kv_pool import bytes_per_block, kv_cache_specs
+from pyengine.kv_cache.pool import bytes_per_block, kv_cache_specs
 
 SMALL = ModelSize(
     layers=2,

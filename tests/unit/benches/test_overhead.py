@@ -7,7 +7,7 @@ import pytest
 from benches.engine import overhead
 from benches.engine.overhead import GOALS, GREEDY, SIZES, SMALL, prompts, rows, table, tokenizer
 from benches.engine.service import Service, Size
-from pyengine.core import SamplingParams
+from pyengine.sampling_params import SamplingParams
 
 GREEDY_PARAMS = SamplingParams(**GREEDY, max_tokens=3, ignore_eos=True)
 

@@ -34,7 +34,7 @@ def test_a_profile_says_where_the_event_loop_is_at_work() -> None:
             "thread (1): MainThread;run (asyncio/runners.py:1);app (starlette/routing.py:3);"
             "send (/x/uvicorn/protocols/http/h11_impl.py:9) 2",
             "thread (1): MainThread;main (<string>:1) 2",
-            "thread (2): pyengine-engine;step (pyengine/engine/engine.py:7) 90",
+            "thread (2): pyengine-engine;step (pyengine/engine/core.py:7) 90",
             "thread (3): other;work (x.py:7) 10",
         ]
     )

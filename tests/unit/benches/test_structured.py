@@ -1,7 +1,7 @@
 """What the benchmark of structured outputs does to an engine, once; no time is looked at."""
 
 from benches.engine.structured import SCHEMA, SIZES, measure, table
-from pyengine.core import StructuredOutputs
+from pyengine.sampling_params import StructuredOutputs
 from tests.support.engines import make_bench
 from tests.support.tokenizers import characters
 

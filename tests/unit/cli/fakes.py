@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import InvalidRequestError
+from pyengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pyengine.sampling_params import SamplingParams
 
 
 def _output(prompt_ids: list[int], words: list[str], *, cached: int) -> RequestOutput:

@@ -9,9 +9,9 @@ from typer.testing import CliRunner, Result
 from pyengine.cli.app import app
 from pyengine.cli.display import Meter
 from pyengine.cli.generate import RECORDING
-from pyengine.core.errors import ModelLoadError
-from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
+from pyengine.errors import ModelLoadError
+from pyengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.unit.cli.fakes import FakeEngine
 
 

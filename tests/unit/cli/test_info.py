@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 import pyengine
 from pyengine.cli.app import app
-from pyengine.core.distribution import needs_engine_extra
-from pyengine.core.errors import ConfigurationError
+from pyengine.errors import ConfigurationError
+from pyengine.utils.packaging import needs_engine_extra
 from tests.unit.cli.fakes import FakeEngine
 
 

@@ -11,11 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
-from pyengine.core.option import option_of
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.settings import EngineSettings
-from pyengine.core.structured_outputs import StructuredOutputs
+from pyengine.config import EngineSettings
+from pyengine.sampling_params import SamplingParams, StructuredOutputs
+from pyengine.server.settings import ServerSettings
+from pyengine.utils.settings import option_of
 from tests.support.docs import ROOT, commands
 from tests.unit.cli.fakes import FakeEngine
 

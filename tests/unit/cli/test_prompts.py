@@ -16,7 +16,7 @@ from pyengine.cli.prompts import (
     to_engine,
 )
 from pyengine.cli.results import _title
-from pyengine.core.errors import InvalidRequestError
+from pyengine.errors import InvalidRequestError
 from tests.unit.cli.fakes import FakeEngine
 
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pyengine.cli.app import app
-from pyengine.core.errors import EngineDeadError
+from pyengine.errors import EngineDeadError
 from tests.unit.cli.fakes import FakeEngine
 
 WORDS = ["one", "two words", "three more words", "and four words more"]

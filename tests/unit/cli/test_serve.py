@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pyengine.cli.app import app
-from pyengine.core.distribution import needs_serve_extra
+from pyengine.utils.packaging import needs_serve_extra
 
 
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])

@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pyengine.cache import BlockManager
 from pyengine.cli.app import app
+from pyengine.kv_cache import BlockManager
 from tests.support.blocks import computed
 
 ROOT = Path(__file__).parents[3]

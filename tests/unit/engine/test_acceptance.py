@@ -13,11 +13,14 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from pyengine.core import SamplingParams
-from pyengine.engine import Prompt, Sample
-from pyengine.engine.batch import Accepted, Rows
-from pyengine.sampling import Sampler
-from pyengine.speculation import Context, Draft, NgramDrafter, SuffixDrafter
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import Sample
+from pyengine.executor.input_batch import Accepted, Rows
+from pyengine.sampling.sampler import Sampler
+from pyengine.sampling_params import SamplingParams
+from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.ngram import NgramDrafter
+from pyengine.speculation.suffix import SuffixDrafter
 from tests.support.drafters import RandomDrafter
 from tests.support.engines import make_bench
 from tests.support.soak import soak_only

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
 from pyengine.engine import builder
+from pyengine.errors import ConfigurationError
+from pyengine.sampling_params import SamplingParams
 
 
 @dataclass

@@ -252,7 +252,7 @@ def test_new_text_is_taken_once() -> None:
 def test_the_embedded_models_tokenizer() -> None:
     from transformers import AutoTokenizer
 
-    from pyengine.models import resolve_source
+    from pyengine.models.source import resolve_source
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_source(None).folder)
     assert hasattr(tokenizer, "backend_tokenizer")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.core import SamplingParams
-from pyengine.core.errors import ConfigurationError, DeviceMemoryError, EngineDeadError
 from pyengine.engine.recovery import is_out_of_memory
-from pyengine.runner import StepLogits
+from pyengine.errors import ConfigurationError, DeviceMemoryError, EngineDeadError
+from pyengine.executor.interface import StepLogits
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import Fault, continued
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import SamplingParams
-from pyengine.engine import Prompt, RequestState, StepResult
-from pyengine.runner import StepLogits
+from pyengine.engine.core import StepResult
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import RequestState
+from pyengine.executor.interface import StepLogits
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, make_bench
 from tests.support.fake_runner import continued
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.core import InvalidRequestError, SamplingParams
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.fake_runner import VOCAB_SIZE
 from tests.support.tokenizers import Fast, byte_level

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import RequestFailedError, SamplingParams
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import RequestFailedError
+from pyengine.sampling_params import SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY, make_bench
 from tests.support.fake_runner import continued
@@ -176,7 +177,7 @@ def test_the_prompt_may_change_once_it_was_given(model: FakeModel) -> None:
 SCRIPT = """
     import asyncio, sys
     import pytest
-    from pyengine.core import SamplingParams
+    from pyengine.sampling_params import SamplingParams
     from tests.support.callers import FakeModel
 
     LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=190)

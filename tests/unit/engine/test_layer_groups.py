@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cache import BlockManager
-from pyengine.core import InvalidRequestError, SamplingParams
-from pyengine.engine import Prompt
-from pyengine.engine.capacity import longest_sequence
-from pyengine.sampling import sample_seed
+from pyengine.engine.prompts import Prompt
+from pyengine.errors import InvalidRequestError
+from pyengine.executor.memory_profile import longest_sequence
+from pyengine.kv_cache import BlockManager
+from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench
 from tests.support.fake_runner import Fault, continued
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import SamplingParams
-from pyengine.core.errors import ConfigurationError
-from pyengine.engine import Executor
+from pyengine.errors import ConfigurationError
+from pyengine.executor.executor import Executor
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import EOS, GREEDY, Bench, LazyQueue, make_bench
 from tests.support.fake_runner import FakeRunner, Fault, continued
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import Prompt, RequestState, intake
+from pyengine.engine import input_processor as intake
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
-from pyengine.runner import StepLogits
-from pyengine.sampling import TokenLogprobs
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import RequestState
+from pyengine.executor.interface import StepLogits
+from pyengine.outputs import RequestOutput
+from pyengine.sampling.logprobs import TokenLogprobs
+from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault
 

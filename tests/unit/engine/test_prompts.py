@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from pyengine.core import SamplingParams
-from pyengine.core.errors import InvalidRequestError
 from pyengine.engine.prompts import as_list, match_params, parse_prompt, salt_namespace
+from pyengine.errors import InvalidRequestError
+from pyengine.sampling_params import SamplingParams
 from tests.support import chat
 from tests.support.chat import chat_tokenizer
 

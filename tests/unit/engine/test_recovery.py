@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from pyengine.core import RequestFailedError
-from pyengine.engine import Prompt
+from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery, Verdict
-from pyengine.runner import StepLogits
-from pyengine.scheduler import SchedulerLimits
+from pyengine.errors import RequestFailedError
+from pyengine.executor.interface import StepLogits
+from pyengine.scheduler.scheduler import SchedulerLimits
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
 from tests.support.fake_runner import Fault, continued
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from pyengine.core import SamplingParams
-from pyengine.scheduler import Job, ScheduledStep
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.batch import Job, ScheduledStep
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import FakeRunner, continued
 

@@ -10,9 +10,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pyengine.core import InvalidRequestError, RequestOutput, SamplingParams, StructuredOutputs
-from pyengine.sampling import sample_seed
-from pyengine.sampling import structured as structured_module
+from pyengine.errors import InvalidRequestError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling import token_masks as structured_module
+from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from tests.support import tokenizers
 from tests.support.engines import EOS, Bench, Sink, make_bench
 from tests.support.fake_runner import Fault, continued

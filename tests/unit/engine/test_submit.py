@@ -5,9 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyengine.core import InvalidRequestError, QueueFullError, RequestFailedError, SamplingParams
-from pyengine.core.errors import DeviceMemoryError
-from pyengine.core.sampling_params import RequestOutputKind
+from pyengine.errors import (
+    DeviceMemoryError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+)
+from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY
 from tests.support.fake_runner import Fault, continued

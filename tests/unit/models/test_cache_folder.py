@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pyengine.core.errors import ModelLoadError
+from pyengine.errors import ModelLoadError
 from pyengine.models.cache_folder import build_once, cache_root
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import load_model
+from pyengine.errors import ModelLoadError
 from pyengine.models.config import default_sampling
+from pyengine.models.loader import load_model
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 

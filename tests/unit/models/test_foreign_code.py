@@ -12,14 +12,15 @@ from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 _LOAD = """
 import sys
-from pyengine.core.errors import PyEngineError
-from pyengine.models import load_model, read_config
+from pyengine.errors import PyEngineError
+from pyengine.models.config import read_config
+from pyengine.models.loader import load_model
 from pathlib import Path
 try:
     if sys.argv[1] == "config":
         read_config(Path(sys.argv[2]))
     elif sys.argv[1] == "team":
-        from pyengine.parallel import Team
+        from pyengine.executor.tensor_parallel.distributed import Team
         Team(sys.argv[2], device="cpu", size=2).close()
     else:
         load_model(sys.argv[2], device="cpu")

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pyengine.core.errors import InvalidRequestError, ModelLoadError
-from pyengine.engine.chat import ChatOptions, render_chat
-from pyengine.models import gguf, load_model
+from pyengine.engine.chat_template import ChatOptions, render_chat
+from pyengine.errors import InvalidRequestError, ModelLoadError
+from pyengine.models import gguf
 from pyengine.models.cache_folder import build_once, cache_root
+from pyengine.models.checkpoint_files import check_weights
 from pyengine.models.gguf import converted_gguf
 from pyengine.models.gguf_header import read_header
-from pyengine.models.weights import check_weights
+from pyengine.models.loader import load_model
 from tests.support.forked import run_forked
 from tests.support.versions import IS_TRANSFORMERS_5_17
 
@@ -329,7 +330,7 @@ def test_a_gguf_that_does_not_hold_what_it_declares_is_refused(tmp_path, file, m
 def test_processes_that_convert_at_once_do_not_disturb_each_other(tmp_path):
     write_tiny_gguf(tmp_path / "tiny.gguf")
     code = (
-        "import sys\nfrom pyengine.models import load_model\n"
+        "import sys\nfrom pyengine.models.loader import load_model\n"
         "print(load_model(sys.argv[1], device='cpu').path)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "tiny.gguf")]

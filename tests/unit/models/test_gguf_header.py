@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from pyengine.core.errors import ModelLoadError
+from pyengine.errors import ModelLoadError
 from pyengine.models.gguf import converted_gguf
 from pyengine.models.gguf_header import read_header
 from tests.unit.models.test_gguf import write_tiny_gguf
@@ -176,7 +176,7 @@ def test_sizes_that_the_tensors_do_not_have_are_refused(tmp_path, content, key, 
     path.write_bytes(found)
     started = time.monotonic()
     with pytest.raises(ModelLoadError):
-        from pyengine.models import load_model
+        from pyengine.models.loader import load_model
 
         load_model(path, device="cpu")
     assert time.monotonic() - started < SECONDS

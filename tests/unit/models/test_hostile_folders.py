@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import load_model
+from pyengine.errors import ModelLoadError
+from pyengine.executor.tensor_parallel.distributed import Team
 from pyengine.models.config import read_config
-from pyengine.parallel import Team
+from pyengine.models.loader import load_model
 from tests.support.forked import run_forked
 from tests.unit.models.test_gguf import write_tiny_gguf
 from tests.unit.models.test_unsupported import save, set_config
@@ -274,8 +274,8 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, file):
 
 _LOAD = """
 import ctypes, os, sys
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import load_model
+from pyengine.errors import ModelLoadError
+from pyengine.models.loader import load_model
 if os.geteuid() == 0:  # give up root's right to read everything: see capset(2)
     head, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(head, none) == 0

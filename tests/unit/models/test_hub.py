@@ -17,8 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK_THERE = "Visit http://hub/owner/gated to ask for access."
 _RESOLVE = """
 import sys
-from pyengine.core.errors import PyEngineError
-from pyengine.models import resolve_source
+from pyengine.errors import PyEngineError
+from pyengine.models.source import resolve_source
 try:
     name, revision, token = sys.argv[1:]
     print(resolve_source(name, revision=revision or None, token=token or None).folder)

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import ModelSource, load_model, placement
+from pyengine.errors import ModelLoadError
+from pyengine.models import placement
+from pyengine.models.loader import load_model
+from pyengine.models.source import ModelSource
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 

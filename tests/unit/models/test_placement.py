@@ -8,9 +8,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.models import choose_dtype, placement, resolve_device, resolve_first_device
-from pyengine.models.placement import bfloat16_instructions, check_tensor_parallel, kv_shards
+from pyengine.errors import ConfigurationError
+from pyengine.models import placement
+from pyengine.models.placement import (
+    bfloat16_instructions,
+    check_tensor_parallel,
+    choose_dtype,
+    kv_shards,
+    resolve_device,
+    resolve_first_device,
+)
 
 pytestmark = pytest.mark.levels
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyengine.core.errors import ConfigurationError, ModelLoadError
+from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.models import source
 from pyengine.models.source import ModelSource, resolve_source
 from tests.unit.models.tiny import save_tiny_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pyengine.core.errors import ModelLoadError
-from pyengine.models import load_model
+from pyengine.errors import ModelLoadError
+from pyengine.models.loader import load_model
 from tests.unit.models.tiny import save_tiny_model
 
 SMALL = {

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.core.sampling_params import SamplingParams
 from pyengine.sampling.adjust import Adjustments
 from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
 
 ROW = [2.0, -2.0, 4.0, -1.0, 0.5]
 INF = float("inf")

@@ -2,8 +2,10 @@
 
 import torch
 
-from pyengine.core import SamplingParams
-from pyengine.sampling import Sampler, SamplingBatch, SamplingState
+from pyengine.sampling.batch import SamplingBatch
+from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
 
 VOCAB = 200
 MIXED = [

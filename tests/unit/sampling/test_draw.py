@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling import SamplingBatch, SamplingState, draw_cpu
+from pyengine.sampling import draw_cpu
+from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.draw import draw, draw_on_device
+from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import uniforms
+from pyengine.sampling_params import SamplingParams
 
 requests = st.builds(
     SamplingParams,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyengine.core.outputs import Logprob
+from pyengine.outputs import Logprob
 from pyengine.sampling.logprobs import (
     PendingPromptLogprobs,
     PromptRows,

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling import Sampler
-from pyengine.sampling.sampler import SamplingBatch
+from pyengine.sampling.sampler import Sampler, SamplingBatch
 from pyengine.sampling.state import SamplingState
-from pyengine.sampling.structured import MaskFiller
+from pyengine.sampling.token_masks import MaskFiller
+from pyengine.sampling_params import SamplingParams
 
 META = torch.device("meta")
 VOCAB = 50

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.core.errors import BrokenLogitsError
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.sampling import Sampler, SamplingState
+from pyengine.errors import BrokenLogitsError
+from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.state import SamplingState
 from pyengine.sampling.uniform import uniforms
+from pyengine.sampling_params import SamplingParams
 
 VOCAB = 1200  # more than the head in which a nucleus is looked for first
 

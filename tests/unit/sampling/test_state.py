@@ -3,9 +3,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.core.errors import InvalidRequestError
-from pyengine.core.sampling_params import SamplingParams
+from pyengine.errors import InvalidRequestError
 from pyengine.sampling.state import SamplingState, TokenCounts, tokens_of_words
+from pyengine.sampling_params import SamplingParams
 from tests.support.tokenizers import Fast, byte_level, metaspace
 
 

@@ -1,8 +1,9 @@
 """Planning a step while the one before is open: what it may contain, and when it has to wait."""
 
-from pyengine.cache import BlockManager
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
+from pyengine.kv_cache import BlockManager
+from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 
 def make(num_blocks: int = 32, budget: int = 32, seats: int = 4) -> Scheduler:

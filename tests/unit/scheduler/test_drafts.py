@@ -9,9 +9,10 @@ from collections.abc import Collection
 
 import pytest
 
-from pyengine.cache import BlockManager, NoBudget, NoRoom
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
+from pyengine.kv_cache import BlockManager, NoBudget, NoRoom
+from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 RUNNING, DRAFTS, BLOCK_SIZE = 256, 7, 4
 BUDGET = RUNNING * (1 + DRAFTS)

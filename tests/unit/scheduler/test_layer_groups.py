@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cache import BlockManager
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, Scheduler, SchedulerLimits
+from pyengine.kv_cache import BlockManager
+from pyengine.scheduler.batch import Job
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import GREEDY, make_bench
 
 

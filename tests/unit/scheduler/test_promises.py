@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cache import BlockManager, PlanError
-from pyengine.core import SamplingParams
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, Scheduler, SchedulerLimits, StalledError
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache import BlockManager, PlanError
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.batch import Job
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 from tests.support.fake_runner import continued
 

@@ -4,10 +4,11 @@ from random import Random
 
 import pytest
 
-from pyengine.cache import BlockManager
-from pyengine.core import SamplingParams
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, Scheduler, SchedulerLimits, StalledError
+from pyengine.kv_cache import BlockManager
+from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.batch import Job
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 
 

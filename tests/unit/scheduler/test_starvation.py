@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
-from pyengine.cache import BlockManager, Ledger
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits, StalledError
+from pyengine.kv_cache import BlockManager, Ledger
+from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4

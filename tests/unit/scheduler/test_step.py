@@ -1,8 +1,9 @@
 """The step itself: what is kept while the same jobs decode, and who is in it."""
 
-from pyengine.cache import BlockManager
-from pyengine.core.request import Request
-from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits
+from pyengine.kv_cache import BlockManager
+from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.request import Request
+from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 
 def started(*lengths: int) -> Scheduler:

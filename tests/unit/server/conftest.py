@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 from tests.support.serving import (
     Client,
     assert_nothing_runs,

@@ -13,8 +13,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from pyengine.core import RequestOutput, SamplingParams
-from pyengine.engine import StepResult
+from pyengine.engine.core import StepResult
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
 from pyengine.server.metrics import EngineMetrics, metrics_router, one_two_five
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT

@@ -7,10 +7,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core import ConfigurationError
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
-from pyengine.server import create_app
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import ConfigurationError
+from pyengine.server.app import create_app
+from pyengine.server.settings import ServerSettings
 from tests.support.serving import Client, assert_soon, error_of, make_client
 
 KEY = {"authorization": "Bearer one"}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pyengine.core import SamplingParams
+from pyengine.sampling_params import SamplingParams
 from pyengine.server.request_log import LogFormat, RequestLog
 from tests.support.callers import FakeModel
 from tests.support.engines import GREEDY

@@ -8,8 +8,8 @@ from time import thread_time
 import numpy as np
 import pytest
 
-from pyengine.core.request import Request
-from pyengine.speculation import NgramDrafter
+from pyengine.scheduler.request import Request
+from pyengine.speculation.ngram import NgramDrafter
 
 
 class Text:

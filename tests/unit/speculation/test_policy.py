@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from pyengine.speculation import Curve, Draft, PayingDrafts, StepCosts, StepSize
+from pyengine.speculation.drafters import Draft
+from pyengine.speculation.policy import Curve, PayingDrafts, StepCosts, StepSize
 from tests.unit.speculation.test_ngram import Text
 
 LINEAR = StepCosts(Curve([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018]))

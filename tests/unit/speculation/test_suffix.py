@@ -2,8 +2,9 @@
 
 import pytest
 
-from pyengine.cache import Suffixes, TokenError
-from pyengine.speculation import Draft, SuffixDrafter
+from pyengine.kv_cache import Suffixes, TokenError
+from pyengine.speculation.drafters import Draft
+from pyengine.speculation.suffix import SuffixDrafter
 from tests.unit.speculation.test_ngram import Text
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyengine.cache import BlockManager
-from pyengine.core import SamplingParams
-from pyengine.engine import EngineView, Prompt
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.stats import EngineView
+from pyengine.kv_cache import BlockManager
+from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard.frames import MOST_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, make_bench
 

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from pyengine.core import SamplingParams
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard import page as page_module
 from pyengine.server.dashboard.page import PoolWatch, page_router
 from pyengine.server.errors import handle_errors

@@ -11,8 +11,8 @@ import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
-from pyengine.core import EngineDeadError, RequestFailedError
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import EngineDeadError, RequestFailedError
 from pyengine.server import app as application
 from tests.support.serving import (
     Client,

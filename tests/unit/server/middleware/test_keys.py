@@ -6,9 +6,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import ConfigurationError
+from pyengine.server.settings import ServerSettings
 from tests.support.serving import GOOD, Client, error_of, make_client
 
 COMPLETIONS = "/v1/completions"

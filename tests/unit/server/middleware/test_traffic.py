@@ -9,10 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
-from pyengine.server import create_app
+from pyengine.async_engine import AsyncEngine
+from pyengine.server.app import create_app
 from pyengine.server.middleware import traffic
+from pyengine.server.settings import ServerSettings
 from tests.support.docs import table
 from tests.support.serving import GOOD, Client, error_of, make_client
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.sampling_params import SamplingParams
 from tests.support.serving import (
     Client,
     alone,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pyengine.core.sampling_params import SamplingParams
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.sampling_params import SamplingParams
 from tests.support.serving import MAX_MODEL_LEN, Client, alone, make_client
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 6}

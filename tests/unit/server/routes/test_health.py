@@ -1,7 +1,7 @@
 """The small routes: health, version, models, and the description of all."""
 
-from pyengine.core.distribution import package_version
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.utils.packaging import package_version
 from tests.support.serving import MAX_MODEL_LEN, Client, error_of, make_client
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
 from tests.support.serving import MAX_MODEL_LEN, Client
 
 TEXT = "The capital of France is Paris."

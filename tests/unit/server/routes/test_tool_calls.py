@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyengine.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pyengine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pyengine.server.routes.tool_calls import ParsedCall, ToolParser
 from tests.support.serving import Client
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine import chat
+from pyengine.engine import chat_template as chat
 from pyengine.server.schemas.fields import (
     CHAT,
     COMPLETIONS,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.core.errors import ConfigurationError
-from pyengine.core.server_settings import ServerSettings
-from pyengine.engine import AsyncEngine
+from pyengine.async_engine import AsyncEngine
+from pyengine.errors import ConfigurationError
+from pyengine.server.settings import ServerSettings
 from tests.support import api_fields, chat
 from tests.support.serving import (
     Client,

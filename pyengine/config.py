@@ -1,0 +1,287 @@
+"""The engine's settings, each written once: default, help text, form on the command line.
+
+`LLM(...)` and every command read them here. A new setting is one field with its help text.
+Imports the standard library only; what needs torch or the block manager is checked by the builder.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pyengine.errors import ConfigurationError
+from pyengine.utils.settings import check_settings, setting, takes
+from pyengine.utils.validation import shown
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 1 << 30
+_MOST_DRAFTS = 64
+
+
+def _bytes_of_gib(gib: float | None) -> int | None:
+    if gib is None:
+        return None
+    if not math.isfinite(gib) or not 1 <= gib * _GIB < 2**63:
+        raise ConfigurationError(f"kv_cache_gib={gib}: it must be a number of GiB above 0")
+    return int(gib * _GIB)
+
+
+def _int_or_text(text: str | None) -> int | str | None:
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is asked for. Bad values are refused at once: `ConfigurationError`."""
+
+    model: str | Path | None = setting(
+        None,
+        "hub id, local folder or GGUF file; without it the embedded default model",
+        parse=str | None,
+    )
+    _: KW_ONLY
+    revision: str | None = setting(
+        None, "branch, tag or commit of a model of the hub; without it the newest"
+    )
+    token: str | None = setting(
+        None,
+        "access token for gated models of the hub; without it HF_TOKEN of the environment",
+        repr=False,
+    )
+    device: "str | torch.device" = setting(
+        "auto", "device to run on: auto (CUDA where there is one), cpu, cuda or cuda:1", parse=str
+    )
+    dtype: "str | torch.dtype" = setting(
+        "auto",
+        "type of the weights: auto (as saved; on the CPU bfloat16 where it has instructions for "
+        "that, else float32), float32, bfloat16, float16",
+        parse=str,
+    )
+    quantization: Literal["int8"] | None = setting(
+        None,
+        "int8: linear layers in 8-bit integers, on the CPU; from any checkpoint of plain linear "
+        "layers",
+        parse=str | None,
+    )
+    linear_backend: Literal["auto", "torch", "onednn"] = setting(
+        "auto",
+        "product of linear layers on the CPU: auto (what a short measurement finds faster, for "
+        "each shape), torch or onednn; name one where several processes must agree in every bit",
+        parse=str,
+    )
+    attention_backend: str = setting("auto", "backend of attention by name; auto chooses one")
+    compile: bool | None = setting(
+        None,
+        "let torch compile the forward pass: a minute or two and a C++ compiler at first, "
+        "faster then, and on the CPU the pool's memory is taken at the start; without it, in CUDA "
+        "graphs where torch can",
+    )
+    enforce_eager: bool = setting(False, "no CUDA graphs for decode steps")
+    async_scheduling: bool | None = setting(
+        None, "plan the next step while one runs, with the same tokens; without it, on CUDA"
+    )
+    num_threads: int | None = setting(
+        None,
+        "threads that compute on the CPU, in each process of a divided model; without it "
+        "OMP_NUM_THREADS, or the CPUs of affinity mask and cgroup quota",
+        flag="--threads",
+        least=1,
+    )
+    tensor_parallel_size: int = setting(
+        1, "processes that the model is divided over; sizes of the pool are those of each", least=1
+    )
+    block_size: int | Literal["auto"] | None = setting(
+        None,
+        "tokens per KV block; without it (or with auto), what the attention backend likes best",
+        parse=str | None,
+        convert=_int_or_text,
+        least=1,
+    )
+    num_blocks: int | None = setting(None, "blocks in the KV pool; without it, by memory", least=1)
+    kv_cache_memory: int | None = setting(
+        None,
+        "memory for the KV pool, on the command line in GiB, else in bytes",
+        flag="--kv-cache-gib",
+        parse=float | None,
+        convert=_bytes_of_gib,
+        least=1,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "share of a GPU's memory for the KV pool, of what weights and the largest step leave, "
+        "where no other size is given",
+    )
+    kv_cache_dtype: str = setting(
+        "auto", "type of the KV cache: auto (the model's), or fp8 (fp8_e4m3), where the backend can"
+    )
+    layer_groups: bool = setting(
+        True,
+        "layers with sliding windows give back the KV blocks behind them",
+        flag="--layer-groups/--no-layer-groups",
+    )
+    enable_prefix_caching: bool = setting(
+        True, "reuse the KV blocks of equal prefixes", flag="--prefix-caching/--no-prefix-caching"
+    )
+    in_flight_sharing: bool = setting(
+        True,
+        "compute equal prefixes of one step once; without it they are merged after the step",
+        flag="--in-flight-sharing/--no-in-flight-sharing",
+    )
+    partial_reuse: bool = setting(
+        True,
+        "where a known prefix ends inside a block, copy what is equal and compute the rest",
+        flag="--partial-reuse/--no-partial-reuse",
+    )
+    eviction: str = setting(
+        "lru",
+        "which idle block goes first: by lru, or by 2q, where what comes back outlives what "
+        "does not",
+    )
+    event_hash_seed: int | None = setting(
+        None,
+        "keep events of the KV cache, for routers; blocks are named under this seed, which must be "
+        "the same for all",
+        hidden=True,
+        least=0,
+    )
+    max_num_seqs: int = setting(256, "sequences in one step at most", least=1)
+    max_num_batched_tokens: int = setting(2048, "tokens in one step at most", least=1)
+    speculation: Literal["ngram", "suffix", "mtp", "draft"] | None = setting(
+        None,
+        "drafts of the next tokens, computed with decodes where that gains time; ngram: what came "
+        "after the last few tokens before, in prompt and answer; suffix: in earlier answers, too; "
+        "mtp: what the model's own heads say; draft: what draft_model says",
+        parse=str | None,
+    )
+    draft_model: str | Path | None = setting(
+        None,
+        "the smaller model of speculation=draft, named as the model is; of the same tokenizer; "
+        "it has the model's dtype, quantization, attention backend, and a share of the KV memory",
+        parse=str | None,
+    )
+    draft_revision: str | None = setting(
+        None, "branch, tag or commit of a draft_model of the hub; without it the newest"
+    )
+    num_speculative_tokens: int | None = setting(
+        None,
+        "tokens drafted for a sequence and step at most; without it 7, and with mtp as many as the "
+        "model has heads",
+        least=1,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "prompt and answer together at most; without it the model's positions, or the pool where "
+        "that is smaller",
+        least=2,
+    )
+    max_num_waiting: int | None = setting(
+        None,
+        "requests that may wait for a seat; more are refused; without it any number",
+        hidden=True,
+        least=1,
+    )
+    generation_config: str = setting(
+        "auto",
+        "where requests without sampling parameters have theirs from: auto (the model's "
+        "generation_config), none or vllm (the defaults of SamplingParams)",
+        choices=("auto", "none", "vllm"),
+    )
+    seed: int = setting(
+        0,
+        "seed of the draws of requests without one, in the order of submission",
+        panel="Sampling",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigurationError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}: "
+                "it must be above 0 and at most 1"
+            )
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigurationError(
+                f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory} "
+                "both set the size of the KV pool: give one of them"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence needs a token per step"
+            )
+        if (self.num_speculative_tokens or 0) > _MOST_DRAFTS:
+            raise ConfigurationError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: it must be at most "
+                f"{_MOST_DRAFTS}, as hardly ever so many are right in a row"
+            )
+        if (self.speculation == "draft") != (self.draft_model is not None):
+            raise ConfigurationError(
+                f"speculation={self.speculation!r} and draft_model={shown(self.draft_model)}: a "
+                "second model drafts with speculation='draft' and its name, and not otherwise"
+            )
+        if self.draft_revision is not None and self.draft_model is None:
+            raise ConfigurationError(
+                f"draft_revision={shown(self.draft_revision)} is that of draft_model, which is not "
+                "given"
+            )
+        self._check_linear_backend()
+        if self.tensor_parallel_size != 1:
+            self._check_divided()
+        if self.speculation == "mtp" and self.compile:
+            raise ConfigurationError(
+                "compile=True does not go together with speculation='mtp' yet: leave one of them "
+                "out"
+            )
+
+    def _check_linear_backend(self) -> None:
+        if self.linear_backend == "auto":
+            return
+        if self.quantization is not None:
+            raise ConfigurationError(
+                f"linear_backend={self.linear_backend!r} does not go together with quantization="
+                f"{self.quantization!r}, which has a product of its own: leave one of them out"
+            )
+        if self.linear_backend == "onednn" and self.tensor_parallel_size != 1:
+            raise ConfigurationError(
+                "linear_backend='onednn' does not go together with tensor_parallel_size="
+                f"{self.tensor_parallel_size} yet: leave one of them out"
+            )
+
+    def _check_divided(self) -> None:
+        for name in ("async_scheduling", "compile", "quantization"):
+            if value := getattr(self, name):
+                raise ConfigurationError(
+                    f"{name}={value!r} does not go together with tensor_parallel_size="
+                    f"{self.tensor_parallel_size} yet: leave one of them out"
+                )
+        if self.speculation in {"mtp", "draft"}:
+            raise ConfigurationError(
+                f"speculation={self.speculation!r} does not go together with tensor_parallel_size="
+                f"{self.tensor_parallel_size} yet: leave one of them out"
+            )
+
+    @property
+    def asked_block_size(self) -> int | None:
+        """Tokens per block; None: as the attention backend likes it."""
+        return None if self.block_size == "auto" else self.block_size
+
+    @property
+    def takes_model_sampling(self) -> bool:
+        """Whether a request without sampling parameters has those of the model."""
+        return self.generation_config == "auto"
+
+
+takes_settings = takes(EngineSettings)
+"""Decorates an `__init__(self, settings: EngineSettings)` to take every setting by its name.
+
+Its signature, also for type checkers, and its docstring show the settings. A name that is none is
+refused with the nearest that is one: `ConfigurationError`.
+"""

@@ -1,0 +1,139 @@
+"""What `LLM` and `AsyncEngine` have in common: a model, an engine, requests made of prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Never
+
+from pyengine.config import EngineSettings
+from pyengine.engine.builder import build_engine
+from pyengine.engine.chat_template import ChatOptions, Message, render_chat
+from pyengine.engine.core import EngineObserver, EngineStats
+from pyengine.engine.loop import SharedEngine, refuse_engine_in_fork
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import RequestState
+from pyengine.errors import ConfigurationError, InvalidRequestError
+from pyengine.kv_cache import TraceError
+from pyengine.sampling_params import SamplingParams, StructuredOutputs
+from pyengine.utils.openmp import release_threads
+
+
+class Frontend:
+    """A model, its KV cache and an engine that several callers share."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        refuse_engine_in_fork()
+        parts = build_engine(settings)
+        release_threads()  # the steps may be run by another thread
+        self.model_path: Path = parts.loaded.path
+        self.tokenizer: Any = parts.loaded.tokenizer
+        self._manager = parts.manager
+        self._engine = parts.engine
+        self._shared = SharedEngine(parts.engine, parts.threads)
+        self._team = parts.team
+        self._description = parts.description
+        self._default_params = parts.default_params
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds a model and its KV "
+            "cache; make one in each process, and send prompts and outputs"
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer. See `LLM.chat`."""
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template=chat_template,
+            variables=chat_template_kwargs,
+        )
+        return render_chat(messages, self.tokenizer, options)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What serves requests that come without sampling parameters."""
+        return self._default_params
+
+    def prepare_structured_outputs(self) -> None:
+        """Make ready what all `structured_outputs` need, a second or two that the first one takes.
+
+        Any thread may call it. Half of it keeps other threads from running Python, steps too: call
+        it before there are any. Raises `InvalidRequestError` where no form can be kept:
+        `llguidance` or a tokenizer is missing.
+        """
+        self._engine.intake.grammars.prepare()
+
+    def compile_structured_outputs(
+        self, structured_outputs: StructuredOutputs, tenant: bytes = b""
+    ) -> Future[Any]:
+        """Have a grammar compiled, before a request needs it; nobody has to wait in a thread.
+
+        Grammars of different tenants are compiled in turns. Raises `QueueFullError` if too many of
+        this tenant wait; the future fails with `InvalidRequestError` for what cannot be served.
+        """
+        return self._engine.intake.grammars.compile(structured_outputs, tenant)
+
+    def stats(self) -> EngineStats:
+        """The block manager's ledger and counters, and what the scheduler is at."""
+        return self._shared.stats()
+
+    def observe(self, observer: EngineObserver) -> None:
+        """Tell `observer` of every request and step from now on, in the thread that runs it."""
+        self._engine.observe(observer)
+
+    @contextmanager
+    def recording(self, path: str | Path) -> Iterator[None]:
+        """Record what the block manager does meanwhile, for `pyengine trace replay`.
+
+        Only before the first request. Raises `ConfigurationError` after it, or if the file cannot
+        be written.
+        """
+        with _writing(path):
+            self._manager.record(path)
+        try:
+            yield
+        finally:
+            with _writing(path):
+                self._manager.stop_recording()
+
+    def describe(self) -> dict[str, object]:
+        """Versions, device, attention backend and why, sampling defaults, size of the KV pool."""
+        return dict(self._description)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: Any = None,
+        *,
+        priority: float = 0,
+    ) -> RequestState:
+        """A request that was checked and is not queued yet."""
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
+        name = token_hex(16) if request_id is None else request_id  # nobody can guess the next one
+        return self._engine.intake.request(name, prompt, params, priority=priority)
+
+    def _end_processes(self) -> None:
+        if self._team is not None:
+            self._team.close()
+
+
+@contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (TraceError, OSError) as error:
+        raise ConfigurationError(f"cannot record into {path}: {error}") from error

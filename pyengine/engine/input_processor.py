@@ -1,0 +1,216 @@
+"""From a prompt and its settings to a request that can be served, or a refusal."""
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import EndConditions, RequestState, Sample
+from pyengine.engine.untrusted_calls import tokenizer_errors
+from pyengine.errors import ConfigurationError, ContextLengthError, InvalidRequestError
+from pyengine.executor.memory_profile import longest_sequence
+from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache.pool import PoolSettings
+from pyengine.models.loader import LoadedModel
+from pyengine.outputs import CONTEXT_FULL
+from pyengine.sampling.grammar import Grammars
+from pyengine.sampling.state import SamplingState, tokens_of_words
+from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling_params import SamplingParams
+from pyengine.utils.validation import is_real
+
+_PROMPT_LOGITS = 1 << 26
+"""Logits of a prompt's positions that a step computes at most: 256 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What requests are checked against.
+
+    `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
+    in words what set it: the model's positions, the pool, or the caller.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    limited_by: str
+    max_num_seqs: int
+
+
+def model_facts(
+    loaded: LoadedModel,
+    settings: PoolSettings,
+    manager: BlockManager,
+    max_tokens: int,
+    asked: int | None,
+) -> ModelFacts:
+    """The longest sequence, and what sets it: the model's positions, the pool, or the caller.
+
+    `asked` is the caller's `max_model_len`. Raises `ConfigurationError` if that cannot be had.
+    """
+    if asked is not None and asked > loaded.max_model_len:
+        raise ConfigurationError(
+            f"max_model_len={asked}: {loaded.name} has {loaded.max_model_len} positions"
+        )
+    longest = longest_sequence(manager, max_tokens, settings.max_model_len)
+    pool = f"the KV pool holds {manager.num_blocks} blocks of {manager.block_size} tokens"
+    if longest == settings.max_model_len:
+        positions = f"the model has {loaded.max_model_len} positions"
+        limited_by = positions if asked is None else f"max_model_len={asked}"
+    else:
+        wanted = longest + 1 if asked is None else asked
+        taken = f"{wanted} tokens take {manager.blocks_for(wanted, max_tokens)}"
+        limited_by = f"{pool}, {taken}"
+        if asked is not None or longest < 2:
+            raise ConfigurationError(
+                f"max_model_len={wanted} does not fit: {limited_by}; give a larger num_blocks"
+            )
+    return ModelFacts(
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=longest,
+        limited_by=limited_by,
+        max_num_seqs=settings.max_num_seqs,
+    )
+
+
+class Intake:
+    """Checks requests against the model and makes them. Any thread may use it."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        prompt_logprobs: PromptLogprobCache,
+        *,
+        tokenizer: Any = None,
+        seed: int = 0,
+    ) -> None:
+        """Requests without a seed draw theirs from `seed`, in the order in which they are made."""
+        self.facts = facts
+        self._prompt_logprobs = prompt_logprobs
+        self._tokenizer = tokenizer
+        self._seeds = Random(seed)
+        self._encoding = Lock()
+        self.grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_token_ids)
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> int:
+        """The most tokens of output; `InvalidRequestError` for what cannot be served."""
+        facts, ids = self.facts, np.asarray(prompt.token_ids)
+        if not len(ids):
+            raise InvalidRequestError("the prompt is empty: it needs at least one token")
+        longest = facts.max_model_len - (params.max_tokens != 0)
+        if len(ids) > longest:
+            condition = "with one token of output " if params.max_tokens != 0 else ""
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; {condition}at most {longest} fit "
+                f"({facts.limited_by}); the maximum context length is {facts.max_model_len} "
+                "tokens: shorten the prompt"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= facts.vocab_size:
+            position = int(((ids < 0) | (ids >= facts.vocab_size)).argmax())
+            raise InvalidRequestError(
+                f"token id {ids[position]} at position {position} of the prompt is outside the "
+                f"vocabulary of {facts.vocab_size} tokens"
+            )
+        if params.n > facts.max_num_seqs:
+            raise InvalidRequestError(
+                f"n={params.n} completions of one prompt run at once, and max_num_seqs="
+                f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
+            )
+        params.check_vocabulary(facts.vocab_size)
+        left = facts.max_model_len - len(ids)
+        max_output = left if params.max_tokens is None else min(params.max_tokens, left)
+        params.check_sizes(len(ids), max_output, facts.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError(
+                f"stop={list(params.stop)} needs a tokenizer, this model has none: "
+                "use stop_token_ids"
+            )
+        return max_output
+
+    def _tokens_of(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+        if not words:
+            return []
+        with self._encoding, tokenizer_errors():  # tokenizers are not re-entrant
+            return tokens_of_words(words, self._tokenizer)
+
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
+    ) -> RequestState:
+        """A request that was checked and not queued yet. Any thread may call this.
+
+        It waits until the grammar of `structured_outputs` is compiled: not for event loops then.
+
+        Raises `InvalidRequestError` if it cannot be served.
+        """
+        if not is_real(priority) or math.isnan(priority):
+            raise InvalidRequestError(
+                f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
+            )
+        if params.truncate_prompt_tokens is not None:
+            kept = params.truncated(prompt.token_ids, self.facts.max_model_len - 1)
+            prompt = replace(prompt, token_ids=kept)
+        max_output = self._check(prompt, params)
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        eos_ids = frozenset() if params.ignore_eos else self.facts.eos_token_ids
+        ends = EndConditions(
+            stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
+            eos_ids=eos_ids,
+            max_output=max_output,
+            length_reason=None if params.max_tokens == max_output else CONTEXT_FULL,
+        )
+        wants_logits = params.prompt_logprobs is not None
+        state = RequestState(
+            request_id,
+            prompt,
+            params,
+            max_tokens=len(prompt.token_ids) + ends.max_output,
+            max_chunk=max(1, _PROMPT_LOGITS // self.facts.vocab_size) if wants_logits else math.inf,
+            priority=priority,
+        )
+        state.tokenizer = self._tokenizer
+        top = params.num_prompt_logprobs(self.facts.vocab_size)
+        if top is not None:
+            state.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
+        sampling = SamplingState(
+            params,
+            prompt.token_ids,
+            seed=seed,
+            vocab_size=self.facts.vocab_size,
+            stop_ids=self.facts.eos_token_ids,
+            bad_words=self._tokens_of(params.bad_words),
+        )
+        if params.structured_outputs is not None:
+            sampling.keep_to(self.grammars.matcher(params.structured_outputs))
+        state.samples.append(Sample(state, 0, sampling, ends))
+        for index in range(1, params.n):
+            sample = Sample(state, index, sampling.sibling(sample_seed(seed, index)), ends)
+            state.samples.append(sample)
+        return state
+
+
+def refuse_submitted(requests: Sequence[RequestState]) -> None:
+    """Raise `InvalidRequestError` for a request that an engine has taken before."""
+    for one in requests:
+        if one.is_submitted:
+            raise InvalidRequestError(
+                f"request {one.request_id!r} was submitted before: make a new one for each call"
+            )
+
+
+def refuse_taken(requests: Sequence[RequestState], live: Container[str]) -> None:
+    """Raise `InvalidRequestError` for an id among `live` ones, or twice among these."""
+    names = set[str]()
+    for one in requests:
+        if one.request_id in live or one.request_id in names:
+            raise InvalidRequestError(
+                f"request id {one.request_id!r} is in use: give another one, or none"
+            )
+        names.add(one.request_id)

@@ -1,0 +1,116 @@
+"""Programs that come with models, chat templates and tokenizers: one error, and a time limit."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Lock, Thread, get_ident
+from typing import Generic, TypeVar
+
+from pyengine.errors import InvalidRequestError
+
+_T = TypeVar("_T")
+
+_LONGEST_TRUSTED = 1000
+"""Characters on which no expression takes for ever: the library gives up after 10^7 tries at one
+place, a fifth of a second."""
+_SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
+"""For longer texts: a hundred times what tokenizers take."""
+
+
+class TimeIsUpError(BaseException):
+    """Raised in a thread whose work takes too long. No `except Exception` stops it."""
+
+
+def within(seconds: float, work: Callable[[], _T], who: str) -> _T:
+    """What `work` returns or raises, done in a thread of its own so that it may be given up.
+
+    Raises `InvalidRequestError` about `who` if it takes longer than `seconds`. The work is
+    interrupted then where it runs Python, as templates do, and else left to itself: the thread is a
+    daemon, which holds up neither the caller nor the end of the process.
+    """
+    task = _Task(work)
+    Thread(target=task.run, name="pyengine-timed", daemon=True).start()
+    try:
+        return task.result.result(seconds)
+    except TimeoutError:
+        if task.result.done():  # the work's own
+            raise
+        raise InvalidRequestError(
+            f"{who} was still at work after {seconds:g} seconds: send a shorter text"
+        ) from None
+    finally:
+        task.interrupt()
+
+
+def encode_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """The token ids of a text by a tokenizer's `encode`.
+
+    Raises `InvalidRequestError` where it fails on the text, or seems to take for ever.
+    """
+    with tokenizer_errors():
+        if len(text) <= _LONGEST_TRUSTED:
+            return encode(text)
+        seconds = _SECONDS + len(text) * _SECONDS_PER_CHARACTER
+        return within(seconds, lambda: encode(text), "the model's tokenizer")
+
+
+@contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """What a tokenizer raises inside is an `InvalidRequestError`."""
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise InvalidRequestError(f"the model's tokenizer fails on this text: {error}") from error
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether it is not the process that is to end, but something that failed.
+
+    Libraries in Rust panic, which is no `Exception`: tokenizers where an expression tries too long.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+class _Task(Generic[_T]):
+    """Work that another thread may interrupt."""
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        self.result: Future[_T] = Future()
+        self._work = work
+        self._lock = Lock()
+        self._thread: int | None = None
+        """Where it runs; None before and after."""
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            result = self._run()
+        except BaseException as error:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(result)
+
+    def _run(self) -> _T:
+        with self._lock:
+            self._thread = get_ident()
+        try:
+            return self._work()
+        finally:
+            with self._lock:
+                self._thread = None
+            # What was to be raised is raised by now, at a jump back, and nowhere after. (To take it
+            # back would leave CPython 3.11 looking for it at every call, in all threads.)
+            for _ in range(2):
+                pass
+
+    def interrupt(self) -> None:
+        """Raise `TimeIsUpError` in its thread, at its next line of Python."""
+        with self._lock:
+            if self._thread is not None:
+                error, thread = ctypes.py_object(TimeIsUpError), ctypes.c_ulong(self._thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)

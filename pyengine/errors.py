@@ -1,0 +1,122 @@
+"""The errors that people who call pyengine are meant to catch.
+
+One exception per decision a caller can take: correct the request, change the settings, provide
+another model; and where a process or a device failed: try again, or start again. Every
+message names the value that was found and the way out.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pyengine.outputs import RequestOutput
+
+_E = TypeVar("_E", bound=BaseException)
+
+
+class PyEngineError(Exception):
+    """Base of every error that pyengine raises on purpose."""
+
+
+class InvalidRequestError(PyEngineError, ValueError):
+    """A request that can never be served; refused at submission, before anything runs."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """A prompt that is longer than the model's context, or than what the pool holds of it."""
+
+
+class QueueFullError(PyEngineError):
+    """As many requests wait as may; none was taken. Try again later, or somewhere else."""
+
+
+class EngineClosedError(PyEngineError):
+    """The engine takes no more requests: it is being drained, or was closed."""
+
+
+class NoReplicaError(PyEngineError):
+    """No replica of a cluster takes requests now. Try again later."""
+
+
+class ReplicaLostError(PyEngineError):
+    """The replica that ran this request is gone, in the middle of the answer. Send it again."""
+
+
+class RequestFailedError(PyEngineError):
+    """The forward pass fails on this request, again and again; the others went on.
+
+    `outputs` are those of the whole call, in its order, whatever became of each.
+    """
+
+    def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+
+class ConfigurationError(PyEngineError, ValueError):
+    """Engine settings that contradict each other, the model, or the machine."""
+
+
+class DeviceMemoryError(PyEngineError):
+    """The smallest step does not fit into the device's memory; it was rolled back."""
+
+
+class BrokenLogitsError(PyEngineError):
+    """No token can be chosen for some requests: no logit of theirs is above minus infinity, or NaN.
+
+    ``rows`` are their places in the batch; the other requests are not concerned.
+    """
+
+    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
+        super().__init__(
+            f"no token can be chosen in {len(rows)} of {num_rows} rows, the first of which is row "
+            f"{rows[0]}: logits that are NaN, or none above minus infinity. Either the weights are "
+            "damaged or too large for their dtype, or bad_words, allowed_token_ids, min_tokens "
+            "and structured_outputs together leave no token"
+        )
+        self.rows = tuple(rows)
+        self._num_rows = num_rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rows, self._num_rows)
+
+
+class StructuredOutputError(PyEngineError):
+    """An answer cannot go on in the form that was asked for: its grammar is too complex there."""
+
+
+class ModelLoadError(PyEngineError):
+    """A model that is missing, damaged, or of a kind that cannot be loaded."""
+
+
+class WorkerError(PyEngineError):
+    """A worker process failed in a step, which was rolled back; the engine can go on."""
+
+
+class EngineDeadError(PyEngineError):
+    """The engine lost a worker process or its device and has ended: make a new one."""
+
+
+def copy_error(error: _E) -> _E:
+    """Return an exception that says the same and may be raised in another thread.
+
+    Raising an exception changes its traceback, so each reader raises one of its own. The copy
+    begins with the traceback and the cause of `error`.
+    """
+    kind = type(error)
+    try:
+        made = copy(error)
+        is_same = type(made) is kind and made.args == error.args
+    except Exception:  # it cannot be made of its arguments
+        is_same = False
+    if not is_same:
+        made = kind.__new__(kind, *error.args)
+        vars(made).update(vars(error))
+    notes = vars(error).get("__notes__")
+    if notes is not None:
+        vars(made)["__notes__"] = list(notes)
+    made.__traceback__ = error.__traceback__
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made

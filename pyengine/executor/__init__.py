@@ -1,0 +1,1 @@
+"""From a scheduled step to sampled tokens: input buffers, forward pass, CUDA graphs, sampler."""

@@ -1,0 +1,157 @@
+"""A model's forward pass, compiled by torch: one graph for prefills and decodes of every size.
+
+The number of tokens is a dynamic dimension, and so is that of the rows that give logits. A single
+token, which torch would compile by itself in any case, has a graph of its own. Attention stays
+outside: `attention.dispatch`.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.dispatch import CompiledModel, PagedContext, running
+from pyengine.errors import ConfigurationError
+
+_numbers = count()
+
+TYPICAL_TOKENS = 32
+"""The batch for which the compiler weighs its choices; the graph serves every other one too."""
+
+_FEWEST = 2
+"""The least size of a dynamic dimension: torch compiles a graph of its own for a size of 1."""
+
+_UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+"""A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
+
+_INPUTS = ("input_ids", "positions", "rows", "paged")
+"""What may be another one in the next step: which of the graphs is meant depends on it alone."""
+
+
+class CompiledForward:
+    """Logits of `inputs.logits_indices`, by a compiled graph.
+
+    `backend` is torch's name of the compiler. Compiling takes some tens of seconds and happens
+    here. Raises `ConfigurationError` where it fails, with what the compiler said.
+    """
+
+    def __init__(self, model: Any, num_layers: int, backend: str = "inductor") -> None:
+        self._number = next(_numbers)
+        paged = CompiledModel(self._number)
+
+        def forward(
+            input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+        ) -> torch.Tensor:
+            output = model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                paged=paged,
+            )
+            logits: torch.Tensor = output.logits[0]
+            return logits
+
+        _keep_rotations(model)
+        options = {"guard_filter_fn": _of_inputs, **(_UNCHECKED if backend == "inductor" else {})}
+        self._compiled: Callable[..., torch.Tensor] = torch.compile(
+            forward, fullgraph=True, backend=backend, options=options
+        )
+        try:
+            device = next(model.parameters()).device
+            for num_tokens in (TYPICAL_TOKENS, 1):
+                self._warm_up(num_tokens, num_layers, device)
+        except ConfigurationError:
+            raise
+        except Exception as error:  # the compiler's errors have many types
+            raise ConfigurationError(_why_not(model, error)) from error
+
+    @torch.inference_mode()
+    def __call__(self, inputs: StepInputs, context: PagedContext) -> torch.Tensor:
+        """Logits `[N, vocab]` of `N` rows; there may be none."""
+        # Copies: torch would compile once more for views, or for what was made outside inference.
+        ids, positions = inputs.input_ids.clone(), inputs.positions.clone()
+        rows, wanted = inputs.logits_indices.clone(), len(inputs.logits_indices)
+        if len(ids) == 1:  # the only row there is
+            rows = rows.new_zeros(1)
+        elif wanted < _FEWEST:
+            rows = F.pad(rows, (0, _FEWEST - wanted))
+        with running(self._number, context):
+            logits = self._compiled(ids, positions, rows)
+        return logits.expand(wanted, -1) if len(ids) == 1 else logits[:wanted]
+
+    @torch.inference_mode()
+    def _warm_up(self, num_tokens: int, num_layers: int, device: torch.device) -> None:
+        """Compile for so many tokens, and for more of them, without a step."""
+        ids, positions = (
+            torch.zeros(num_tokens, dtype=torch.int64, device=device) for _ in range(2)
+        )
+        rows = torch.zeros(-(-num_tokens // 2), dtype=torch.int64, device=device)
+        if num_tokens > 1:
+            for tensor in (ids, positions, rows):
+                # No range. torch holds a range to be a promise, and refuses a graph that serves
+                # less of it: kernels for CUDA index in 32 bits, up to a size that depends on the
+                # model. Beyond that size torch compiles another graph.
+                torch._dynamo.mark_dynamic(tensor, 0)
+        with running(self._number, PagedContext(_NoStep(), [None] * num_layers)):
+            self._compiled(ids, positions, rows)
+
+
+def _of_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which checks a step needs before it runs a graph: those of its inputs, and of no name at all.
+
+    torch would look at every module of the model in every step; ours stay as they were compiled.
+    """
+    return [not guard.name or guard.name.startswith(_INPUTS) for guard in guards]
+
+
+def _keep_rotations(model: Any) -> None:
+    """Compute cosines and sines of positions once a step.
+
+    The compiler would compute them in each layer, for each head: a third of what a prefill spends
+    beside products and attention.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            module.register_forward_hook(_kept)
+
+
+def _kept(_module: Any, _inputs: Any, found: Any) -> Any:
+    if torch.compiler.is_compiling() and isinstance(found, tuple):
+        return tuple(torch.ops.pyengine.kept(one) for one in found)
+    return found
+
+
+# An operator that the compiler does not look into: what it gives is in memory.
+torch.library.define("pyengine::kept", "(Tensor found) -> Tensor")
+torch.library.impl("pyengine::kept", "CompositeExplicitAutograd")(torch.clone)
+torch.library.register_fake("pyengine::kept")(torch.empty_like)
+
+
+class _NoStep:
+    """A step in which nobody attends to anything."""
+
+    def forward(
+        self,
+        _layer: int,
+        query: torch.Tensor,
+        _key: torch.Tensor,
+        value: torch.Tensor,
+        _options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Zeros."""
+        return query.new_zeros(*query.shape[:2], value.shape[-1])
+
+
+def _why_not(model: Any, error: Exception) -> str:
+    """In words for the caller."""
+    cause = getattr(error, "inner_exception", error)  # what a compiler raised, torch wraps
+    said = str(cause).strip().splitlines() or ["no word"]
+    where = f"compile=True: torch cannot compile {type(model).__name__} here"
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return f"{where}, and there is no C++ compiler: install g++, or leave compile out"
+    return f"{where} ({type(cause).__name__}: {said[0]}); leave compile out"

@@ -1,0 +1,234 @@
+"""The threads that compute on the CPU: how many, how they wait, and whether they get processors."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pyengine.utils.cpus import usable_cpus
+from pyengine.utils.openmp import BRIEF_SPIN, how_threads_wait
+
+_log = logging.getLogger(__name__)
+
+_VARIABLE = "OMP_NUM_THREADS"
+_WINDOW = 10.0
+"""Seconds of steps, one after the other, that are judged together."""
+_PAUSE = 0.1
+"""Seconds without a step after which another window begins."""
+_MANY_TIMES = 3
+"""How many times its processor time a step may take."""
+_MOST_WAITING = 0.5
+"""Share of the time that threads may wait for a processor, all of them together."""
+_TRIAL = 0.5
+"""Seconds of steps after which the number of threads may change."""
+_CROWDED = 0.25
+"""Share of the time that threads wait for a processor, beyond which one of them is too many."""
+_FIRST_PATIENCE, _LONGEST_PATIENCE = 2.0, 64.0
+"""Seconds after which a thread that was too many is tried again."""
+
+
+_OR_FEWER = "; fewer while other programs take them"
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _used(count: int, before: int) -> Iterator[None]:
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeThreads:
+    """A number of threads, and why it is that one."""
+
+    count: int
+    reason: str
+    adapts: bool = False
+    """True if steps may use fewer while other programs take the processors."""
+
+    def used(self, at_most: int | None = None) -> AbstractContextManager[None]:
+        """Inside, torch computes with so many threads where this thread calls it."""
+        before = torch.get_num_threads()
+        count = self.count if at_most is None else min(self.count, at_most)
+        return _AS_IT_IS if before == count else _used(count, before)
+
+    def describe(self) -> dict[str, object]:
+        """For `describe()` and `pyengine info`."""
+        return {
+            "num_threads": self.count,
+            "num_threads_reason": self.reason + (_OR_FEWER if self.adapts else ""),
+            "openmp_wait": how_threads_wait(),
+        }
+
+
+def compute_threads(asked: int | None, num_processes: int = 1) -> ComputeThreads:
+    """The threads of each of `num_processes`: as asked, else by `OMP_NUM_THREADS`, else by CPUs.
+
+    CPUs are those that the process may use (`utils/cpus.py`); torch may have been told to use
+    fewer.
+    """
+    if asked is not None:
+        return ComputeThreads(asked, "asked for")
+    by_torch = torch.get_num_threads()
+    if _VARIABLE in os.environ:
+        return ComputeThreads(by_torch, _VARIABLE)
+    cpus = usable_cpus()
+    share = max(1, cpus.count // num_processes)
+    if by_torch < share:
+        return ComputeThreads(by_torch, "as many as torch uses", adapts=by_torch > 1)
+    divided = f", divided by {num_processes} processes" if num_processes > 1 else ""
+    return ComputeThreads(share, cpus.reason + divided, adapts=share > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds: of the clock; of this process on processors; of its threads waiting for one."""
+
+    clock: float
+    processor: float
+    waiting: float
+
+
+def _now() -> _Times:
+    return _Times(time.perf_counter(), time.process_time(), _waiting_seconds())
+
+
+def _waiting_seconds() -> float:
+    """How long all threads were ready to run and waited; 0 where the system does not count it."""
+    nanoseconds = 0
+    if sys.platform == "linux":
+        for file in Path("/proc/self/task").glob("*/schedstat"):
+            try:
+                nanoseconds += int(file.read_text().split()[1])
+            except (OSError, ValueError, IndexError):  # the thread has ended; another format
+                continue
+    return nanoseconds / 1e9
+
+
+class ThreadGovernor:
+    """Chooses how many threads compute a step while other programs take the processors.
+
+    All threads of a step wait for the slowest one, hundreds of times. So a thread that shares its
+    processor slows all of them down: on two cores beside one busy process, steps with one thread
+    take half the time of steps with two. After half a second of steps whose threads waited for a
+    processor for a quarter of the time, one thread less computes. It is tried again after two
+    seconds, and twice as late each time that it fails.
+
+    The number of threads changes no result: oneDNN and the attention kernel give the same bits with
+    any. Where that is not so, `ComputeThreads.adapts` is false.
+    """
+
+    def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
+        self._threads = threads
+        self._now = now
+        self.count = threads.count
+        self._start: _Times | None = None
+        self._last_end = 0.0
+        self._is_trial = False
+        self._patience = _FIRST_PATIENCE
+        self._raise_at = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        if not self._threads.adapts:
+            return
+        if self._start is None or time.perf_counter() - self._last_end > _PAUSE:
+            self._start = self._now()
+
+    def end(self) -> None:
+        """A step has ended, well or not."""
+        if self._start is None:
+            return
+        self._last_end = time.perf_counter()
+        if self._last_end - self._start.clock >= _TRIAL:
+            start, self._start = self._start, self._now()
+            self._judge(self._start.clock, start, self._start)
+
+    def _judge(self, now: float, start: _Times, end: _Times) -> None:
+        is_crowded = end.waiting - start.waiting > _CROWDED * (end.clock - start.clock)
+        if is_crowded and self.count > 1:
+            if self._is_trial:
+                self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+            self._change(self.count - 1, is_trial=False)
+            self._raise_at = now + self._patience
+            return
+        if self._is_trial:  # it went well
+            self._is_trial, self._patience = False, _FIRST_PATIENCE
+        if self.count < self._threads.count and now >= self._raise_at:
+            self._change(self.count + 1, is_trial=True)
+
+    def _change(self, count: int, *, is_trial: bool) -> None:
+        _log.debug("steps are computed with %d threads (%d before)", count, self.count)
+        self.count, self._is_trial = count, is_trial
+
+
+class StepWatch:
+    """Logs a warning, once, where steps take many times their processor time.
+
+    It judges 10 seconds of steps at a time. `now` reads the clocks.
+    """
+
+    def __init__(self, threads: ComputeThreads, now: Callable[[], _Times] = _now) -> None:
+        self._threads = threads
+        self._now = now
+        self._start: _Times | None = None
+        self._last_end = 0.0
+        self.has_warned = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self.has_warned:
+            return
+        if self._start is None or time.perf_counter() - self._last_end > _PAUSE:
+            self._start = self._now()
+
+    def end(self) -> None:
+        """A step has ended, well or not."""
+        if self._start is None:
+            return
+        self._last_end = time.perf_counter()
+        if self._last_end - self._start.clock >= _WINDOW:
+            start, self._start = self._start, None
+            self._judge(start, self._now())
+
+    def _judge(self, start: _Times, end: _Times) -> None:
+        clock = end.clock - start.clock
+        processor = end.processor - start.processor
+        waiting = end.waiting - start.waiting
+        if clock <= _MANY_TIMES * processor and waiting <= _MOST_WAITING * clock:
+            return
+        self.has_warned = True
+        _log.warning(
+            "steps are slow because processors are taken: %.1f s of steps had %.1f s of processor "
+            "time, and their threads waited %.1f s for a processor. Other programs use the CPUs, "
+            "or a quota is used up. num_threads is %d (%s). %s%sSee docs/guides/slow.md",
+            clock,
+            processor,
+            waiting,
+            self._threads.count,
+            self._threads.reason,
+            _FEWER if self._threads.count > 1 else "",
+            _spin_advice(),
+        )
+
+
+_FEWER = "Fewer may be faster: num_threads=1, or --threads 1. "
+
+
+def _spin_advice() -> str:
+    wait = how_threads_wait()
+    if "before pyengine" not in wait:
+        return ""
+    return (
+        f"OpenMP: {wait}. Import pyengine before torch, or set GOMP_SPINCOUNT={BRIEF_SPIN} "
+        "before Python starts. "
+    )

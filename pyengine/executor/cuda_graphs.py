@@ -1,0 +1,165 @@
+"""Decode steps as CUDA graphs: the launches of a forward pass, captured once per batch size.
+
+A step of B sequences that all decode is replayed in the graph of the next larger size. What pads it
+has length 1, reads the trash block and writes nowhere. Inputs stand in tensors that never move;
+the graphs share one memory pool, so the largest is captured first.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
+from pyengine.executor.input_buffers import InputBuffers, Padding
+from pyengine.executor.interface import Plan
+
+_log = logging.getLogger(__name__)
+
+Compute = Callable[[], torch.Tensor]
+
+
+class Recorder(Protocol):
+    """Makes something that can be replayed out of launches on fixed tensors."""
+
+    def record(self, compute: Compute) -> Compute:
+        """Capture `compute`, which has run before. The result replays it, into the same tensor."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Compute) -> Compute:
+        """See `Recorder.record`."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class EagerRecorder:
+    """No graphs: the launches are made again. The oracle of graphs, on any device."""
+
+    def record(self, compute: Compute) -> Compute:
+        """See `Recorder.record`."""
+        return compute
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph: 1, 2, 4, every 8th to 256, every 32nd to 512; and the largest."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 513, 32)]
+    largest = min(max_num_seqs, sizes[-1])
+    return [size for size in sizes if size < largest] + [largest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step: its inputs on the device, its attention, and what replays it."""
+
+    inputs: StepInputs
+    plan: GraphPlan
+    replay: Compute
+
+
+class DecodeGraphs:
+    """The graphs of all sizes over one set of input tensors.
+
+    `forward(inputs, plan)` runs the model and returns the logits of `inputs.logits_indices`, which
+    in a decode step are all rows.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StepInputs, AttentionPlan], torch.Tensor],
+        backend: AttentionBackend,
+        buffers: InputBuffers,
+        trash_block: int,
+    ) -> None:
+        self._forward = forward
+        self._backend = backend
+        self._buffers = buffers
+        self._trash_block = trash_block
+        self._graphs: dict[int, _Graph] = {}
+        self._sizes: list[int] = []
+        self._logits: torch.Tensor | None = None
+        """Of all graphs, as wide as the largest: what each kept of its own would stay taken."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes that have a graph, smallest first."""
+        return list(self._sizes)
+
+    def capture(self, sizes: Sequence[int], recorder: Recorder) -> None:
+        """Capture a graph for each size, the largest first.
+
+        One that cannot be captured is left out, and the log says why: steps of its size run in the
+        next larger graph, or eagerly where there is none.
+        """
+        for size in sorted(sizes, reverse=True):
+            try:
+                self._graphs[size] = self._captured(size, recorder)
+            except Exception as error:  # whatever a kernel says that cannot be captured
+                _log.warning(
+                    "no CUDA graph for a batch of %d, %s: %s", size, type(error).__name__, error
+                )
+        self._sizes = sorted(self._graphs)
+
+    @torch.inference_mode()
+    def _captured(self, size: int, recorder: Recorder) -> _Graph:
+        inputs = self._buffers.fixed_inputs(Padding(size, self._trash_block))
+        plan = self._backend.graph_plan(inputs)
+        found = self._forward(inputs, plan)  # what is made at first use is made now
+        if self._logits is None:
+            self._logits = torch.empty_like(found)
+        logits = self._logits[:size]
+
+        def compute() -> torch.Tensor:
+            return logits.copy_(self._forward(inputs, plan))
+
+        return _Graph(inputs, plan, recorder.record(compute))
+
+    def padding(self, plan: Plan) -> Padding | None:
+        """What to pad a step to; None: not all of its sequences decode, or there is no graph."""
+        count = plan.num_sequences
+        if not plan.num_tokens == count == plan.num_samples:
+            return None
+        at = bisect_left(self._sizes, count)
+        return Padding(self._sizes[at], self._trash_block) if at < len(self._sizes) else None
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """The logits of a step as `padding` wants it: `[B, vocab]`, valid until the next call.
+
+        `inputs` are on the device, in the buffers that the graphs read, but for tokens that were
+        pending, and for the tables: those are as wide as the step's longest, and copied into the
+        first columns of the graph's, if anybody reads them.
+        """
+        graph = self._graphs[len(inputs.seq_lens)]
+        fixed = graph.inputs
+        if inputs.input_ids.data_ptr() != fixed.input_ids.data_ptr():
+            fixed.input_ids.copy_(inputs.input_ids)
+        if self._backend.reads_tables:
+            width = inputs.block_tables.shape[2]
+            fixed.block_tables[:, :, :width].copy_(inputs.block_tables)
+        graph.plan.refresh(
+            replace(
+                fixed,
+                host_query_start_loc=inputs.host_query_start_loc,
+                host_seq_lens=inputs.host_seq_lens,
+                host_block_tables=inputs.host_block_tables,
+            )
+        )
+        return graph.replay()

@@ -1,0 +1,293 @@
+"""Who gets a token in a step, row by row, and which prompts want to see logits."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.sampling.batch import SamplingBatch
+from pyengine.sampling.host import upload
+from pyengine.sampling.logprobs import PendingPromptLogprobs, PromptRows, TokenLogprobs
+from pyengine.sampling.state import SamplingState
+from pyengine.scheduler.batch import Entry, Job, ScheduledStep
+
+if TYPE_CHECKING:
+    from pyengine.engine.request import RequestState, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """A chunk of a prompt that wants log-probabilities; its rows begin at `first_row`."""
+
+    state: "RequestState"
+    entry: Entry
+    first_row: int
+
+    @property
+    def length(self) -> int:
+        """How many of its positions have a token of the prompt after them."""
+        last = min(self.entry.end, len(self.state.prompt_token_ids) - 1)
+        return max(0, last - self.entry.start)
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The rows of these positions among the step's tokens."""
+        return np.arange(self.first_row, self.first_row + self.length, dtype=np.int64)
+
+    def num_logprobs(self, vocab_size: int) -> int:
+        """How many of the most probable tokens are looked for: one at least, which is kept."""
+        return self.state.params.num_prompt_logprobs(vocab_size) or 1
+
+    @property
+    def following(self) -> npt.NDArray[np.int64]:
+        """The tokens after these positions."""
+        first = self.entry.start + 1
+        ids = self.state.prompt_token_ids[first : first + self.length]
+        return np.asarray(ids, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What came of a step with drafts: the tokens of each sampling job, one job after the other.
+
+    `counts[i]` is how many the i-th one got; `rejected` are the rows that count for nothing.
+    """
+
+    tokens: list[int]
+    counts: list[int]
+    rejected: set[int]
+
+
+class Rows:
+    """The samples that a step's rows are for: worked out once for as long as the same ones decode.
+
+    A new prompt's logits serve all of its samples: it has a row for each of them, and `repeats`
+    says how many rows each job has (None: one). `beginners` are the requests that get their first
+    token. `decodes` are the jobs that these rows may serve again (None: no further step). A sample
+    that drafts has a row for its token and one behind each draft; the latter are `ahead`.
+
+    Rows of samples that are looked at token by token are `loud`. The tokens of the others are kept
+    here, a column a step, until somebody wants to see them: `read`.
+    """
+
+    def __init__(self, step: ScheduledStep) -> None:
+        self.samples: list[Sample] = []
+        self.beginners: list[RequestState] = []
+        self.drafts: Mapping[Job, Sequence[int]] = step.drafts
+        self.ahead: set[int] = set()
+        self._spans: list[tuple[int, Sequence[int]]] = []
+        """Of each job the first row, and its drafts."""
+        states: list[SamplingState] = []
+        counts: list[int] = []
+        for job in cast("list[Sample]", step.sampling_jobs):
+            drafts = self.drafts.get(job, ())
+            self._spans.append((len(self.samples), drafts))
+            if drafts:
+                first = len(self.samples) + 1
+                self.ahead.update(range(first, first + len(drafts)))
+                self.samples += [job] * (1 + len(drafts))
+                states += job.sampling.ahead(drafts)
+                counts += [1] * (1 + len(drafts))
+            elif job.num_tokens - 1 > len(job.request.prompt_token_ids):
+                self.samples.append(job)
+                states.append(job.sampling)
+                counts.append(1)
+            else:
+                self.samples += job.state.samples
+                states += [one.sampling for one in job.state.samples]
+                counts.append(len(job.state.samples))
+                self.beginners.append(job.state)
+        is_repeated = len(counts) != len(self.samples)
+        self.repeats = np.array(counts, dtype=np.int64) if is_repeated else None
+        is_once = bool(step.chunks or self.beginners or self.drafts)
+        self.decodes = None if is_once else step.decodes
+        self.sampling = SamplingBatch(states)
+        is_loud = [one.is_loud for one in self.samples]
+        self.loud = [row for row, loud in enumerate(is_loud) if loud]
+        self._quiet = [row for row, loud in enumerate(is_loud) if not loud]
+        self._unread: list[npt.NDArray[np.int64]] = []
+        self._stop_ids = _all_stop_ids([self.samples[row] for row in self._quiet])
+        self._max_output = np.array([one.max_output for one in self.samples], dtype=np.int64)
+        self._min_tokens = np.array([one.params.min_tokens for one in self.samples])
+        self._max_output[self.loud] = np.iinfo(np.int64).max  # they look for themselves
+
+    def accept(self, drawn: Sequence[int]) -> Accepted:
+        """Compare what each row drew with the draft behind it: as long as they agree, both stand.
+
+        A row behind a draft that is right draws what it would have drawn without drafts: it has
+        the same tokens before it, and the random number of its position. So what is accepted are
+        the same tokens, seed by seed.
+        """
+        accepted = Accepted([], [], set())
+        for first, drafts in self._spans:
+            count = 1
+            while count <= len(drafts) and self._stands(drawn, first + count, drafts[count - 1]):
+                count += 1
+            accepted.tokens.extend(drawn[first : first + count])
+            accepted.counts.append(count)
+            accepted.rejected.update(range(first + count, first + 1 + len(drafts)))
+        return accepted
+
+    def _stands(self, drawn: Sequence[int], row: int, draft: int) -> bool:
+        """Whether the draft before a row is right, and the row has drawn a token."""
+        matcher = self.sampling.matchers.get(row)
+        return drawn[row - 1] == draft and not (matcher is not None and matcher.error)
+
+    def keep(
+        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> list[tuple[int, int]]:
+        """Keep a step's tokens; the quiet rows that they end, each with its token.
+
+        All that was kept before has been read then.
+        """
+        is_last = positions + 1 >= self._max_output
+        if len(self._stop_ids):
+            is_stop = reduce(np.logical_or, [tokens == stop for stop in self._stop_ids])
+            is_last |= is_stop & (positions >= self._min_tokens)
+        if not is_last.any():
+            self._unread.append(tokens)
+            return []
+        self.read()
+        ended, going = [], []
+        for row in self._quiet:
+            sample, token = self.samples[row], int(tokens[row])
+            if is_last[row] and (
+                token in sample.stop_ids or positions[row] + 1 >= sample.max_output
+            ):
+                ended.append((row, token))
+            else:
+                going.append(row)
+        for row in going:
+            self._extend(row, [int(tokens[row])])
+        return ended
+
+    def read(self) -> None:
+        """Hand the tokens that were kept to their samples."""
+        if self._unread:
+            tokens = np.stack(self._unread, axis=1)
+            self._unread = []  # in this order an interrupt loses tokens of what is aborted for it
+            for row, several in zip(self._quiet, tokens[self._quiet].tolist(), strict=True):
+                self._extend(row, several)
+
+    def _extend(self, row: int, tokens: list[int]) -> None:
+        sample = self.samples[row]
+        if sample.finish_reason is None:  # else it was aborted meanwhile
+            sample.extend(tokens)
+
+
+def _all_stop_ids(samples: "list[Sample]") -> list[int]:
+    distinct = {id(one.stop_ids): one.stop_ids for one in samples}
+    return sorted(frozenset().union(*distinct.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of one step.
+
+    `positions[i]` is the place of the i-th row's token in its output; the tokens before it may
+    not be known yet.
+    """
+
+    rows: Rows
+    positions: npt.NDArray[np.int64]
+    prompt_parts: list[PromptPart]
+
+    @property
+    def samples(self) -> "list[Sample]":
+        """One per sampled row."""
+        return self.rows.samples
+
+    @property
+    def sampling(self) -> SamplingBatch:
+        """What the sampler needs to know of the rows."""
+        return self.rows.sampling
+
+    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits that each sample draws from."""
+        repeats = self.rows.repeats
+        if repeats is None:
+            return logits
+        return logits[upload(np.arange(len(repeats)).repeat(repeats), logits.device)]
+
+    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Of each row of logits the token of the first sample: int64, where they are."""
+        repeats = self.rows.repeats
+        if repeats is None:
+            return token_ids
+        return token_ids[upload(repeats.cumsum() - repeats, token_ids.device)]
+
+    def prompt_rows(self) -> npt.NDArray[np.int64] | None:
+        """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""
+        rows = [part.rows for part in self.prompt_parts]
+        return np.concatenate(rows) if rows else None
+
+    def prompt_logprobs(self, logits: torch.Tensor) -> PendingPromptLogprobs:
+        """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
+        parts = [
+            PromptRows(part.following, part.num_logprobs(logits.shape[1]))
+            for part in self.prompt_parts
+        ]
+        return PendingPromptLogprobs(logits, parts)
+
+    def hand_out(self, logprobs: list[list[TokenLogprobs]]) -> None:
+        """Give what came of `prompt_logprobs` to the requests that asked."""
+        for part, found in zip(self.prompt_parts, logprobs, strict=True):
+            part.state.append_prompt_logprobs(part.entry.start + 1, found)
+
+
+class BatchMaker:
+    """Makes the batch of each step, of the rows of an earlier one where the same jobs decode.
+
+    With overlap, jobs that wait for their tokens decode in every other step: so two are kept.
+    """
+
+    def __init__(self) -> None:
+        self._recent: list[Rows] = []
+        self._last: Batch | None = None
+
+    def batch(self, step: ScheduledStep) -> Batch:
+        """Who is in the step, as of now: what is aborted while it runs is still part of it."""
+        rows = None
+        if not step.chunks and not step.drafts:
+            same = [one for one in self._recent if one.decodes is step.decodes]
+            rows = same[0] if same else None
+        if rows is None:
+            rows = Rows(step)
+            if rows.decodes is not None:
+                self._recent = [rows, *self._recent[:1]]
+        last = self._last
+        if last is not None and last.rows is rows:  # everybody is one token further
+            positions = last.positions + 1
+        else:
+            positions = _positions(step, rows)
+        self._last = Batch(rows, positions, list(_prompt_parts(step)) if step.chunks else [])
+        return self._last
+
+    def forget(self) -> None:
+        """Keep nothing: who was in the last steps has ended."""
+        self._recent, self._last = [], None
+
+
+def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
+    firsts = [
+        (job.num_tokens - 1 - len(job.request.prompt_token_ids), len(step.drafts.get(job, ())))
+        for job in step.sampling_jobs
+    ]
+    positions = np.array(
+        [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
+    )
+    return positions if rows.repeats is None else positions.repeat(rows.repeats)
+
+
+def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:
+    """The chunks of prompts that asked; a token that is decoded is never one of them."""
+    first_row = step.num_decoded
+    for entry in step.chunks:
+        state = cast("RequestState", entry.request)
+        if state.params.prompt_logprobs is not None:
+            yield PromptPart(state, entry, first_row)
+        first_row += entry.num_tokens

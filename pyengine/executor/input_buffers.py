@@ -1,0 +1,353 @@
+"""The inputs of a step: allocated once, filled in place by the block manager.
+
+Where the device has memory of its own, the arrays of a step are copied there. The tables on the
+host have room for the longest sequence there may be; what is copied is as wide as the longest table
+in the step::
+
+    host, filled in place     staging, pinned          device
+    [G, S, max_blocks]   ->   [G, B, width]       ->   [G, B, width]
+
+Where the attention backend reads its tables on the host, they are not copied at all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.attention.backend import StepInputs
+from pyengine.errors import ConfigurationError
+from pyengine.executor.interface import Plan
+from pyengine.kv_cache import SharedPrefixes, StepBuffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """The largest step: tokens, sequences, blocks of one table; and tables of one sequence.
+
+    `rows_per_seq` is how many rows of logits a sequence may ask for: one, and one for each draft.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_blocks_per_seq: int
+    num_groups: int = 1
+    rows_per_seq: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be at least 1")
+
+    @property
+    def max_num_samples(self) -> int:
+        """Rows of logits that a step may ask for."""
+        most = self.max_num_seqs * self.rows_per_seq
+        return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class HostArrays:
+    """NumPy views of the host buffers, at full capacity (shapes as in `StepInputs`)."""
+
+    input_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    logits_indices: npt.NDArray[np.int64]
+
+
+class SharedArrays:
+    """What the sequences of a step share in a layer group. See `attention.backend.SharedRows`."""
+
+    def __init__(self, group: int, sequences: int) -> None:
+        self.group = group
+        self.order = np.zeros(sequences, np.int32)
+        self._own_blocks = np.zeros(sequences, np.int32)
+        self._prefixes = np.zeros((max(1, sequences - 1), 5), np.int32)
+        self.found = SharedPrefixes(
+            order=self.order, own_blocks=self._own_blocks, prefixes=self._prefixes, group=group
+        )
+        """As the block manager writes them."""
+
+    @property
+    def prefixes(self) -> npt.NDArray[np.int32]:
+        """Those of the step."""
+        return self._prefixes[: self.found.num_prefixes]
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What a decode step is padded to for a graph: so many sequences of length 1, in this block."""
+
+    num_sequences: int
+    trash_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferNeeds:
+    """What the runner and its attention backend need of the buffers.
+
+    `apart`: on the CPU too the device's side is memory of its own, as a graph's inputs must be.
+    `shared_group`: a step says what its sequences share in that layer group. `reads_tables`: the
+    backend's kernels read block tables on the device.
+    """
+
+    apart: bool = False
+    shared_group: int | None = None
+    reads_tables: bool = True
+
+
+_WIDTHS = 64
+"""Tables are cut to a multiple of this many blocks: steps of one size use the same views then."""
+
+Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+Upload: TypeAlias = Callable[[Pairs], Callable[[], object]]
+"""Copies each source on the host to its target on the device, in the order of the device's queue.
+What it returns waits until the sources may be written to again."""
+
+
+def upload_in_stream(pairs: Pairs) -> Callable[[], object]:
+    """Queue copies from pinned memory on the current CUDA stream. See `Upload`."""
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize
+
+
+def upload_at_once(pairs: Pairs) -> Callable[[], object]:
+    """Copy on the host: there is nothing to wait for. See `Upload`."""
+    for source, target in pairs:
+        target.copy_(source)
+    return _nothing
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilledStep:
+    """A step in the host buffers, and what has to go from there to the device.
+
+    `tables` are staged, to be copied into memory of their own; None: nobody reads them there, or
+    the device reads the host's.
+    """
+
+    inputs: StepInputs
+    copies: Pairs
+    tables: torch.Tensor | None
+    buffers: "InputBuffers"
+
+    def upload(self) -> StepInputs:
+        """Bring the step to the device, in the order of its queue."""
+        if self.tables is None:
+            if self.copies:
+                self.buffers.start_upload(self.copies)
+            return self.inputs
+        tables = torch.empty_like(self.tables, device=self.inputs.input_ids.device)
+        self.buffers.start_upload([*self.copies, (self.tables, tables)])
+        return replace(self.inputs, block_tables=tables)
+
+
+class InputBuffers:
+    """Host buffers of fixed capacity, pinned for CUDA, and their twins on the device.
+
+    On the CPU the twins are the host buffers themselves, and nothing is copied, unless they are
+    needed `apart`. A block has `block_size` tokens.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        block_size: int,
+        device: torch.device,
+        needs: BufferNeeds | None = None,
+        *,
+        beside: "InputBuffers | None" = None,
+    ) -> None:
+        """With `beside`, the device's side is shared with those buffers.
+
+        So the next step can be filled in while the one before may still be read from its host
+        buffers; on the device they come one after the other.
+        """
+        needs = needs or BufferNeeds()
+        tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
+        groups, self._max_width = limits.num_groups, limits.max_blocks_per_seq
+        shapes = {
+            "input_ids": ((tokens,), torch.int64),
+            "positions": ((tokens,), torch.int64),
+            "slot_mapping": ((groups, tokens), torch.int64),
+            "query_start_loc": ((sequences + 1,), torch.int32),
+            "seq_lens": ((sequences,), torch.int32),
+            "logits_indices": ((limits.max_num_samples,), torch.int64),
+        }
+        self._pins = device.type == "cuda"
+        self._host = {
+            name: torch.zeros(shape, dtype=dtype, pin_memory=self._pins)
+            for name, (shape, dtype) in shapes.items()
+        }
+        tables = torch.zeros((groups, sequences, self._max_width), dtype=torch.int32)
+        self.arrays = HostArrays(
+            **{name: host.numpy() for name, host in self._host.items()},
+            block_tables=tables.numpy(),
+        )
+        self._tables, self._block_size, self._device = tables, block_size, device
+        self._is_apart = device.type != "cpu" or needs.apart
+        self._copies_tables = self._is_apart and needs.reads_tables
+        self._twins = self._host
+        if self._is_apart:
+            self._twins = beside._twins if beside else _like(self._host, device)
+        self._staging = torch.empty(0, dtype=torch.int32)
+        self._upload: Upload = upload_in_stream if self._pins else upload_at_once
+        self._wait_for_upload: Callable[[], object] = _nothing
+        group = needs.shared_group
+        self._shared = None if group is None else SharedArrays(group, sequences)
+        self._sizes: tuple[int, int, int, int] | None = None
+        self._filled: FilledStep | None = None
+
+    @cached_property
+    def step_buffers(self) -> StepBuffers:
+        """The same arrays as the block manager writes them."""
+        return StepBuffers(
+            **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
+        )
+
+    def fill(self, plan: Plan, padding: Padding | None = None) -> FilledStep:
+        """Let `plan` write its step, padded if asked. Only the rows of this step will be copied.
+
+        If the step that was here before is still being copied, this waits until it is not: a step
+        that was rolled back, or that samples nothing, has been waited for by nobody.
+        A pending token is written as `-1 - row` (see `ModelRunner`). The result refers to the
+        buffers: it is valid until the next call.
+        """
+        self._wait_for_upload()
+        self._wait_for_upload = _nothing
+        if self._shared is None:
+            plan.fill(self.step_buffers)
+        else:
+            plan.fill(self.step_buffers, shared=self._shared.found)
+        tokens, sequences, samples = plan.num_tokens, plan.num_sequences, plan.num_samples
+        if padding is not None:
+            self._pad(sequences, padding)
+            tokens = sequences = samples = padding.num_sequences
+        width = self._width(sequences) if self._copies_tables else self._max_width
+        sizes = (tokens, sequences, samples, width)
+        if self._filled is None or sizes != self._sizes:
+            self._filled, self._sizes = self._views(*sizes), sizes
+        if self._filled.tables is not None:  # contiguous, as torch would wait for copies of others
+            staged = self._filled.inputs.host_block_tables
+            np.copyto(staged, self.arrays.block_tables[:, :sequences, :width])
+            if padding is not None:
+                staged[:, plan.num_sequences :, 0] = padding.trash_block
+        return self._filled
+
+    def start_upload(self, pairs: Pairs) -> None:
+        """Copy to the device; the next `fill` waits until that has been done."""
+        self._wait_for_upload = self._upload(pairs)
+
+    def fixed_inputs(self, padding: Padding) -> StepInputs:
+        """A decode step of nothing but padding, on the device's side in memory that never moves.
+
+        Its tables have room for all that a sequence may have; the host's are one block wide.
+        """
+        size = padding.num_sequences
+        self._pad(0, padding)
+        filled = self._views(size, size, size, 1)
+        self.start_upload(filled.copies)
+        self._wait_for_upload()
+        tables = self._fixed_tables[:, :size]
+        if self._copies_tables:
+            tables[..., 0] = padding.trash_block
+        host = self.arrays.block_tables[:, :size, :1]
+        return replace(filled.inputs, block_tables=tables, host_block_tables=host)
+
+    @cached_property
+    def _fixed_tables(self) -> torch.Tensor:
+        if not self._copies_tables:
+            return self._no_tables
+        return torch.zeros_like(self._tables, device=self._device)
+
+    @cached_property
+    def _no_tables(self) -> torch.Tensor:
+        """Tables that nobody reads: a shape, and no memory but for one number."""
+        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        return none.expand(self._tables.shape)
+
+    def _pad(self, count: int, padding: Padding) -> None:
+        """Rows from `count` on: of length 1, written nowhere.
+
+        The host's tables are not touched: `plan.fill` knows what it has written there, and writes
+        nothing twice. What stands in such a row there is a block that exists.
+        """
+        arrays, end = self.arrays, padding.num_sequences
+        arrays.input_ids[count:end] = 0
+        arrays.positions[count:end] = 0
+        arrays.slot_mapping[:, count:end] = -1
+        arrays.seq_lens[count:end] = 1
+        arrays.query_start_loc[count : end + 1] = range(count, end + 1)
+        arrays.logits_indices[count:end] = range(count, end)
+
+    def _width(self, sequences: int) -> int:
+        """The columns of the longest table, rounded up, so that views can be used again."""
+        longest = int(self.arrays.seq_lens[:sequences].max(initial=0))
+        blocks = -(-longest // self._block_size)
+        return min(self._max_width, max(1, -(-blocks // _WIDTHS)) * _WIDTHS)
+
+    def _views(self, tokens: int, sequences: int, samples: int, width: int) -> FilledStep:
+        """The buffers of a step of this size, and what to copy from the host to the device.
+
+        Decoding has the same size step after step, and then they are used again.
+        """
+        rows = {
+            "input_ids": tokens,
+            "positions": tokens,
+            "slot_mapping": tokens,
+            "query_start_loc": sequences + 1,
+            "seq_lens": sequences,
+            "logits_indices": samples,
+        }
+        views: dict[str, torch.Tensor] = {}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, count in rows.items():
+            by_group = name == "slot_mapping"
+            part = (slice(None), slice(count)) if by_group else slice(count)
+            source, views[name] = self._host[name][part], self._twins[name][part]
+            if self._is_apart:  # each group is a copy, as they lie apart
+                pairs = (
+                    zip(source, views[name], strict=True) if by_group else [(source, views[name])]
+                )
+                copies += pairs
+        staged = self._staged(sequences, width) if self._copies_tables else None
+        tables = self._tables[:, :sequences, :width] if staged is None else staged
+        unread = self._is_apart and not self._copies_tables
+        inputs = StepInputs(
+            **views,
+            block_tables=self._no_tables[:, :sequences] if unread else tables,
+            host_query_start_loc=self.arrays.query_start_loc[: sequences + 1],
+            host_seq_lens=self.arrays.seq_lens[:sequences],
+            host_block_tables=tables.numpy(),
+            shared=self._shared,
+        )
+        return FilledStep(inputs, copies, staged, self)
+
+    def _staged(self, sequences: int, width: int) -> torch.Tensor:
+        """Room for the tables of a step, `[G, sequences, width]`, side by side."""
+        groups = len(self._tables)
+        size = groups * sequences * width
+        if size > len(self._staging):
+            room = min(self._tables.numel(), 1 << (size - 1).bit_length())
+            self._staging = torch.empty(room, dtype=torch.int32, pin_memory=self._pins)
+        return self._staging[:size].view(groups, sequences, width)
+
+
+def _like(host: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor, device=device) for name, tensor in host.items()}

@@ -1,0 +1,216 @@
+"""One forward pass of a step. Knows tokens and blocks, nothing of requests."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.attention.backend import AttentionBackend, AttentionPlan, StepInputs
+from pyengine.attention.cpu import CpuBackend
+from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.paged import has_kernels, on_device
+from pyengine.errors import ConfigurationError
+from pyengine.executor.compiled import CompiledForward
+from pyengine.executor.cuda_graphs import DecodeGraphs, Recorder, graph_sizes
+from pyengine.executor.input_buffers import BufferNeeds, InputBuffers, RunnerLimits
+from pyengine.executor.interface import DraftRow, Forward, HeadStep, Plan, StepLogits
+from pyengine.executor.mtp import DraftInputs, Heads
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVPool
+from pyengine.models.loader import LoadedModel
+from pyengine.models.rotary import take_over_rotations
+from pyengine.models.static_rotary import settle_rotary
+
+
+class ModelRunner:
+    """Runs a model over its KV pool. See `Runner`, and `HeadRunner` for a model with heads.
+
+    The model is switched to paged attention for good: it attends over `pool` from then on,
+    and plain calls of it are refused.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        backend: AttentionBackend,
+        limits: RunnerLimits,
+        *,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """With a `recorder`, `capture` can be called; the backend must support graphs then."""
+        self._model: Any = loaded.model
+        self._pool = pool
+        self._backend = backend
+        self._compiled: CompiledForward | None = None
+        size, device = pool.block_size, pool.device
+        needs = BufferNeeds(
+            apart=recorder is not None,
+            shared_group=backend.shared_group,
+            reads_tables=backend.reads_tables,
+        )
+        self.buffers = InputBuffers(limits, size, device, needs)
+        """Those that the next step is written into."""
+        self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
+        _switch_to_paged_attention(self._model)
+        self._heads = Heads(loaded, pool) if loaded.heads is not None else None
+        self._num_heads = loaded.num_heads
+        self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None
+        self._recorder = recorder
+        self._longest = limits.max_blocks_per_seq * size
+        self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
+
+    def take_over_rotations(self) -> None:
+        """Turn queries and keys with the KV write, where a kernel does so and the model allows it.
+
+        Before `compile` and `capture`, and not for a model that is divided over processes.
+        """
+        if isinstance(self._backend, CpuBackend) or has_kernels(self._pool.device):
+            with on_device(self._pool.device):
+                take_over_rotations(self._model)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """The batch sizes that `capture` is for, smallest first; none without a recorder."""
+        return graph_sizes(self._most_decodes) if self._recorder is not None else []
+
+    def capture(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture decode steps per batch size, `graph_sizes` by default; they are replayed then.
+
+        After `compile`, if that is wanted too. Raises `ConfigurationError` for a model whose
+        rotary embedding looks at the positions of each step, which a graph cannot.
+        """
+        asked = self.graph_sizes if sizes is None else sizes
+        if self._recorder is None or not asked:
+            return
+        obstacle = settle_rotary(self._model, self._longest)
+        if obstacle is not None:
+            raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
+        with on_device(self._pool.device):
+            self.graphs.capture(asked, self._recorder)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the forward pass, and say so on standard error: it takes a while.
+
+        `backend` is torch's name of the compiler. Raises `ConfigurationError` if it cannot.
+        """
+        name, start = type(self._model).__name__, monotonic()
+        settle_rotary(self._model, self._longest)
+        print(f"pyengine: compiling {name}, up to a minute or two ...", file=sys.stderr)
+        with on_device(self._pool.device):
+            self._compiled = CompiledForward(self._model, self._pool.num_layers, backend)
+        print(f"pyengine: {name} is compiled ({monotonic() - start:.0f} s)", file=sys.stderr)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called and could."""
+        return self._compiled is not None
+
+    def prepare(
+        self,
+        plan: Plan,
+        *,
+        extra_rows: npt.NDArray[np.int64] | None = None,
+        heads: HeadStep | None = None,
+    ) -> Forward:
+        """See `HeadRunner.prepare`."""
+        copies = plan.copies()
+        extra = extra_rows if extra_rows is not None and len(extra_rows) else None
+        padding = self.graphs.padding(plan) if extra is None else None
+        filled = self.buffers.fill(plan, padding)
+        self.buffers, self._other_buffers = self._other_buffers, self.buffers
+        num_samples = plan.num_samples
+
+        def compute(sampled: torch.Tensor | None) -> StepLogits:
+            self._pool.copy_blocks(copies)
+            inputs = filled.upload()
+            if sampled is not None and len(sampled):  # else no token is pending
+                inputs = replace(inputs, input_ids=_known(inputs.input_ids, sampled))
+            if padding is not None:
+                logits = self.graphs.run(inputs)
+            else:
+                if extra is not None:
+                    rows = upload(extra, inputs.logits_indices.device)
+                    rows = torch.cat([inputs.logits_indices, rows])
+                    inputs = replace(inputs, logits_indices=rows)
+                logits = self._forward(inputs, self._backend.plan(inputs))
+            if self._heads is not None:
+                self._heads.extend(inputs, heads)
+            behind = num_samples if extra is not None else len(logits)  # else padding, if anything
+            return StepLogits(logits[:num_samples], logits[behind:])
+
+        def forward(sampled: torch.Tensor | None) -> StepLogits:
+            with on_device(self._pool.device):
+                return compute(sampled)
+
+        return forward
+
+    def prepare_drafts(
+        self, plan: Plan, asked: Sequence[DraftRow]
+    ) -> Callable[[], list[list[int]]]:
+        """See `HeadRunner.prepare_drafts`."""
+        heads, buffers = self._heads, self._draft_buffers
+        assert heads is not None and buffers is not None
+        copies = plan.copies()
+        arrays = buffers.fill(plan).buffers.arrays
+        rows = [one.row for one in asked]
+        inputs = DraftInputs(
+            token_ids=np.array([one.token_id for one in asked], dtype=np.int64),
+            positions=arrays.seq_lens[rows].astype(np.int64) - 1,
+            tables=arrays.block_tables[:, rows],
+            before=[one.before for one in asked],
+            counts=np.array([one.count for one in asked], dtype=np.int64),
+        )
+
+        def draft() -> list[list[int]]:
+            with on_device(self._pool.device):
+                self._pool.copy_blocks(copies)  # once more with the step, which changes nothing
+                return heads.draft(inputs)
+
+        return draft
+
+    @torch.inference_mode()
+    def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
+        """The logits of `inputs.logits_indices`."""
+        context = PagedContext(plan, self._pool.groups.layer_windows)
+        logits: torch.Tensor
+        if self._compiled is not None:
+            logits = self._compiled(inputs, context)
+        else:
+            logits = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=inputs.logits_indices,
+                paged=context,
+            ).logits[0]
+        num_layers = self._pool.num_layers - self._num_heads
+        if context.attended != num_layers:
+            raise ConfigurationError(
+                f"{type(self._model).__name__} attended in {context.attended} of "
+                f"{num_layers} layers: the others keep a state that paged attention "
+                "does not hold; this model is not supported"
+            )
+        return logits
+
+
+def _known(input_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """The token ids, a pending one (`-1 - row`) replaced by what the step before has sampled."""
+    return torch.where(input_ids < 0, sampled[(-1 - input_ids).clamp_(min=0)], input_ids)
+
+
+def _switch_to_paged_attention(model: Any) -> None:
+    """Route every layer of `model` to paged attention, or say why that cannot be."""
+    name = register_paged_attention()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigurationError(
+            f"{type(model).__name__} does not dispatch its attention through transformers' "
+            "AttentionInterface: it cannot run on a paged KV cache"
+        )
+    model.set_attn_implementation(name)

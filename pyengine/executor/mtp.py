@@ -1,0 +1,173 @@
+"""A model's own heads as drafters: their keys and values, and the tokens that they say come next.
+
+Layer i of the heads has, at position j, the token t_j and the state before it: of layer i - 1 at
+position j - 1, and for the first one the model's last hidden state there. It predicts t_(j + 1).
+Its keys and values of the pair go into slot j, in one more layer of the block that holds t_j: they
+follow from the tokens up to j, as all in that block does, so prefixes are shared as without heads.
+Layer i begins at position i + 1, and sees no key before.
+
+Two passes. With each step the heads compute its tokens, as any other layer does: so their keys and
+values are those of the tokens that stand, whatever drafts were tried. And when a token is known,
+they go on from there: what keys and values they make of drafts is written over with the step that
+computes those positions.
+
+Heads attend by the gather backend, one layer beside the many of the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.attention.backend import StepInputs
+from pyengine.attention.dispatch import PagedContext, register_paged_attention
+from pyengine.attention.gather import GatherBackend
+from pyengine.executor.interface import HeadState, HeadStep
+from pyengine.kv_cache.memory import upload
+from pyengine.kv_cache.pool import KVPool
+from pyengine.models.loader import LoadedModel
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """B sequences whose last token is known and not computed yet, in a step that will do so.
+
+    `token_ids` and `positions` `[B]` are those of that token, `tables` `[G, B, W]` are the blocks,
+    with a slot for it. `before` are the states of the token before it. `counts` `[B]` is how many
+    tokens each is drafted, at most as many as slots are left in its last block.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    tables: npt.NDArray[np.int32]
+    before: Sequence[HeadState | None]
+    counts: Int64Array
+
+
+class Heads:
+    """The heads of a model over the last layers of its KV pool."""
+
+    def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
+        self._heads: Any = loaded.heads
+        self._pool = pool
+        self._backend = GatherBackend(pool)
+        self._count = loaded.num_heads
+        self._size = loaded.config.get_text_config().hidden_size
+        self._dtype = loaded.dtype
+        self._heads.tie_with_main_model(loaded.model)
+        self._heads.config._attn_implementation = register_paged_attention()
+        for layer, head in enumerate(self._heads.layers, pool.num_layers - self._count):
+            for module in head.modules():
+                if getattr(module, "layer_idx", None) is not None:
+                    module.layer_idx = layer
+        self._hidden: torch.Tensor
+        loaded.model.get_decoder().register_forward_hook(self._keep_hidden)
+
+    def _keep_hidden(self, _module: object, _inputs: object, output: Any) -> None:
+        self._hidden = output.last_hidden_state[0]
+
+    @torch.inference_mode()
+    def extend(self, inputs: StepInputs, step: HeadStep | None) -> None:
+        """Compute the keys and values of a step's tokens, which the model has just computed.
+
+        `step` says which states they follow, and takes those that others will.
+        """
+        starts = inputs.query_start_loc[:-1].long()
+        before = self._gathered(step.before if step is not None else [None] * len(starts))
+        states = [self._hidden]
+        for layer in range(self._count):
+            previous = states[-1].roll(1, 0)
+            previous[starts] = before[:, layer]
+            states.append(self._layer(layer, previous, inputs))
+        if step is not None:
+            rows = upload(step.rows, self._pool.device)
+            step.after.tensor = torch.stack(states[:-1], 1)[rows]
+
+    @torch.inference_mode()
+    def draft(self, asked: DraftInputs) -> list[list[int]]:
+        """The tokens that the heads say come next, each the most probable one.
+
+        The first layer goes on from the known token, each further one from the draft of the one
+        before it; beyond the last layer that one goes on with itself.
+        """
+        device, counts = self._pool.device, asked.counts
+        ids = upload(asked.token_ids, device)[:, None]
+        before = self._gathered(asked.before)
+        found = torch.zeros(len(counts), int(counts.max(initial=0)), dtype=torch.int64)
+        alive = np.arange(len(counts))
+        states = before[:, 0, None][:, :0]
+        for number in range(found.shape[1]):
+            chosen = np.flatnonzero(counts[alive] > number)
+            alive, index = alive[chosen], upload(chosen, device)
+            ids, states, before = ids[index], states[index], before[index]
+            layer, first = min(number, self._count - 1), asked.positions[alive]
+            if number < self._count:
+                previous = torch.cat([before[:, layer, None], states], 1)
+            else:
+                previous, first = states[:, -1:], first + number
+            rows = previous.shape[1]
+            inputs = self._inputs(ids[:, -rows:], first, asked.tables[:, alive])
+            states = self._layer(layer, previous.flatten(0, 1), inputs).view_as(previous)
+            drawn = self._heads._project_to_logits(states[:, -1]).argmax(-1)
+            found[torch.from_numpy(alive), number] = drawn.cpu()
+            ids = torch.cat([ids, drawn[:, None]], 1)
+        return [
+            tokens[:count] for tokens, count in zip(found.tolist(), counts.tolist(), strict=True)
+        ]
+
+    def _layer(self, layer: int, previous: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        """One layer over the tokens of `inputs`, `[T]`: its states `[T, hidden]`."""
+        plan = self._backend.plan(inputs, first_key=layer + 1)
+        states: torch.Tensor = self._heads.forward_layer(
+            layer,
+            previous[None],
+            inputs.positions[None],
+            None,
+            input_ids=inputs.input_ids[None],
+            paged=PagedContext(plan, self._pool.groups.layer_windows),
+        )
+        return states[0]
+
+    def _inputs(
+        self, ids: torch.Tensor, first: Int64Array, tables: npt.NDArray[np.int32]
+    ) -> StepInputs:
+        """Rows of some sequences, `ids` `[B, R]` from the positions `first` `[B]` on."""
+        count, rows = ids.shape
+        size, device = self._pool.block_size, self._pool.device
+        positions = first[:, None] + np.arange(rows)
+        blocks = tables[:, np.arange(count)[:, None], positions // size]
+        slots = blocks.astype(np.int64) * size + positions % size
+        starts = np.arange(0, rows * count + 1, rows, dtype=np.int32)
+        lens = (first + rows).astype(np.int32)
+        return StepInputs(
+            input_ids=ids.flatten(),
+            positions=upload(positions.reshape(-1), device),
+            slot_mapping=upload(slots.reshape(len(tables), -1), device),
+            query_start_loc=upload(starts, device),
+            seq_lens=upload(lens, device),
+            block_tables=upload(tables, device),
+            logits_indices=upload(starts[1:].astype(np.int64) - 1, device),
+            host_query_start_loc=starts,
+            host_seq_lens=lens,
+            host_block_tables=tables,
+        )
+
+    def _gathered(self, wanted: Sequence[HeadState | None]) -> torch.Tensor:
+        """Those states, `[B, layers, hidden]`; zeros for what is not there."""
+        shape = (len(wanted), self._count, self._size)
+        out = torch.zeros(shape, dtype=self._dtype, device=self._pool.device)
+        by_step: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
+        for place, state in enumerate(wanted):
+            if state is not None and state.step.tensor is not None:
+                key = id(state.step)
+                _, places, rows = by_step.setdefault(key, (state.step.tensor, [], []))
+                places.append(place)
+                rows.append(state.row)
+        for tensor, places, rows in by_step.values():
+            out[places] = tensor[rows]
+        return out

@@ -1,0 +1,156 @@
+"""A rank other than the first: `python -m pyengine.executor.tensor_parallel.worker SOCKET DRIVER`.
+
+`workers.py` starts it, never a person. SOCKET is an open file descriptor, DRIVER the process id of
+rank 0. It does what comes over the socket: a setup, a second one, then steps, until the socket
+closes.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.tensor_parallel.messages import (
+    CARRY_ON,
+    Done,
+    Failed,
+    Loaded,
+    RankSetup,
+    ReceivedPlan,
+    Report,
+    RunnerSetup,
+    Started,
+)
+from pyengine.executor.tensor_parallel.ranks import (
+    Readiness,
+    StepAbandoned,
+    join,
+    make_runner,
+    rank_environment,
+)
+from pyengine.kv_cache.memory import available_memory
+from pyengine.models.loader import load_model
+from pyengine.utils.frame_memory import with_frame_room
+
+_LOOKS_FOR_DRIVER_EVERY = 0.5
+_WAITS_FOR_OTHERS = 6.0
+"""Seconds after a failure within the forward pass; rank 0 gives up on the others before that."""
+
+ENDED, FAILED, ALONE = 0, 1, 3
+"""Exit statuses: told to end, could not start, failed in a forward pass that others are in."""
+
+
+class Worker:
+    """Serves one rank: steps in, reports out. The logits are rank 0's affair."""
+
+    def __init__(self, runner: ModelRunner, readiness: Readiness) -> None:
+        self._runner = runner
+        self._readiness = readiness
+
+    @with_frame_room
+    def serve(self, connection: Connection) -> int:
+        """Compute steps until the connection closes; the exit status."""
+        while True:
+            message = connection.recv_bytes()
+            report = self.step(message)
+            connection.send(report)
+            if isinstance(report, Failed) and report.in_forward:
+                if not connection.poll(_WAITS_FOR_OTHERS):
+                    return ALONE
+                if connection.recv_bytes() != CARRY_ON:
+                    return ALONE
+                connection.send(Done())
+
+    def step(self, message: bytes) -> Report:
+        """Compute one step, with the other ranks."""
+        self._readiness.begin()
+        try:
+            plan = ReceivedPlan(message, self._runner.buffers.arrays)
+            self._runner.prepare(plan, extra_rows=plan.extra_rows)(None)
+        except StepAbandoned:
+            return Done()
+        except Exception:
+            text = traceback.format_exc()
+            in_forward = not self._readiness.is_asked
+            if not in_forward:
+                self._readiness.refuse()
+            return Failed(text, in_forward)
+        return Done()
+
+
+def main(arguments: list[str]) -> int:
+    """Run a worker to its end; the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0 to act on
+    connection: Connection = Connection(int(arguments[0]))
+    setup: RankSetup = connection.recv()
+    folder = setup.store.parent
+    _end_with(int(arguments[1]), folder)
+    try:
+        return _run(setup, connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return ENDED
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # rank 0 does that too, if it can
+
+
+def _run(setup: RankSetup, connection: Connection) -> int:
+    """Start, and serve to the end; the exit status."""
+    connection.send(Started())
+    try:
+        worker = _start(setup, connection)
+    except (EOFError, BrokenPipeError):
+        raise
+    except Exception:
+        connection.send(Failed(traceback.format_exc(), in_forward=False))
+        return FAILED
+    connection.send(Done())
+    return worker.serve(connection)
+
+
+def _start(setup: RankSetup, connection: Connection) -> Worker:
+    """Meet the others, load this rank's part, and make a runner for it."""
+    if setup.num_threads is not None:
+        torch.set_num_threads(setup.num_threads)
+    with rank_environment(setup.rank):
+        join(setup)
+        loaded = load_model(
+            setup.model,
+            device=setup.own_device,
+            dtype=setup.dtype,
+            tensor_parallel_size=setup.size,
+        )
+    connection.send(Loaded(available_memory(loaded.device)))
+    runner_setup: RunnerSetup = connection.recv()
+    readiness = Readiness()
+    return Worker(make_runner(loaded, runner_setup, readiness), readiness)
+
+
+def _end_with(driver: int, folder: Path) -> None:
+    """End this process when `driver` is no longer its parent, whatever it is doing then.
+
+    A process whose parent dies gets another one. Looking is all it takes, and unlike the signal
+    that Linux can send (`PR_SET_PDEATHSIG`) it is about the process, not about the thread that
+    started this one. `folder`, which the driver would have removed, goes too.
+    """
+
+    def look() -> None:
+        while os.getppid() == driver:
+            time.sleep(_LOOKS_FOR_DRIVER_EVERY)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(ENDED)
+
+    threading.Thread(target=look, name="pyengine-driver", daemon=True).start()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # at once: the others may be gone, and torch would wait for them

@@ -1,0 +1,160 @@
+"""Layer groups: which layers of a model share a block table. Plain arithmetic, no torch.
+
+A layer whose attention slides needs the last tokens only. In a model that mixes such layers with
+full ones, one table for all of them keeps every block for the sake of the full layers. So layers
+are put into groups; each group has a table of its own, and a group whose layers slide gives its
+blocks back once they lie behind the window.
+
+All groups take blocks from one pool. That works because every group has the same number of layers,
+`layers_per_group`, and hence blocks of the same bytes: a block holds `block_size` tokens of the
+layers of whatever group it was handed to. The tensors of the pool are those of *one* group, and
+the j-th layers of all groups share the j-th of them::
+
+    6 layers, every third one full          pool: 2 tensors, each [blocks, block_size, ...]
+
+    group 0, full        layers 2 5         tensor 0 | tensor 1
+    group 1, window 512  layers 0 1         block 7 is of group 1: tokens 32..47 of layers 0 and 1
+    group 2, window 512  layers 3 4         block 8 is of group 0: tokens  0..15 of layers 2 and 5
+
+The idea of equal pages for unequal layers is that of vLLM's hybrid KV cache manager, and of Jenga
+(Zhang et al., 2025, arXiv:2503.18292). How the size of a group is chosen is ours.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pyengine.errors import ConfigurationError
+
+Window = int | None
+"""Tokens that a query sees, its own among them; None: all before it."""
+
+_Shape = TypeVar("_Shape", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer keeps its keys and values: which group, and which tensor of the pool."""
+
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """The layers of a model in groups.
+
+    `windows` has one entry per group, `places` one per layer. A group may have fewer layers than
+    `layers_per_group`: then some tensors are unused in its blocks.
+    """
+
+    windows: tuple[Window, ...]
+    layers_per_group: int
+    places: tuple[Place, ...]
+
+    @classmethod
+    def single(cls, num_layers: int, window: Window = None) -> "LayerGroups":
+        """All layers in one group."""
+        return cls((window,), num_layers, tuple(Place(0, layer) for layer in range(num_layers)))
+
+    @property
+    def layer_windows(self) -> tuple[Window, ...]:
+        """How far back each layer's group keeps its blocks."""
+        return tuple(self.windows[place.group] for place in self.places)
+
+    def tensor_shapes(self, shapes: Sequence[_Shape]) -> list[_Shape]:
+        """The shape of each of the pool's tensors, from the shapes of all layers.
+
+        Raises `ConfigurationError` if layers that are to share a tensor differ.
+        """
+        owners: dict[int, int] = {}
+        for layer, place in enumerate(self.places):
+            owner = owners.setdefault(place.index, layer)
+            if shapes[owner] != shapes[layer]:
+                raise ConfigurationError(
+                    f"layers {owner} and {layer} cannot share a KV tensor: "
+                    f"{shapes[owner]} is not {shapes[layer]}"
+                )
+        return [shapes[owners[index]] for index in range(self.layers_per_group)]
+
+    def __str__(self) -> str:
+        """For people: `7 groups of 4 layers: 4 full, 22 of window 512`."""
+        counts = Counter(self.layer_windows)
+        kinds = ", ".join(
+            f"{counts[window]} {'full' if window is None else f'of window {window}'}"
+            for window in dict.fromkeys(self.windows)
+        )
+        groups, layers = len(self.windows), self.layers_per_group
+        size = f"{groups} group{'s'[: groups - 1]} of {layers} layer{'s'[: layers - 1]}"
+        return f"{size}: {kinds}"
+
+
+def layer_windows(config: Any) -> list[Window]:
+    """The window of every layer, by a transformers model configuration.
+
+    `layer_types` says which layers slide; where it is missing they all do, if there is a
+    `sliding_window` that `use_sliding_window` does not switch off.
+    """
+    text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        return [_window(one, layer) for layer, one in enumerate(text.per_layer_config)]
+    return [_window(text, layer) for layer in range(text.num_hidden_layers)]
+
+
+def _window(config: Any, layer: int) -> Window:
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window < 1 or not getattr(config, "use_sliding_window", True):
+        return None
+    types = getattr(config, "layer_types", None)
+    return window if types is None or types[layer] == "sliding_attention" else None
+
+
+def choose_layer_groups(
+    windows: Sequence[Window], shapes: Sequence[Hashable], max_model_len: int
+) -> LayerGroups:
+    """Group layers so that a sequence of `max_model_len` tokens holds little memory.
+
+    `windows` and `shapes` (what a layer keeps per token, compared only) have one entry per layer.
+
+    A group has layers of one window. With n layers of a kind and L to a group, that kind takes
+    ceil(n / L) groups, whose unused places cost as much as layers do: in a full group for every
+    token, in a sliding one for a window. A small L wastes nothing but makes many groups, and
+    each has its own table to keep, to fill and to look up. The choice is the L with the least
+    sum of memory and groups, where one more group has to save one percent of the memory that the
+    layers need. For gemma-3-1b (4 full layers, 22 of window 512) that is L = 4, one full group
+    and six sliding ones, of which the last has two layers; L = 2 would waste nothing in thirteen.
+
+    Everything stays in one group, with the widest window of all, where that is the least sum,
+    and where shapes differ: then blocks of other groups would be of other sizes. A window of
+    `max_model_len` or more is no window.
+    """
+    kinds = [None if one is None or one >= max_model_len else one for one in windows]
+    counts = Counter(kinds)
+    order: list[Window] = [None] if None in counts else []  # the widest first
+    order += sorted((window for window in counts if window is not None), reverse=True)
+    single = LayerGroups.single(len(kinds), order[0])
+    if len(order) == 1 or len(set(shapes)) > 1:
+        return single
+    tokens = {kind: kind or max_model_len for kind in order}
+    needed = sum(tokens[kind] for kind in kinds)
+
+    def cost(groups: LayerGroups) -> int:
+        held = groups.layers_per_group * sum(tokens[window] for window in groups.windows)
+        return 100 * held + needed * len(groups.windows)
+
+    sizes = range(max(counts.values()), 0, -1)
+    return min([single, *(_grouped(kinds, order, size) for size in sizes)], key=cost)
+
+
+def _grouped(kinds: Sequence[Window], order: Sequence[Window], size: int) -> LayerGroups:
+    """Groups of `size` layers of one kind, kinds in `order`, layers in theirs."""
+    windows: list[Window] = []
+    places: dict[int, Place] = {}
+    for kind in order:
+        layers = [layer for layer, own in enumerate(kinds) if own == kind]
+        for at, layer in enumerate(layers):
+            if at % size == 0:
+                windows.append(kind)
+            places[layer] = Place(len(windows) - 1, at % size)
+    return LayerGroups(tuple(windows), size, tuple(places[layer] for layer in range(len(kinds))))

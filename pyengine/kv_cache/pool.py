@@ -1,0 +1,350 @@
+"""The KV tensors: what a block costs, how many blocks fit, and the pool itself.
+
+One key and one value tensor per layer of a layer group (`layer_groups`)::
+
+    [num_blocks + 1, block_size, kv_heads, head_dim]
+     |           |
+     |           the trash block: rows that must not be kept are written there
+     the blocks that the manager hands out, by id
+
+A *slot* is a position in this layout seen flat: `block * block_size + offset`. Layers of different
+groups share tensors, never blocks: each reads and writes by the block table of its group.
+"""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.layer_groups import LayerGroups
+from pyengine.kv_cache.memory import available_memory, populate, upload
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 1 << 30
+_CPU_DEFAULT_LIMIT = 4 * _GIB
+_CPU_DEFAULT_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What one layer keeps per token: its KV heads, their dimensions, the element type.
+
+    Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
+    are kept divided by `scale_k` and `scale_v`, constants of the whole tensor.
+    """
+
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: "torch.dtype"
+    scale_k: float = 1.0
+    scale_v: float = 1.0
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of this layer's keys and values for one block of `block_size` tokens."""
+        elements = self.num_kv_heads * (self.head_dim_k + self.head_dim_v)
+        return block_size * elements * self.dtype.itemsize
+
+
+def kv_cache_specs(config: Any, dtype: "torch.dtype", kv_shards: int = 1) -> list[KVCacheSpec]:
+    """One spec per layer, from a transformers model configuration.
+
+    Honours configurations whose layers differ (`per_layer_config`) and multi-head latent
+    attention, whose keys arrive expanded to every query head (DeepSeek-V2, section 2.1).
+    With `kv_shards`, which divides the KV heads, the specs are those of one part.
+    """
+    text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):
+        specs = [_layer_spec(layer, dtype) for layer in text.per_layer_config]
+    else:
+        specs = [_layer_spec(text, dtype)] * text.num_hidden_layers
+    return [replace(spec, num_kv_heads=spec.num_kv_heads // kv_shards) for spec in specs]
+
+
+def _layer_spec(layer: Any, dtype: "torch.dtype") -> KVCacheSpec:
+    heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None) is not None:
+        head_dim_k = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        return KVCacheSpec(heads, head_dim_k, layer.v_head_dim, dtype)
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    head_dim_v = getattr(layer, "v_head_dim", None) or head_dim
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    return KVCacheSpec(kv_heads, head_dim, head_dim_v, dtype)
+
+
+def resolve_kv_cache_dtype(name: str, model_dtype: "torch.dtype") -> "torch.dtype":
+    """The element type of the KV cache: "auto" (the model's), "fp8" or "fp8_e4m3".
+
+    Raises `ConfigurationError` for another name.
+    """
+    import torch
+
+    if name == "auto":
+        return model_dtype
+    if name in ("fp8", "fp8_e4m3"):
+        return torch.float8_e4m3fn
+    raise ConfigurationError(
+        f"kv_cache_dtype={name!r} is not known: use one of auto, fp8, fp8_e4m3"
+    )
+
+
+def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
+    """Bytes of one block over these layers, keys and values."""
+    return sum(spec.bytes_per_block(block_size) for spec in specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """What the caller asks of the pool; `None` leaves the choice to `resolve_num_blocks`.
+
+    `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
+    free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
+    sequence of `max_model_len` tokens takes at most; `None`: one table, nothing given back.
+    `available_memory`, in bytes, is what the pool may take where something else than the free
+    memory of its device limits it; `None`: nothing does. `bytes_beside` is what each block takes
+    in another pool besides, that of a draft model: both together keep to the limits.
+    """
+
+    block_size: int
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 256
+    max_model_len: int = 8192
+    blocks_per_seq: int | None = None
+    available_memory: int | None = None
+    bytes_beside: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}={value}: it must be at least 1")
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigurationError(
+                f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory} "
+                "both set the size of the KV pool: give one of them"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigurationError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}: "
+                "it must be above 0 and at most 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """A pool that fits: its blocks, the bytes of its tensors (trash block included), and why."""
+
+    num_blocks: int
+    num_bytes: int
+    reason: str
+
+
+def resolve_num_blocks(
+    settings: PoolSettings, specs: Sequence[KVCacheSpec], device: "torch.device"
+) -> PoolSize:
+    """Decide how many blocks the pool gets, before anything is allocated.
+
+    `specs` are those of the pool's tensors: of all layers, or of one group where there are groups.
+    Without `num_blocks` and `kv_cache_memory` the pool takes, on the CPU, a quarter of the
+    available memory, at most 4 GiB; on CUDA `gpu_memory_utilization` of what is free; and
+    never more than `max_num_seqs` sequences of `max_model_len` tokens could use.
+
+    Raises `ConfigurationError` where the pool does not fit, with what was asked for and found.
+    """
+    own = bytes_per_block(specs, settings.block_size)
+    per_block = own + settings.bytes_beside
+    available = settings.available_memory
+    if available is None:
+        available = available_memory(device)
+    if settings.num_blocks is not None:
+        num_blocks, asked = settings.num_blocks, f"num_blocks={settings.num_blocks}"
+    elif settings.kv_cache_memory is not None:
+        asked = f"kv_cache_memory={settings.kv_cache_memory}"
+        num_blocks = settings.kv_cache_memory // per_block - 1
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"{asked} bytes hold no KV pool: two blocks of {settings.block_size} tokens "
+                f"(one of them the trash block) take {2 * per_block} bytes for this model; "
+                "give at least that, or a smaller block_size"
+            )
+    else:
+        num_blocks, asked = _default_blocks(settings, per_block, device, available)
+    num_bytes = (num_blocks + 1) * per_block
+    if num_bytes > available:
+        fitting = available // per_block - 1
+        way_out = (
+            f"at most num_blocks={fitting} would fit; leave room for the model's activations"
+            if fitting >= 1
+            else "free some memory, or choose a smaller block_size"
+        )
+        raise ConfigurationError(
+            f"the KV pool does not fit into memory: {asked} needs {_size(num_bytes)} "
+            f"({num_blocks} + 1 blocks of {settings.block_size} tokens, {per_block} bytes each), "
+            f"{_size(available)} are available on {device}; {way_out}"
+        )
+    return PoolSize(num_blocks, (num_blocks + 1) * own, asked)
+
+
+def _default_blocks(
+    settings: PoolSettings, per_block: int, device: "torch.device", available: int
+) -> tuple[int, str]:
+    """Blocks that the default budget pays for, and the words for it."""
+    if device.type == "cuda":
+        budget = int(available * settings.gpu_memory_utilization)
+        reason = f"{settings.gpu_memory_utilization:.0%} of {_size(available)} free on {device}"
+    else:
+        budget = min(int(available * _CPU_DEFAULT_SHARE), _CPU_DEFAULT_LIMIT)
+        reason = f"a quarter of {_size(available)} available, at most {_size(_CPU_DEFAULT_LIMIT)}"
+    one_table = -(-settings.max_model_len // settings.block_size)
+    useful = settings.max_num_seqs * (settings.blocks_per_seq or one_table)
+    affordable = max(1, budget // per_block - 1)
+    if useful <= affordable:
+        sequences = f"{settings.max_num_seqs} sequences of {settings.max_model_len} tokens"
+        return useful, f"all that {sequences} can use"
+    return affordable, reason
+
+
+def _zeros(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+    """A tensor of zeros; on the CPU one whose pages cost nothing until they are written.
+
+    torch clears memory by writing to it, which for a pool of some GiB takes seconds at start-up;
+    NumPy asks the system for pages that are zero already.
+    """
+    import torch
+
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"
+
+
+class KVPool:
+    """The KV tensors of every layer.
+
+    `keys[layer]` is `[num_blocks + 1, block_size, kv_heads, head_dim_k]`, `values[layer]` the
+    same with `head_dim_v`, in the dtype of the layer's spec, on `device`. Layers that share a
+    tensor (`groups`; by default none do) find it under both their numbers. Tensors start as
+    zeros: a masked position counts for nothing only while it holds a finite number.
+
+    Raises `ConfigurationError` if the memory cannot be had, or if layers that are to share a
+    tensor differ in their specs.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[KVCacheSpec],
+        num_blocks: int,
+        block_size: int,
+        device: "torch.device",
+        groups: LayerGroups | None = None,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.groups = groups or LayerGroups.single(len(self.specs))
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self._tensor_specs = self.groups.tensor_shapes(self.specs)
+        rows = (num_blocks + 1, block_size)
+        try:
+            keys = [
+                _zeros((*rows, s.num_kv_heads, s.head_dim_k), s.dtype, device)
+                for s in self._tensor_specs
+            ]
+            values = [
+                _zeros((*rows, s.num_kv_heads, s.head_dim_v), s.dtype, device)
+                for s in self._tensor_specs
+            ]
+        except (RuntimeError, MemoryError) as error:  # torch's own on a device, NumPy's here
+            raise ConfigurationError(
+                f"the KV pool of {num_blocks} + 1 blocks ({_size(self.num_bytes)}) could not be "
+                f"allocated on {device}: {error}; give fewer num_blocks"
+            ) from error
+        self._tensors = (*keys, *values)
+        self.keys = [keys[place.index] for place in self.groups.places]
+        self.values = [values[place.index] for place in self.groups.places]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return len(self.specs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors together, the trash block included."""
+        return (self.num_blocks + 1) * bytes_per_block(self._tensor_specs, self.block_size)
+
+    @property
+    def trash_slot(self) -> int:
+        """First slot of the trash block: where a row that must not be kept is written."""
+        return self.num_blocks * self.block_size
+
+    def populate(self) -> bool:
+        """On the CPU, take the memory of all blocks now, not when each is first written.
+
+        Else the system clears pages within steps, up to a tenth of a prefill on a virtual machine
+        whose host has yet to find them. Takes 0.2 s for each GiB, there up to 2. Says whether it
+        was done; where the system cannot, nothing changes.
+        """
+        if self.device.type != "cpu":
+            return False
+        with ThreadPoolExecutor() as threads:
+            return all(threads.map(lambda one: populate(one.data_ptr(), one.nbytes), self._tensors))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination): all are read before any is written.
+
+        A block is copied in every tensor, that is, for all layers of the group that it is of.
+        """
+        if not copies:
+            return
+        sources, targets = upload(np.array(copies, dtype=np.int64).T, self.device)
+        for tensor in self._tensors:
+            rows = _copyable(tensor)
+            rows.index_copy_(0, targets, rows[sources])
+
+    def write(
+        self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", slots: "torch.Tensor"
+    ) -> None:
+        """Write one row per token.
+
+        `keys` is `[T, kv_heads, head_dim_k]`, `values` `[T, kv_heads, head_dim_v]`, `slots`
+        int64 `[T]` of slots in `0 .. (num_blocks + 1) * block_size`. A pool of 8-bit floats takes
+        them divided by the scales of the layer's spec, and what is too large as the largest
+        number of the type.
+        """
+        spec = self.specs[layer]
+        for cache, rows, scale in (
+            (self.keys[layer], keys, spec.scale_k),
+            (self.values[layer], values, spec.scale_v),
+        ):
+            _copyable(cache.flatten(0, 1)).index_copy_(0, slots, _stored(rows, spec.dtype, scale))
+
+
+def _stored(rows: "torch.Tensor", dtype: "torch.dtype", scale: float) -> "torch.Tensor":
+    """`rows` as a pool of `dtype` keeps them."""
+    import torch
+
+    if dtype.itemsize > 1:
+        return rows
+    largest = torch.finfo(dtype).max
+    scaled = rows.float() * (1.0 / scale)
+    return _copyable(scaled.clamp(-largest, largest).to(dtype))
+
+
+def _copyable(tensor: "torch.Tensor") -> "torch.Tensor":
+    """`tensor` as torch can index it on every device: 8-bit floats as bytes."""
+    import torch
+
+    return tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)

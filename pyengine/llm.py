@@ -1,0 +1,318 @@
+"""Offline use: a model, prompts, answers. Names and defaults as vLLM users know them."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from threading import Event
+from time import monotonic
+from typing import Any
+
+from tqdm import tqdm
+
+from pyengine.config import EngineSettings, takes_settings
+from pyengine.engine.chat_template import Message, as_conversations
+from pyengine.engine.client import Frontend
+from pyengine.engine.core import Engine
+from pyengine.engine.loop import held_interrupts
+from pyengine.engine.output_collector import OutputCollector
+from pyengine.engine.prompts import (
+    Prompt,
+    PromptLike,
+    TokenIds,
+    as_list,
+    match_params,
+    parse_prompt,
+    text_from,
+    tokens_of,
+)
+from pyengine.engine.request import RequestState
+from pyengine.errors import InvalidRequestError, RequestFailedError
+from pyengine.outputs import RequestOutput
+from pyengine.sampling_params import SamplingParams
+
+Priorities = float | Sequence[float]
+
+
+class LLM(Frontend):
+    """A model, its KV cache and the engine that runs them.
+
+    `LLM(model, **settings)`: `model` is a hub id, a local folder, a GGUF file, or None for the
+    embedded default; `help(LLM.__init__)` lists the settings. The KV pool holds `num_blocks`
+    blocks of `block_size` tokens, or what `kv_cache_memory` bytes pay for, or by default a share
+    of the free memory. With `layer_groups`, layers whose attention slides give back the blocks
+    behind their window: a block is one of a group of layers then, and a sequence takes blocks for
+    each group; without it one block holds all layers and none is given back.
+
+    Any thread may call any method at any time: requests of all callers run in the same steps, and
+    each gets its own answers. Nothing runs while nobody waits.
+
+    With a `tensor_parallel_size` above 1 the model is divided over as many processes, this one
+    among them: on CUDA one device each, on the CPU a share of the cores each. The others end with
+    `close`, at the end of a `with` block, with this object, or with the interpreter; there can be
+    one such LLM at a time.
+
+    Raises `ConfigurationError` for settings that cannot be served or that are unknown, and
+    `ModelLoadError` for a model that cannot be loaded. If one of several processes ends, this and
+    every later call raises `EngineDeadError`.
+    """
+
+    @takes_settings
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+
+    def close(self) -> None:
+        """End the processes that the model is divided over; in one process there are none."""
+        self._end_processes()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Priorities = 0,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results in the order of the prompts.
+
+        A prompt is text, token ids (a list or an array), or a mapping with `prompt` or
+        `prompt_token_ids` and perhaps a `cache_salt`: only prompts with the same salt share cached
+        blocks. One set of sampling parameters serves all, or one each; None: what the model's
+        `generation_config.json` says (`get_default_sampling_params`). Of all that wait, those of a
+        smaller `priority` come first. Whatever `output_kind` says, results are whole.
+
+        Raises `InvalidRequestError` if any prompt cannot be served: then none was run; and
+        `RequestFailedError`, which has all outputs, if the forward pass failed on any of them.
+        """
+        parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+
+    def generate_iter(
+        self,
+        prompts: PromptLike | Iterable[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Priorities = 0,
+    ) -> Iterator[RequestOutput]:
+        """Continue every prompt; each result as soon as it is whole, in the order of their ends.
+
+        `RequestOutput.index` says which prompt it is of. A request that fails is a result, too:
+        its `error` says why. Leaving the loop early ends the others.
+        """
+        parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        states = self._requests(parsed, sampling_params, priority)
+        return self._results(states)
+
+    def chat(  # noqa: PLR0913
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Priorities = 0,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's chat template.
+
+        `tools` are JSON schemas of functions that the model may call, `chat_template` replaces the
+        model's own template, `chat_template_kwargs` are variables for it. With
+        `continue_final_message` (and without `add_generation_prompt`) the model goes on with the
+        last message.
+        """
+        parsed = [
+            Prompt(
+                token_ids=self.apply_chat_template(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    chat_template=chat_template,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+            )
+            for conversation in as_conversations(messages)
+        ]
+        return self._run(self._requests(parsed, sampling_params, priority), use_tqdm)
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: float = 0,
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt; every item holds the text so far, the last one is finished.
+
+        With `output_kind=RequestOutputKind.DELTA` an item holds what is new. A request that cannot
+        be served is refused at once. Leaving the loop early ends it. Several streams may be read in
+        any order: each has its own answer.
+        """
+        parsed = parse_prompt(prompt, self.tokenizer)
+        (params,) = match_params(sampling_params, 1, self._default_params)
+        return self._stream(self._request(parsed, params, priority=priority))
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, one of transformers; None for a model without one."""
+        return self.tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, as `generate` makes them of a prompt.
+
+        Raises `InvalidRequestError` where the model has no tokenizer.
+        """
+        return tokens_of(text, self.tokenizer, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises `InvalidRequestError` where the model has no tokenizer."""
+        return text_from(token_ids, self.tokenizer, skip_special_tokens=skip_special_tokens)
+
+    def _stream(self, state: RequestState) -> Iterator[RequestOutput]:
+        wake = Event()
+        items = OutputCollector(state.params.output_kind, lambda _: wake.set())
+        state.sink = items
+        try:
+            self._shared.submit([state])
+            is_over = False
+            while not is_over:
+                self._shared.run_until(lambda: items.has_item, wake)
+                item = items.get()
+                if item is not None:
+                    yield item
+                    is_over = item.finished
+        finally:
+            self._abandon([state])
+
+    def _requests(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Priorities,
+    ) -> list[RequestState]:
+        """A request for each prompt, all of them checked."""
+        params = match_params(sampling_params, len(prompts), self._default_params)
+        several = priority if isinstance(priority, Sequence) else repeat(priority, len(prompts))
+        priorities = list(several)
+        if len(priorities) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
+                "one for each"
+            )
+        states = [
+            self._request(prompt, one, priority=priority)
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+        ]
+        for place, state in enumerate(states):
+            state.place = place
+        return states
+
+    def _results(self, states: list[RequestState]) -> Iterator[RequestOutput]:
+        """Run requests; each one's output when it has ended."""
+        results = _Results()
+        for state in states:
+            state.sink = results
+        left = len(states)
+        try:
+            self._shared.submit(states)
+            while left:
+                self._shared.run_until(lambda: bool(results), results.wake)
+                for output in results.taken():
+                    left -= 1
+                    yield output
+        finally:
+            self._abandon(states)
+
+    def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[int, RequestOutput] = {}
+        with _Progress(len(states), self._engine, use_tqdm) as progress:
+            for output in self._results(states):
+                done[output.index] = output
+                progress.update(output)
+        outputs = [done[place] for place in range(len(states))]
+        failed = [one for one in outputs if one.error is not None]
+        if failed:
+            raise RequestFailedError(
+                f"{len(failed)} of {len(outputs)} requests failed, the first at position "
+                f"{failed[0].index}: {failed[0].error}; the outputs of all are in this error's "
+                "`outputs`",
+                outputs,
+            )
+        return outputs
+
+    def _abandon(self, states: list[RequestState]) -> None:
+        """Whatever happened (Ctrl-C too, a second one as well), none is left behind."""
+        unfinished = [state for state in states if state.finished_time is None]
+        if unfinished:
+            with held_interrupts():
+                self._shared.abort(unfinished)
+
+
+class _Results:
+    """Where the requests of one call bring their outputs. See `OutputSink`."""
+
+    streams = False
+
+    def __init__(self) -> None:
+        self.wake = Event()
+        self._outputs: deque[RequestOutput] = deque()
+        self._error: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs) or self._error is not None
+
+    def put(self, output: RequestOutput) -> None:
+        """See `OutputSink.put`."""
+        self._outputs.append(output)
+        self.wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """See `OutputSink.fail`. One request that failed alone is a result as others are."""
+        if isinstance(error, RequestFailedError):
+            self._outputs.extend(error.outputs)
+        else:
+            self._error = error
+        self.wake.set()
+
+    def taken(self) -> Iterator[RequestOutput]:
+        """What has come; raises the error that ended the others, once that was read."""
+        while self._outputs:
+            yield self._outputs.popleft()
+        if self._error is not None:
+            raise self._error
+
+
+class _Progress:
+    """The bar of `generate`: prompts done, tokens per second, share of prompt tokens cached."""
+
+    def __init__(self, num_prompts: int, engine: Engine, use_tqdm: bool) -> None:
+        self._bar = tqdm(total=num_prompts, unit="prompt", dynamic_ncols=True) if use_tqdm else None
+        self._engine = engine
+        self._start, self._before = monotonic(), engine.num_new_tokens
+        self._cached = self._prompt = 0
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, output: RequestOutput) -> None:
+        """Take a result."""
+        if self._bar is None:
+            return
+        self._cached += output.num_cached_tokens
+        self._prompt += len(output.prompt_token_ids)
+        new = self._engine.num_new_tokens - self._before
+        rate = new / max(monotonic() - self._start, 1e-9)
+        share = self._cached / max(self._prompt, 1)
+        self._bar.set_postfix_str(f"{rate:.1f} tok/s, {share:.0%} cached", refresh=False)
+        self._bar.update()

@@ -1,0 +1,164 @@
+"""Safetensors files are checked before they are mapped: what is wrong is named, not crashed on."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyengine.errors import ModelLoadError
+
+_HEADER_SIZE = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says about one of its tensors; `dtype` as safetensors writes it: `BF16`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHeaders:
+    """What the headers of a folder's safetensors files say; `num_bytes` of all tensors."""
+
+    tensors: dict[str, TensorHeader]
+    num_bytes: int
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of all files: no model in them has more weights, or more of anything else."""
+        return 8 * self.num_bytes
+
+    @property
+    def longest(self) -> int:
+        """The largest dimension of any tensor."""
+        return max((size for one in self.tensors.values() for size in one.shape), default=0)
+
+
+def check_weights(folder: Path) -> WeightHeaders:
+    """Raise `ModelLoadError` unless `folder` holds whole safetensors files; what they hold.
+
+    Compares each file's size with what its header declares, and, for a model in several
+    files, the files with the index. Reads headers only.
+    Layout: https://github.com/huggingface/safetensors#format
+    """
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        indexed = _indexed_files(index)
+        outside = sorted(name for name in indexed if Path(name).name != name)
+        if outside:
+            raise ModelLoadError(
+                f"{index} names weights outside of its folder: {outside[0]!r}; pyengine reads "
+                "weights beside the index only"
+            )
+        missing = sorted(indexed - {file.name for file in files})
+        if missing:
+            raise ModelLoadError(
+                f"{index} names weights that are not there: {', '.join(missing)}; "
+                "download the model again"
+            )
+    if not files:
+        raise _no_safetensors(folder)
+    tensors: dict[str, TensorHeader] = {}
+    num_bytes = 0
+    for file in files:
+        header, expected = _header(file)
+        found = file.stat().st_size
+        if found != expected:
+            raise ModelLoadError(
+                f"{file} is {'truncated' if found < expected else 'damaged'}: its header declares "
+                f"{expected} bytes, the file has {found}; delete it and get it again"
+            )
+        tensors.update(header)
+        num_bytes += found
+    return WeightHeaders(tensors, num_bytes)
+
+
+def check_number_formats(headers: WeightHeaders, folder: Path, *, quantised: bool) -> None:
+    """Raise `ModelLoadError` for weights that would lose their meaning as floating-point numbers.
+
+    Complex ones would lose their imaginary part. Integers are the codes of a quantised model, and
+    without the configuration that explains them they would be taken for values.
+    """
+    for name, tensor in headers.tensors.items():
+        if tensor.dtype.startswith("C"):
+            raise ModelLoadError(
+                f"the weights in {folder} are complex numbers ({name} is {tensor.dtype}): no model "
+                "of transformers computes with them"
+            )
+        if (
+            not quantised
+            and name.endswith(".weight")
+            and tensor.dtype[0] in "IUB"
+            and tensor.dtype != "BF16"
+        ):
+            raise ModelLoadError(
+                f"the weights in {folder} are integers ({name} is {tensor.dtype}), and config.json "
+                "has no quantization_config that says what they stand for"
+            )
+
+
+def _no_safetensors(folder: Path) -> ModelLoadError:
+    pickled = sorted(
+        path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}")
+    )
+    if pickled:
+        return ModelLoadError(
+            f"{folder} holds its weights as pickles ({', '.join(pickled[:3])}), which can run code "
+            "and are never opened; if you trust them, convert them once: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
+        )
+    return ModelLoadError(
+        f"{folder} holds no .safetensors file: is it a model folder? "
+        "(weights in other formats have to be converted first)"
+    )
+
+
+def _indexed_files(index: Path) -> set[str]:
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("weight_map holds what is no file name")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelLoadError(f"{index} is damaged: {error}; download the model again") from error
+    return names
+
+
+def _header(file: Path) -> tuple[dict[str, TensorHeader], int]:
+    """The tensors of a safetensors file, and the bytes it must have: length, header, tensors."""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(_HEADER_SIZE.size)
+            length = _HEADER_SIZE.unpack(head)[0] if len(head) == _HEADER_SIZE.size else 0
+            available = file.stat().st_size - _HEADER_SIZE.size
+            text = stream.read(length) if 2 <= length <= available else b""
+    except OSError as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    if not text:
+        raise ModelLoadError(
+            f"{file} is truncated or no safetensors file: its header should take {length} "
+            f"bytes, {max(0, available)} follow; delete it and get it again"
+        )
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        tensors = {
+            name: TensorHeader(str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in entries.items()
+        }
+        return tensors, _HEADER_SIZE.size + int(length) + max(ends, default=0)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ModelLoadError(
+            f"{file} is no safetensors file: its header is damaged ({error}); "
+            "delete it and get it again"
+        ) from error

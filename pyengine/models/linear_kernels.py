@@ -1,0 +1,280 @@
+"""Which product linear layers use on this CPU: a short measurement says, once per shape.
+
+torch multiplies float32 matrices by MKL, which is several times slower than oneDNN on processors
+that are not Intel's, and faster for one row on some that are. Neither the instruction sets nor the
+vendor tell which one is faster, so both are timed. All layers of a shape use one product for
+every number of rows: the products differ in their last bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from statistics import median
+from time import perf_counter, thread_time_ns
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from pyengine.errors import ConfigurationError
+
+Product = Literal["torch", "onednn", "onednn-unpacked"]
+"""`torch.nn.functional.linear`; oneDNN with weights in its layout, which is a copy; oneDNN with
+weights as they are."""
+
+FORMATS = (torch.float32, torch.bfloat16)
+"""Of weights that may multiply by oneDNN."""
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+
+ROWS = (1, 2, 8)
+"""Numbers of rows that are timed: decode steps of as many sequences. More rows take most of the
+time of a measurement, and say what 8 say."""
+_PACKED_FOR = 32
+"""Rows for which weights are laid out."""
+_SAMPLE = 32 << 20
+"""Bytes of weights that one pass reads: copies of a small layer, the first outputs of a large one.
+A step reads its weights from memory, and what stays in caches is another measurement."""
+_MOST_COPIES = 24
+_TURNS: tuple[Product, ...] = ("torch", "onednn", "onednn-unpacked", "onednn")
+"""The first and the third read the same memory: between them another product reads its own, so that
+none finds more of its weights in caches."""
+_PREFERENCE = 1.25
+"""How much faster torch must be than oneDNN. With oneDNN's layout a row of float32 mostly has the
+same bits in every batch; and a noisy measurement changes nothing."""
+_LAYOUT_PREFERENCE = 1.05
+"""How much faster oneDNN without its layout must be than with it."""
+_WORTH_A_COPY = 1.1
+"""How much faster oneDNN's layout must be where the weight stays in memory beside it (tied)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Layers that use the same product. `is_gated`: a gated MLP of `out_features` in the middle.
+
+    `is_tied`: the weight is an embedding's, too.
+    """
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    is_gated: bool = False
+    is_tied: bool = False
+
+    def __str__(self) -> str:
+        kind = " gated" if self.is_gated else " tied" if self.is_tied else ""
+        return f"{self.in_features}x{self.out_features}{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProductChoice:
+    """The product of a shape; for every candidate microseconds of processor time by rows."""
+
+    product: Product
+    times: Mapping[Product, tuple[float, ...]]
+    seconds: float = 0.0
+    """How long the measurement took."""
+
+    @property
+    def reason(self) -> str:
+        """The product, and the times of oneDNN as shares of those of torch."""
+        shares = [
+            f"{name} takes {_mean_ratio(times, self.times['torch']):.2f} of torch's time"
+            for name, times in self.times.items()
+            if name != "torch"
+        ]
+        return f"{self.product} ({', '.join(shares)})"
+
+
+class ProductChooser:
+    """Chooses the products of a model's layers, and remembers the choices.
+
+    `asked` is the setting `linear_backend`. Raises `ConfigurationError` where oneDNN is asked for
+    and does not multiply `dtype` here.
+    """
+
+    def __init__(self, asked: str, device: torch.device, dtype: torch.dtype) -> None:
+        supports = device.type == "cpu" and onednn_supports(dtype)
+        if asked == "onednn" and not supports:
+            raise ConfigurationError(
+                f"linear_backend='onednn': oneDNN has no product for {dtype} on {device} here; "
+                "use linear_backend='auto'"
+            )
+        self._fixed: Product | None = None
+        if asked != "auto" or not supports:
+            self._fixed = "onednn" if asked == "onednn" else "torch"
+        self._reason = "asked for" if asked != "auto" else f"the only one for {dtype} on {device}"
+        self._chosen: dict[LayerShape, ProductChoice] = {}
+
+    def __call__(self, shape: LayerShape, weights: Sequence[torch.Tensor]) -> Product:
+        """The product of the layers of this shape; `weights` are those of one of them."""
+        if self._fixed is not None:
+            return self._fixed
+        choice = self._chosen[shape] = choose_product(shape, weights)
+        return choice.product
+
+    @property
+    def in_use(self) -> list[Product]:
+        """The products of the layers that were chosen for so far."""
+        if self._fixed is not None:
+            return [self._fixed]
+        return sorted({choice.product for choice in self._chosen.values()}) or ["torch"]
+
+    def describe(self) -> dict[str, object]:
+        """The products in use and why, for `describe()` and `pyengine info`."""
+        if self._fixed is not None:
+            return {"linear_backend": self._fixed, "linear_reason": self._reason}
+        parts = [f"{shape}: {choice.reason}" for shape, choice in self._chosen.items()]
+        seconds = sum(choice.seconds for choice in self._chosen.values())
+        return {
+            "linear_backend": " and ".join(self.in_use),
+            "linear_reason": f"timed in {seconds:.2f} s: {'; '.join(parts)}",
+        }
+
+
+_choices: dict[LayerShape, ProductChoice] = {}
+"""Of this process, for good: two engines of one process compute the same bits."""
+
+
+def choose_product(shape: LayerShape, weights: Sequence[torch.Tensor]) -> ProductChoice:
+    """The product for all layers of this shape in this process; timed at the first call.
+
+    `weights` are those of one such layer, or of gate, up and down.
+    """
+    found = _choices.get(shape)
+    if found is None:
+        start = perf_counter()
+        times = measure(shape, weights)
+        product = best_product(times, is_tied=shape.is_tied)
+        found = ProductChoice(product, times, perf_counter() - start)
+        _choices[shape] = found
+    return found
+
+
+def best_product(times: Mapping[Product, Sequence[float]], *, is_tied: bool = False) -> Product:
+    """The product with the least geometric mean over all numbers of rows.
+
+    oneDNN is preferred where torch is not faster by 25 %, and no copy of a tied weight is made
+    for less than 10 %.
+    """
+    torch_times = times["torch"]
+    packed, unpacked = (
+        _mean_ratio(times[name], torch_times) for name in ("onednn", "onednn-unpacked")
+    )
+    copied = packed * _WORTH_A_COPY if is_tied else packed / _LAYOUT_PREFERENCE
+    if min(packed, unpacked) > _PREFERENCE:
+        return "torch"
+    return "onednn" if copied < unpacked else "onednn-unpacked"
+
+
+def _mean_ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """Geometric mean of the ratios."""
+    ratios = [one / other for one, other in zip(times, others, strict=True)]
+    return float(prod(ratios) ** (1 / len(ratios)))
+
+
+@cache
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies this format here with weights in its layout."""
+    backend: Any = torch.backends.mkldnn
+    if dtype not in FORMATS or not backend.is_available():
+        return False
+    try:
+        with torch.inference_mode():
+            weight = pack(torch.zeros(16, 16, dtype=dtype))
+            multiply_by_onednn(torch.zeros(1, 16, dtype=dtype), weight)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight in oneDNN's layout: as good for one row as for hundreds."""
+    operators: Any = torch.ops.mkldnn
+    packed: torch.Tensor = operators._reorder_linear_weight(weight, _PACKED_FOR)
+    return packed
+
+
+def multiply_by_onednn(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    after: str = "none",
+) -> torch.Tensor:
+    """`rows` times a weight in any layout; `after` is oneDNN's name of what each element passes."""
+    operators: Any = torch.ops.mkldnn
+    product: torch.Tensor = operators._linear_pointwise.default(rows, weight, bias, after, [], "")
+    return product
+
+
+def measure(shape: LayerShape, weights: Sequence[torch.Tensor]) -> dict[Product, tuple[float, ...]]:
+    """Microseconds of processor time on one thread: other programs hardly change those.
+
+    A time is the median over copies: the first one has oneDNN compile its kernel.
+    """
+    num_threads = torch.get_num_threads()
+    with torch.inference_mode():
+        candidates = _candidates(_sample([weight.detach() for weight in weights]))
+        torch.set_num_threads(1)
+        try:
+            return _timed(shape, candidates)
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def _sample(weights: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Copies of small weights, or a part of a large one."""
+    num_bytes = sum(weight.nbytes for weight in weights)
+    if num_bytes > _SAMPLE and len(weights) == 1:
+        [whole] = weights
+        return [[whole[: max(1, len(whole) * _SAMPLE // num_bytes)]]]
+    num_copies = max(1, min(_MOST_COPIES, _SAMPLE // num_bytes))
+    return [weights, *([one.clone() for one in weights] for _ in range(num_copies - 1))]
+
+
+def _timed(
+    shape: LayerShape, candidates: Mapping[Product, Sequence[Multiply]]
+) -> dict[Product, tuple[float, ...]]:
+    times: dict[Product, list[float]] = {name: [] for name in candidates}
+    for count in ROWS:
+        rows = torch.rand(count, shape.in_features).to(shape.dtype)
+        taken: dict[Product, list[float]] = {name: [] for name in candidates}
+        for name in _TURNS:
+            for multiply in candidates[name]:
+                start = thread_time_ns()
+                multiply(rows)
+                taken[name].append((thread_time_ns() - start) / 1000)
+        for name, each in taken.items():
+            times[name].append(median(each))
+    return {name: tuple(medians) for name, medians in times.items()}
+
+
+def _candidates(copies: Sequence[Sequence[torch.Tensor]]) -> dict[Product, list[Multiply]]:
+    """Every product that this CPU has, over each copy of the weights."""
+    return {
+        "torch": [_by_torch(*weights) for weights in copies],
+        "onednn": [_by_onednn(*map(pack, weights)) for weights in copies],
+        "onednn-unpacked": [_by_onednn(*weights) for weights in copies],
+    }
+
+
+def _by_torch(first: torch.Tensor, *others: torch.Tensor) -> Multiply:
+    if not others:
+        return lambda rows: F.linear(rows, first)
+    up, down = others
+    return lambda rows: F.linear(F.silu(F.linear(rows, first)) * F.linear(rows, up), down)
+
+
+def _by_onednn(first: torch.Tensor, *others: torch.Tensor) -> Multiply:
+    if not others:
+        return lambda rows: multiply_by_onednn(rows, first)
+    up, down = others
+    operators: Any = torch.ops.mkldnn
+    multiply_by = operators._linear_pointwise.binary
+
+    def gated(rows: torch.Tensor) -> torch.Tensor:
+        gates = multiply_by_onednn(rows, first, after="swish")
+        return multiply_by_onednn(multiply_by(rows, gates, up, None, "mul"), down)
+
+    return gated

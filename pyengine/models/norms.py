@@ -1,0 +1,81 @@
+"""RMSNorm in one pass, on CPUs.
+
+transformers computes it by eight operators, each of which writes all rows to memory: in a prefill
+that costs half as much as all products. Between attention and products it is a room's matter that
+has the Rust kernels; a compiled graph computes it by itself and is left alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyengine.attention.cpu import cpu_array
+from pyengine.kv_cache import CpuAttention
+from pyengine.utils.openmp import openmp_runtime
+
+_FORMATS = (torch.float32, torch.bfloat16)
+
+
+class FusedRMSNorm(nn.Module):
+    """Computes what `norm`, a `LlamaRMSNorm` or its equal, does, to the rounding of a sum."""
+
+    def __init__(self, norm: Any, threads: CpuAttention) -> None:
+        super().__init__()
+        self.plain = norm
+        self._weight = cpu_array(norm.weight.detach())
+        self._epsilon = float(norm.variance_epsilon)
+        self._threads = threads
+
+    @property
+    def weight(self) -> Any:
+        """That of the norm it replaces, for those who compute it otherwise."""
+        return self.plain.weight
+
+    @property
+    def variance_epsilon(self) -> float:
+        """Likewise."""
+        return self._epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[..., size]` to the same."""
+        if torch.compiler.is_compiling() or hidden_states.dtype != self.plain.weight.dtype:
+            plain: torch.Tensor = self.plain(hidden_states)
+            return plain
+        rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).contiguous()
+        out = torch.empty_like(rows)
+        self._threads.rms_norm(cpu_array(rows), self._weight, cpu_array(out), self._epsilon)
+        return out.view(hidden_states.shape)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace every RMSNorm of `model` that is the usual one; returns how many there were.
+
+    None where the processor has no instructions for it, and on other devices.
+    """
+    if not CpuAttention.is_fast():
+        return 0
+    threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
+    num_fused = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(parent, FusedRMSNorm) and _is_usual(child):
+                setattr(parent, name, FusedRMSNorm(child, threads))
+                num_fused += 1
+    return num_fused
+
+
+def _is_usual(module: Any) -> bool:
+    """Whether it is `LlamaRMSNorm` or, as in most families, a copy of it."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    if not isinstance(getattr(module, "weight", None), torch.Tensor):
+        return False
+    weight = module.weight
+    fits = weight.dim() == 1 and weight.dtype in _FORMATS and weight.device.type == "cpu"
+    return fits and hasattr(module, "variance_epsilon") and _code(module) == _code(LlamaRMSNorm)
+
+
+def _code(kind: Any) -> tuple[object, ...]:
+    code: Any = getattr(getattr(kind, "forward", None), "__code__", None)
+    return (code.co_code, code.co_names, code.co_consts) if code else (kind,)

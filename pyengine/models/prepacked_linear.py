@@ -1,0 +1,198 @@
+"""Linear layers that multiply by oneDNN, with weights in its layout or as they are.
+
+In bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call.
+torch's compiler lays out weights that it freezes in the same way, by the same operators
+(`torch._inductor.fx_passes.mkldnn_fusion`). Which layers multiply so: `models/linear_kernels.py`.
+
+oneDNN also computes what follows a product while that is in the processor's cache: the SiLU of a
+gate, and the gate times what it lets through. By themselves they cost half as much as all products
+where there are many rows.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, TypeGuard
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from pyengine.models.fused_linear import ATTENTION, replace_linears
+from pyengine.models.linear_kernels import FORMATS, LayerShape, Product, onednn_supports, pack
+
+_numbers = count()
+
+
+class PackedLinear(nn.Module):
+    """Computes what `linear` does, by oneDNN; its weight is a copy in oneDNN's layout.
+
+    `weight` is opaque then: it has a shape and a dtype, and no arithmetic of its own. With the
+    product "onednn-unpacked" it is that of `linear`.
+    """
+
+    def __init__(self, linear: nn.Linear, product: Product = "onednn") -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight.detach()
+        if product == "onednn":
+            with torch.no_grad():
+                self.weight = pack(self.weight)
+        bias: torch.Tensor | None = linear.bias
+        self.bias = None if bias is None else bias.detach()
+        operators: Any = torch.ops.mkldnn
+        self._multiply = operators._linear_pointwise.default
+        self._multiply_by = operators._linear_pointwise.binary
+        self.number = next(_numbers)
+        _layers[self.number] = self
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        if torch.compiler.is_compiling():
+            found: torch.Tensor = torch.ops.pyengine.packed_linear(
+                rows, self.number, self.out_features
+            )
+            return found
+        return self.multiply(rows)
+
+    def multiply(self, rows: torch.Tensor, after: str = "none") -> torch.Tensor:
+        """`forward`, outside a graph; `after` is oneDNN's name of what is done to each element."""
+        found: torch.Tensor = self._multiply(rows, self.weight, self.bias, after, [], "")
+        return found
+
+    def multiply_gated(self, rows: torch.Tensor, gate: "PackedLinear") -> torch.Tensor:
+        """`silu(gate(rows)) * self(rows)`, outside a graph."""
+        gates = gate.multiply(rows, "swish")
+        found: torch.Tensor = self._multiply_by(rows, gates, self.weight, self.bias, "mul")
+        return found
+
+
+class PackedMLP(nn.Module):
+    """Computes `down(silu(gate(rows)) * up(rows))`, as transformers' `LlamaMLP` does.
+
+    In bfloat16 the gate is rounded after the SiLU only.
+    """
+
+    def __init__(self, mlp: nn.Module, product: Product = "onednn") -> None:
+        super().__init__()
+        layers: dict[str, Any] = dict(mlp.named_children())
+        self.gate_proj = PackedLinear(layers["gate_proj"], product)
+        self.up_proj = PackedLinear(layers["up_proj"], product)
+        self.down_proj = PackedLinear(layers["down_proj"], product)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` to `[..., hidden]`."""
+        up, gate = self.up_proj, self.gate_proj
+        gated: torch.Tensor
+        if torch.compiler.is_compiling():
+            gated = torch.ops.pyengine.packed_gated(rows, up.number, gate.number, up.out_features)
+        else:
+            gated = up.multiply_gated(rows, gate)
+        found: torch.Tensor = self.down_proj(gated)
+        return found
+
+
+_layers: "WeakValueDictionary[int, PackedLinear]" = WeakValueDictionary()
+"""A compiled graph cannot hold a packed weight: it holds the number of the layer that does."""
+
+
+def _packed_linear(rows: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
+    return _layers[number].multiply(rows)
+
+
+def _packed_gated(rows: torch.Tensor, up: int, gate: int, _out_features: int) -> torch.Tensor:
+    return _layers[up].multiply_gated(rows, _layers[gate])
+
+
+def _shape(rows: torch.Tensor, *numbers: int) -> torch.Tensor:
+    return rows.new_empty(*rows.shape[:-1], numbers[-1])
+
+
+# Not `custom_op`, which costs several microseconds more for each of some hundred layers.
+torch.library.define(
+    "pyengine::packed_linear", "(Tensor rows, int number, int out_features) -> Tensor"
+)
+torch.library.impl("pyengine::packed_linear", "CPU")(_packed_linear)
+torch.library.register_fake("pyengine::packed_linear")(_shape)
+torch.library.define(
+    "pyengine::packed_gated", "(Tensor rows, int up, int gate, int out_features) -> Tensor"
+)
+torch.library.impl("pyengine::packed_gated", "CPU")(_packed_gated)
+torch.library.register_fake("pyengine::packed_gated")(_shape)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a model's layers can multiply by oneDNN there."""
+    return device.type == "cpu" and onednn_supports(dtype)
+
+
+Choose = Callable[[LayerShape, Sequence[torch.Tensor]], Product]
+"""The product of layers of a shape; the weights are those of one of them."""
+
+
+def always_onednn(_shape: LayerShape, _weights: Sequence[torch.Tensor]) -> Product:
+    """oneDNN's product, in its own layout, for every layer."""
+    return "onednn"
+
+
+def pack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
+    """Let every `nn.Linear` of `model` multiply as `choose` says; returns how many there are.
+
+    Query, key and value become one (`models/fused_linear.py`), a gated MLP with its SiLU a
+    `PackedMLP`.
+    Weights are copied one by one, and released where nothing else holds them: an embedding that
+    is tied to one stays as it was.
+    """
+    embedded = {
+        layer.weight.data_ptr() for layer in model.modules() if isinstance(layer, nn.Embedding)
+    }
+    num_gated, unchanged = 0, set[nn.Module]()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_gated_mlp(child):
+                num_gated += 3
+                product = choose(*_gated_layers(child))
+                if product == "torch":
+                    unchanged.update(child.children())
+                else:
+                    setattr(parent, name, PackedMLP(child, product))
+
+    def replaced(linear: nn.Linear) -> nn.Module:
+        weight = linear.weight
+        is_tied = weight.data_ptr() in embedded
+        size = linear.in_features, linear.out_features
+        product = choose(LayerShape(*size, weight.dtype, is_tied=is_tied), [weight])
+        return linear if product == "torch" else PackedLinear(linear, product)
+
+    def is_left(module: nn.Module) -> bool:
+        return _is_linear(module) and module not in unchanged
+
+    return num_gated + replace_linears(model, is_left, replaced, (ATTENTION,))
+
+
+def _gated_layers(mlp: nn.Module) -> tuple[LayerShape, list[torch.Tensor]]:
+    gate: Any = mlp.get_submodule("gate_proj")
+    shape = LayerShape(gate.in_features, gate.out_features, gate.weight.dtype, is_gated=True)
+    layers: list[Any] = [mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down")]
+    return shape, [layer.weight for layer in layers]
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Whether it is `LlamaMLP`, or the same instruction by instruction: most families copy it."""
+    from transformers.activations import SiLUActivation
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    layers = dict(module.named_children())
+    if layers.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return False
+    linears = [layer for name, layer in layers.items() if name != "act_fn"]
+    is_plain = type(layers["act_fn"]) in (nn.SiLU, SiLUActivation) and all(map(_is_linear, linears))
+    return is_plain and _instructions(type(module)) == _instructions(LlamaMLP)
+
+
+def _instructions(kind: type[nn.Module]) -> tuple[object, ...]:
+    code: Any = getattr(kind.forward, "__code__", None)
+    return (code.co_code, code.co_names, code.co_consts) if code else (kind,)
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and module.weight.dtype in FORMATS

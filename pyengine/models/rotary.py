@@ -1,0 +1,266 @@
+"""Attention layers that leave norm and rotary embedding to the KV write.
+
+A layer of transformers normalises its queries and keys, turns them by their positions, and hands
+them to attention. Where it does nothing else, `OwnRotation` takes its place, which hands over what
+the projections gave, and says what is to be done with it.
+
+What a layer does is found by a trial, not by its name: the model runs over a few tokens, and the
+queries, keys and values that reach attention, and what becomes of its result, have to be what
+`OwnRotation` would make of the same input. A layer for which they are not stays as it is.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from pyengine.attention.backend import AttentionOptions
+from pyengine.attention.dispatch import PagedContext, paged_attention
+from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation, rotated
+from pyengine.kv_cache.memory import upload
+
+_log = logging.getLogger(__name__)
+
+_EARLY_POSITIONS = (0, 1, 2, 7)
+_ULPS = 8
+"""By how many units of the last place of its largest number a trial may differ: the model rounds
+after each operation, `rotated` once."""
+
+
+class OwnRotation(nn.Module):
+    """An attention layer in place of one of transformers', with its projections and norms."""
+
+    def __init__(
+        self,
+        layer: Any,
+        options: AttentionOptions,
+        layout: RotaryLayout,
+        offset: float | None,
+    ) -> None:
+        """`offset` is that of the norms; None: there are none."""
+        super().__init__()
+        self.layer_idx, self.head_dim = layer.layer_idx, layer.head_dim
+        self.q_proj: Any = layer.q_proj
+        self.k_proj: Any = layer.k_proj
+        self.v_proj: Any = layer.v_proj
+        self.o_proj: Any = layer.o_proj
+        self.sinks = options.sinks
+        self._scaling, self._window = options.scaling, options.sliding_window
+        self._softcap, self._layout = options.softcap, layout
+        self._offset, self._eps = offset, 0.0
+        if offset is not None:
+            self.q_norm, self.k_norm = layer.q_norm, layer.k_norm
+            self._eps = _eps(layer.q_norm)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`hidden_states` `[1, T, hidden]` to the same; `paged` is among the `kwargs`."""
+        query, key, value = (rows.transpose(1, 2) for rows in self.rows(hidden_states))
+        out, _ = paged_attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            paged=kwargs.get("paged"),
+            scaling=self._scaling,
+            sliding_window=self._window,
+            softcap=self._softcap,
+            s_aux=self.sinks,
+            rotation=self.rotation(position_embeddings),
+        )
+        return self.projected(out), None
+
+    def rows(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """Query, key and value, each `[1, T, heads, d]`."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        return [one(hidden_states).view(shape) for one in (self.q_proj, self.k_proj, self.v_proj)]
+
+    def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
+        """By cosines and sines `[1, T, columns]`."""
+        norm = None
+        if self._offset is not None:
+            weights = (self.q_norm.weight, self.k_norm.weight)
+            norm = HeadNorm(*weights, eps=self._eps, offset=self._offset)
+        cos, sin = position_embeddings
+        return Rotation(cos[0], sin[0], self._layout, norm)
+
+    def projected(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention gave, `[1, T, query_heads, d]`, as the layer gives it."""
+        found: torch.Tensor = self.o_proj(attended.flatten(2))
+        return found
+
+
+def take_over_rotations(model: Any) -> int:
+    """Put `OwnRotation` in place of the layers of which a trial shows that it does the same.
+
+    `model` attends by `paged_attention`. Returns in how many layers that is so; the log says, in a
+    line, why in others it is not.
+    """
+    if there := sum(isinstance(module, OwnRotation) for module in model.modules()):
+        return there
+    try:
+        seen = _trial(model)
+    except Exception as error:  # whatever a model says to a step that is none
+        _log.info("%s was not tried: %s", type(model).__name__, error)
+        return 0
+    taken = 0
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            own = _same(layer, seen[layer]) if layer in seen else None
+            if own is not None:
+                setattr(parent, name, own)
+                taken += 1
+    if taken < len(seen):
+        _log.info(
+            "%s: %d of %d layers turn their queries and keys themselves",
+            type(model).__name__,
+            len(seen) - taken,
+            len(seen),
+        )
+    return taken
+
+
+class _Call(NamedTuple):
+    """What reached attention, `[T, heads, d]`, and what it gave."""
+
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    options: AttentionOptions
+    attended: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A layer's run in a trial; `calls` has one call."""
+
+    arguments: dict[str, Any]
+    calls: list[_Call]
+    result: Any = None
+
+
+@dataclass(slots=True)
+class _Witness:
+    """A step in which attention gives random numbers, and writes down what it was asked."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+    def forward(
+        self,
+        _layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.forward`."""
+        shape = (*query.shape[:2], value.shape[2])
+        attended = torch.randn(shape, device=query.device).to(query.dtype)
+        self.calls.append(_Call((query, key, value), options, attended))
+        return attended
+
+
+@torch.inference_mode()
+def _trial(model: Any) -> dict[nn.Module, _Seen]:
+    """Run `model` over a few tokens; what its attention layers did."""
+    witness, seen = _Witness(), dict[nn.Module, _Seen]()
+    layers = [one for one in model.modules() if _has_the_parts(one)]
+
+    def before(layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        bound = inspect.signature(type(layer).forward).bind(layer, *given, **named)
+        witness.calls = []
+        seen[layer] = _Seen(bound.arguments, witness.calls)
+
+    def after(layer: Any, _given: Any, result: Any) -> None:
+        seen[layer].result = result
+
+    hooks: list[Any] = [one.register_forward_pre_hook(before, with_kwargs=True) for one in layers]
+    hooks += [one.register_forward_hook(after) for one in layers]
+    device = next(model.parameters()).device
+    config = model.config.get_text_config()
+    last = int(getattr(config, "max_position_embeddings", 0) or 4096) - 1
+    positions = upload(np.array([*_EARLY_POSITIONS, last]), device)
+    context = PagedContext(witness, [None] * int(config.num_hidden_layers))
+    state = torch.random.get_rng_state()
+    try:
+        model(
+            input_ids=((positions * 31 + 7) % config.vocab_size)[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=1,
+            paged=context,
+        )
+    finally:
+        torch.random.set_rng_state(state)
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _has_the_parts(layer: Any) -> bool:
+    named = ("layer_idx", "head_dim", "q_proj", "k_proj", "v_proj", "o_proj")
+    return all(hasattr(layer, name) for name in named)
+
+
+def _same(layer: Any, seen: _Seen) -> OwnRotation | None:
+    """What does the same as `layer`, as far as `seen` shows; None: nothing was found."""
+    embeddings = seen.arguments.get("position_embeddings")
+    if len(seen.calls) != 1 or not isinstance(embeddings, tuple):
+        return None
+    for layout, offset in product(_layouts(embeddings[0], layer.head_dim), _offsets(layer)):
+        own = OwnRotation(layer, seen.calls[0].options, layout, offset)
+        if _agrees(own, seen):
+            return own
+    return None
+
+
+def _layouts(cos: torch.Tensor, head_dim: int) -> Iterator[RotaryLayout]:
+    """Those that cosines `[1, T, columns]` may be meant for."""
+    columns = cos.shape[-1]
+    orders: Sequence[Literal["halves", "pairs"]] = ("halves", "pairs")
+    for order, (size, step) in product(orders, ((columns, 1), (columns, 2), (2 * columns, 1))):
+        if 0 < size <= head_dim and size % 2 == 0:
+            yield RotaryLayout(size, order, step)
+
+
+def _offsets(layer: Any) -> Sequence[float | None]:
+    norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
+    if any(norm is None for norm in norms):
+        return [None]
+    shapes = {tuple(getattr(norm, "weight", torch.empty(0)).shape) for norm in norms}
+    return [None, 0.0, 1.0] if shapes == {(layer.head_dim,)} and _eps(norms[0]) else [None]
+
+
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 0.0)
+
+
+@torch.inference_mode()
+def _agrees(own: OwnRotation, seen: _Seen) -> bool:
+    """Whether `own` would have handed the same to attention, and made the same of its result."""
+    call, arguments = seen.calls[0], seen.arguments
+    query, key, value = (rows[0] for rows in own.rows(arguments["hidden_states"]))
+    if value.shape != call.rows[2].shape or query.shape != call.rows[0].shape:
+        return False
+    turned = rotated(query, key, own.rotation(arguments["position_embeddings"]))
+    result = seen.result[0] if isinstance(seen.result, tuple) else seen.result
+    found = (*turned, value, own.projected(call.attended[None]))
+    return all(map(_near, found, (*call.rows, result)))
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    largest = expected.float().abs().max().item()
+    limit = _ULPS * torch.finfo(expected.dtype).eps * largest
+    return found.shape == expected.shape and bool(
+        ((found.float() - expected.float()).abs() <= limit).all()
+    )

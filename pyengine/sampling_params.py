@@ -1,0 +1,457 @@
+"""How a request's tokens are chosen and when it ends: validated once, frozen afterwards."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+from pyengine.errors import InvalidRequestError
+from pyengine.utils.validation import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    INT64_MAX,
+    Rule,
+    is_integer,
+    is_real,
+    items_of,
+    refuse,
+    refuses_unknown,
+    text_item,
+    token_item,
+)
+
+FormatKind: TypeAlias = Literal["json", "regex", "choice", "grammar"]
+
+MAX_FORMAT_BYTES = 1 << 16
+"""The longest schema, expression or grammar, and all texts of a choice together, in UTF-8."""
+MAX_FORMAT_DEPTH = 64
+"""The deepest nesting of objects and lists in a schema."""
+MAX_CHOICES = 1_024
+
+
+@refuses_unknown("form of structured outputs")
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """The form that an answer must have; exactly one field is given. By vLLM's names.
+
+    Raises :class:`InvalidRequestError` for none or several of them, for what is none of its kind
+    by its type, and for what is too long (64 KiB) or, a schema, nested too deeply (64). Whether
+    it can be served is found out when the request comes.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as what `json.loads` makes of it; read back as text."""
+    regex: str | None = None
+    """A regular expression (Rust's syntax) for the whole of the answer."""
+    choice: Iterable[str] | None = None
+    """The answer is one of these texts; read back as a tuple."""
+    grammar: str | None = None
+    """A context-free grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None and self.json_object is not True:
+            raise refuse("structured_outputs.json_object", self.json_object, "True, or left out")
+        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
+        if len(given) != 1:
+            names = ", ".join(one.name for one in fields(self))
+            raise InvalidRequestError(
+                f"structured_outputs has {' and '.join(given) or 'nothing'}: give exactly one of "
+                f"{names}"
+            )
+        (name,) = given
+        if name == "json":
+            object.__setattr__(self, name, _schema_text(self.json))
+        elif name == "choice":
+            object.__setattr__(self, name, _checked_choice(self.choice))
+        elif name in ("regex", "grammar"):
+            label = f"structured_outputs.{name}"
+            object.__setattr__(self, name, _checked_text(label, getattr(self, name)))
+
+    @property
+    def field(self) -> str:
+        """The name of the field that is given."""
+        return next(one.name for one in fields(self) if getattr(self, one.name) is not None)
+
+    @property
+    def kind(self) -> FormatKind:
+        """What it is compiled as; any object is a schema like others."""
+        if self.regex is not None:
+            return "regex"
+        if self.choice is not None:
+            return "choice"
+        return "grammar" if self.grammar is not None else "json"
+
+    @property
+    def text(self) -> str:
+        """The schema, the expression, the grammar, or the choice as a JSON list."""
+        if self.choice is not None:
+            return json.dumps(self.choice)
+        if self.json_object:
+            return '{"type": "object"}'
+        return str(self.json if self.json is not None else self.regex or self.grammar)
+
+
+def _checked_text(name: str, text: Any) -> str:
+    checked = text_item(name, text)
+    size = len(checked.encode())
+    if size > MAX_FORMAT_BYTES:
+        raise InvalidRequestError(
+            f"{name} has {size} bytes: at most {MAX_FORMAT_BYTES} are allowed; make it shorter"
+        )
+    return checked
+
+
+def _schema_text(schema: Any) -> str:
+    name = "structured_outputs.json"
+    allowed = "a JSON schema: an object, or its text"
+    if not isinstance(schema, str | Mapping):
+        raise refuse(name, schema, allowed)
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(dict(schema), allow_nan=False)
+        checked = _checked_text(name, text)
+        parsed = json.loads(checked)
+    except InvalidRequestError:
+        raise
+    except RecursionError:
+        raise _too_deep(name) from None
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{name} is no JSON: {error}; it must be {allowed}") from error
+    if not isinstance(parsed, dict):
+        raise refuse(name, parsed, allowed)
+    if _depth(parsed) > MAX_FORMAT_DEPTH:
+        raise _too_deep(name)
+    return checked
+
+
+def _depth(value: Any) -> int:
+    """How deeply objects and lists are nested; 0 for what is neither."""
+    depth, level = 0, [value]
+    while True:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+        if not any(isinstance(one, dict | list) for one in level):
+            return depth
+        depth, level = depth + 1, inner
+
+
+def _too_deep(name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} is nested more deeply than {MAX_FORMAT_DEPTH} levels: make it flatter"
+    )
+
+
+def _checked_choice(choice: Any) -> tuple[str, ...]:
+    name = "structured_outputs.choice"
+    if isinstance(choice, str):
+        raise refuse(name, choice, "a list of texts")
+    texts = items_of(name, choice, text_item)
+    if not 1 <= len(texts) <= MAX_CHOICES:
+        raise InvalidRequestError(f"{name} has {len(texts)} texts: give 1 to {MAX_CHOICES}")
+    _checked_text(name, "".join(texts))
+    return texts
+
+
+_Item = TypeVar("_Item")
+_Ids = TypeVar("_Ids", bound=Sequence[int])
+
+MAX_SAMPLES = 16_384
+"""The largest ``n``. How many can run at once is the engine's limit, and smaller."""
+MAX_LOGPROB_ENTRIES = 1 << 23
+"""How many log-probabilities a request may report that asks for more than 20 per token: each
+takes some 250 bytes in its result."""
+_LOGPROBS_OF_ANY_LENGTH = 20
+
+
+class _TupleField(Generic[_Item]):
+    """A dataclass field that takes one item, several or ``None``, and is read as a tuple.
+
+    The standard library calls this a descriptor-typed field: the parameter of ``__init__`` has
+    the type that ``__set__`` takes, the attribute the type that ``__get__`` returns.
+    """
+
+    def __init__(self, checked: Callable[[str, Any], _Item]) -> None:
+        self._checked = checked
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object | None, owner: type) -> tuple[_Item, ...]:
+        items: tuple[_Item, ...] = () if instance is None else instance.__dict__[self._name]
+        return items
+
+    def __set__(self, instance: object, value: _Item | Iterable[_Item] | None) -> None:
+        instance.__dict__[self._name] = items_of(self._name, value, self._checked)
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of a running request hold."""
+
+    CUMULATIVE = 0
+    """Everything so far, each time."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
+
+
+_RULES: Mapping[str, Rule] = {
+    "n": Rule(int, lambda x: 1 <= x <= MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
+    "temperature": Rule(
+        float, lambda x: 0 <= x < math.inf, "a finite number, 0 (greedy) or greater"
+    ),
+    "top_p": Rule(float, lambda x: 0 < x <= 1, "greater than 0 and at most 1 (1 turns it off)"),
+    "top_k": Rule(int, lambda x: x >= -1, "an integer of at least 1, or 0 or -1 to turn it off"),
+    "min_p": Rule(float, lambda x: 0 <= x <= 1, "between 0 (off) and 1"),
+    "repetition_penalty": Rule(
+        float,
+        lambda x: FLOAT32_TINY <= x <= FLOAT32_MAX,
+        "greater than 0 and within float32, 1.2e-38 to 3.4e38 (1 turns it off)",
+    ),
+    "presence_penalty": Rule(float, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)"),
+    "frequency_penalty": Rule(float, lambda x: -2 <= x <= 2, "between -2 and 2 (0 turns it off)"),
+    "seed": Rule(
+        int,
+        lambda x: -(2**63) <= x < 2**64,
+        "an integer of 64 bits, or None for one that the engine chooses",
+        optional=True,
+    ),
+    "max_tokens": Rule(
+        int,
+        lambda x: 0 <= x <= INT64_MAX,
+        "an integer from 0 to 2**63 - 1, or None for as many as the model has positions",
+        optional=True,
+    ),
+    "min_tokens": Rule(int, lambda x: 0 <= x <= INT64_MAX, "an integer from 0 to 2**63 - 1"),
+    "logprobs": Rule(
+        int,
+        lambda x: -1 <= x < 2**31,
+        "an integer of at least 0 (0: only the chosen token), -1 for the whole vocabulary, "
+        "or None for none",
+        optional=True,
+    ),
+    "prompt_logprobs": Rule(
+        int,
+        lambda x: -1 <= x < 2**31,
+        "an integer of at least 0 (0: only the prompt's own tokens), -1 for the whole "
+        "vocabulary, or None for none",
+        optional=True,
+    ),
+    "truncate_prompt_tokens": Rule(
+        int,
+        lambda x: x == -1 or x >= 1,
+        "an integer of at least 1, -1 for as many as the model takes, or None for no cut",
+        optional=True,
+    ),
+}
+
+
+@refuses_unknown("sampling parameter")
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Settings of one request, by vLLM's names and with its defaults.
+
+    Raises :class:`InvalidRequestError` for a value outside its range or of another type, and for
+    an unknown name, with the nearest one that is known.
+    ``stop`` and ``bad_words`` take a string, ``stop_token_ids`` and ``allowed_token_ids`` an id,
+    or any iterable of them; they are read back as tuples.
+    """
+
+    n: int = 1
+    """How many completions of the prompt to generate; the prompt is computed once."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy: always the most probable token."""
+    top_p: float = 1.0
+    """Keep the fewest most probable tokens that together reach this probability."""
+    top_k: int = 0
+    """Keep this many most probable tokens, and any as probable as the last; 0, -1 or more than
+    the vocabulary has: all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Tokens of the prompt and the output: divides logits above 0, multiplies the others."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that was generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per time the token was generated before."""
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """Makes the draws reproducible, whatever else is in the batch; ``None``: engine's choice."""
+    stop: _TupleField[str] = _TupleField(text_item)
+    """End the text at the first of these strings."""
+    stop_token_ids: _TupleField[int] = _TupleField(token_item)
+    """End at the first of these tokens."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string that ended it."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    max_tokens: int | None = 16
+    """How many tokens to generate at most; 0: the prompt is computed and nothing else, for its
+    log-probabilities; ``None``: up to the model's positions. If the context holds fewer, the
+    answer ends there, with the ``stop_reason`` "max_model_len"."""
+    min_tokens: int = 0
+    """How many tokens must be generated before any stop condition is looked at."""
+    logprobs: int | None = None
+    """Report the chosen token's log-probability and this many of the most probable ones; -1: all.
+    More than 20 are limited in total, by :meth:`check_sizes`."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    detokenize: bool = True
+    """Whether to produce text at all."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output holds while the request runs."""
+    bad_words: _TupleField[str] = _TupleField(text_item)
+    """Words whose last token is never chosen where it would complete one of them, at the
+    beginning of a text or after a space."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Choose among these tokens only; ``None``: among all."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens of the prompt, the last ones; -1: as many as the model takes."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer must have; it ends when that is complete."""
+    speculate: bool = True
+    """Whether drafts may be tried, where the engine has them: the tokens are the same."""
+
+    _SWITCHES: ClassVar[tuple[str, ...]] = (
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "detokenize",
+        "skip_special_tokens",
+        "speculate",
+    )
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
+        for name in self._SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise refuse(name, getattr(self, name), "True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise refuse("output_kind", self.output_kind, "a RequestOutputKind")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise refuse("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = items_of("allowed_token_ids", self.allowed_token_ids, token_item)
+            if not allowed:
+                raise refuse("allowed_token_ids", [], "at least one token id, or None for all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise refuse("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise refuse(
+                "stop",
+                self.stop,
+                "empty with detokenize=False, as it needs text to search: "
+                "set detokenize=True, or use stop_token_ids",
+            )
+        for word in self.bad_words:
+            if word.isspace():
+                raise refuse("bad_words", word, "made of words, not of white space alone")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken (``temperature == 0``)."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether choosing a token needs to know which ones came before."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen from other logits than the model's own, bad words aside."""
+        return (
+            self.min_tokens > 0
+            or self.logit_bias is not None
+            or self.allowed_token_ids is not None
+            or self.has_penalties
+        )
+
+    def num_logprobs(self, vocab_size: int) -> int | None:
+        """How many log-probabilities each generated token reports; ``None``: none at all."""
+        return vocab_size if self.logprobs == -1 else self.logprobs
+
+    def num_prompt_logprobs(self, vocab_size: int) -> int | None:
+        """How many log-probabilities each token of the prompt reports; ``None``: none at all."""
+        return vocab_size if self.prompt_logprobs == -1 else self.prompt_logprobs
+
+    def truncated(self, prompt_token_ids: _Ids, longest: int) -> _Ids | Sequence[int]:
+        """Return the tokens of a prompt that ``truncate_prompt_tokens`` keeps.
+
+        ``longest`` is how many the model takes. A prompt that is not cut is returned as it is.
+        """
+        kept = longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if kept is None or len(prompt_token_ids) <= kept:
+            return prompt_token_ids
+        return prompt_token_ids[len(prompt_token_ids) - kept :]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise :class:`InvalidRequestError` for ids or counts that ``vocab_size`` cannot hold."""
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids and max(ids) >= vocab_size:
+                raise refuse(name, max(ids), f"a token id of this model: 0 to {vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > vocab_size:
+                raise refuse(
+                    name, count, f"at most the vocabulary's size, {vocab_size}, or -1 for all of it"
+                )
+
+    def check_sizes(self, num_prompt_tokens: int, max_output: int, vocab_size: int) -> None:
+        """Raise :class:`InvalidRequestError` where log-probabilities would fill the memory.
+
+        Up to 20 per token are allowed for any length. More are allowed as long as the request's
+        are at most ``MAX_LOGPROB_ENTRIES`` together; ``max_output`` is how many tokens each of
+        its completions may have.
+        """
+        asked = (
+            ("prompt_logprobs", self.num_prompt_logprobs(vocab_size), 1, num_prompt_tokens),
+            ("logprobs", self.num_logprobs(vocab_size), self.n, max_output),
+        )
+        for name, count, times, length in asked:
+            most = MAX_LOGPROB_ENTRIES // max(times * length, 1)
+            if count is not None and count > max(most, _LOGPROBS_OF_ANY_LENGTH):
+                tokens = f"{times} x {length} tokens" if times > 1 else f"{length} tokens"
+                raise refuse(
+                    name,
+                    getattr(self, name),
+                    f"at most {max(most, _LOGPROBS_OF_ANY_LENGTH)} for {tokens}: of more than "
+                    f"{_LOGPROBS_OF_ANY_LENGTH} per token, a request reports at most "
+                    f"{MAX_LOGPROB_ENTRIES}",
+                )
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    """Return a private copy of ``bias``, so that the caller's later changes don't reach it."""
+    allowed = "a finite number within float32, at most 3.4e38"
+    if not isinstance(bias, Mapping):
+        raise refuse("logit_bias", bias, "a mapping from token id to a finite number")
+    checked: dict[int, float] = {}
+    for token, value in bias.items():
+        if not is_integer(token) or not 0 <= token <= INT64_MAX:
+            raise refuse("logit_bias", token, "keyed by token ids, integers of at least 0")
+        if not is_real(value) or not abs(value) <= FLOAT32_MAX:
+            raise refuse(f"logit_bias[{token}]", value, allowed)
+        checked[int(token)] = float(value)
+    return checked

@@ -1,0 +1,186 @@
+"""The server's settings, each written once, as those of the engine are.
+
+`create_app` and `pyengine serve` read them here. Imports the standard library only.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from pyengine.errors import ConfigurationError
+from pyengine.utils.settings import check_settings, setting
+from pyengine.utils.validation import shown
+
+LogFormat: TypeAlias = Literal["text", "json", "none"]
+
+_MIB = 1 << 20
+_ABOVE_0 = (
+    *("max_body_mib", "max_inflight_mib", "header_timeout", "body_timeout", "drain_timeout"),
+    "template_timeout",
+)
+
+
+def _several(help: str, flag: str, **form: Any) -> Any:
+    """A setting of any number of texts; on the command line the option is given again for each."""
+    return setting(
+        (),
+        f"{help}; may be given again",
+        flag=flag,
+        parse=list[str] | None,
+        convert=lambda texts: tuple(texts or ()),
+        panel="Server",
+        **form,
+    )
+
+
+def _server(default: Any, help: str, **form: Any) -> Any:
+    return setting(default, help, panel="Server", **form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What a server is asked for. Bad values are refused at once: `ConfigurationError`."""
+
+    host: str = _server("127.0.0.1", "address to listen on; 0.0.0.0 for all of this machine")
+    port: int = _server(8000, "port to listen on; 0 for any that is free", least=0)
+    uds: str | None = _server(None, "path of a Unix socket to listen on instead")
+    root_path: str = _server("", "prefix of the paths that a proxy in front takes away")
+    served_model_name: tuple[str, ...] = _several(
+        "name of the model for clients; without it the one it was opened by",
+        "--served-model-name",
+    )
+    api_key: tuple[str, ...] = _several(
+        "key that clients must send as `Authorization: Bearer KEY`; without it everybody is "
+        "served; PYENGINE_API_KEY keeps it out of the list of processes",
+        "--api-key",
+        env="PYENGINE_API_KEY",
+        repr=False,
+    )
+    admin_key: tuple[str, ...] = _several(
+        "key of those who run the server: /kv, /metrics of all, other keys' requests; a single "
+        "--api-key is one; PYENGINE_ADMIN_KEY keeps it out of the list of processes",
+        "--admin-key",
+        env="PYENGINE_ADMIN_KEY",
+        repr=False,
+    )
+    insecure: bool = _server(
+        False, "without a key, listen also on addresses that other machines can reach"
+    )
+    allowed_host: tuple[str, ...] = _several(
+        "name by which clients reach the server, for the check of the Host header; * for any",
+        "--allowed-host",
+    )
+    max_priority: float = _server(
+        0.0, "`priority` of a request may be so far from 0; of an admin's any", least=0
+    )
+    share_prefix_cache: bool = _server(
+        False,
+        "prompts share cached blocks whatever their key; without it those of each key share among "
+        "themselves, where there are several keys",
+    )
+    exact_cached_tokens: bool = _server(
+        False,
+        "`cached_tokens` in the usage is exact, and tells clients how many tokens of their prompt "
+        "others have sent before; without it whole blocks are counted",
+    )
+    cors_origin: tuple[str, ...] = _several(
+        "origin whose pages may call from a browser; * for all", "--cors-origin"
+    )
+    ssl_keyfile: Path | None = _server(None, "file of the private key, for https")
+    ssl_certfile: Path | None = _server(None, "file of the certificate, for https")
+    max_body_mib: float = _server(
+        4.0,
+        "largest body of a request, in MiB; larger ones get 413. To read a body keeps all others "
+        "waiting, up to some 10 ms for each MiB",
+    )
+    max_answer_tokens: int | None = _server(
+        None,
+        "tokens of an answer at most; requests that ask for more get 400; without it as many as "
+        "the context holds",
+        least=1,
+    )
+    max_inflight_mib: float = _server(
+        64.0,
+        "MiB of bodies that have come and are not queued yet, of all requests together; where "
+        "there are several keys, half of it for each; more get 503",
+    )
+    max_connections: int = _server(
+        1024, "connections at once; one more gets 503 and is closed", least=1
+    )
+    header_timeout: float = _server(
+        10.0, "seconds in which the headers of a request must have come"
+    )
+    body_timeout: float = _server(
+        60.0, "seconds in which the body of a request must have come, and an answer be read"
+    )
+    keep_alive: int = _server(5, "seconds that a connection without a request stays open", least=1)
+    drain_timeout: float = _server(
+        60.0,
+        "seconds after SIGTERM or Ctrl-C in which requests may end; then they are aborted, as "
+        "they are by a second signal",
+    )
+    template_variable: tuple[str, ...] = setting(
+        ("enable_thinking", "thinking", "reasoning_effort"),
+        "variable of the chat template that `chat_template_kwargs` of a request may set; may be "
+        "given again, and replaces enable_thinking, thinking and reasoning_effort",
+        parse=list[str] | None,
+        convert=lambda texts: tuple(texts or ()),
+        panel="Server",
+    )
+    strict: bool = _server(
+        False,
+        "refuse fields of requests that have no effect here, instead of naming them in the header "
+        "x-pyengine-ignored",
+    )
+    log_format: LogFormat = _server(
+        "text",
+        "a line for each request that has ended: text, json or none; no prompts, ever",
+        choices=("text", "json", "none"),
+    )
+    show_prompts: bool = _server(
+        False, "the page /kv shows the beginning of each prompt, to all who have a key"
+    )
+    template_timeout: float = _server(5.0, "seconds that a chat template may take")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.port > 65535:
+            raise ConfigurationError(f"port={self.port}: ports go up to 65535")
+        for name in _ABOVE_0:
+            if not 0 < getattr(self, name) < 1e9:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: it must be above 0")
+        if self.max_inflight_bytes < 2 * self.max_body_bytes:
+            raise ConfigurationError(
+                f"max_inflight_mib={self.max_inflight_mib:g} must be at least twice "
+                f"max_body_mib={self.max_body_mib:g}"
+            )
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigurationError(
+                "ssl_keyfile and ssl_certfile belong together: give both, or none of them"
+            )
+        if set(self.api_key) & set(self.admin_key):
+            raise ConfigurationError("admin_key and api_key have a key in common: give another one")
+        if any(not key.isascii() or key != key.strip() or " " in key for key in self.keys):
+            raise ConfigurationError(
+                "api_key, admin_key: a key is made of ASCII characters without spaces, as it is "
+                "sent in a header"
+            )
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path == "/"):
+            raise ConfigurationError(
+                f"root_path={shown(self.root_path)}: it must begin with / and name a path, as /llm"
+            )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, the admins' last."""
+        return self.api_key + self.admin_key
+
+    @property
+    def max_inflight_bytes(self) -> int:
+        """Bytes of bodies that have come and are not queued yet."""
+        return int(self.max_inflight_mib * _MIB)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest body of a request."""
+        return int(self.max_body_mib * _MIB)

@@ -1,0 +1,186 @@
+"""A second, smaller model as a drafter: greedily, over a KV cache of its own.
+
+Each sample has a sequence there, of the tokens that stand. Drafts are decoded on a fork of it that
+is given up when they have been: so a wrong draft leaves nothing behind.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from pyengine.errors import ConfigurationError
+from pyengine.executor.executor import Executor
+from pyengine.executor.interface import Runner
+from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
+from pyengine.kv_cache import Sequence as CachedSequence
+from pyengine.models.loader import LoadedModel
+from pyengine.speculation.drafters import Context, Draft
+
+
+def check_vocabularies(model: LoadedModel, draft: LoadedModel) -> None:
+    """Raise `ConfigurationError` unless both models mean the same by each token id."""
+    ways_out = "a drafter has the tokenizer of the model that it drafts for"
+    if model.vocab_size != draft.vocab_size:
+        raise ConfigurationError(
+            f"draft_model: {draft.name} knows {draft.vocab_size} token ids and {model.name} "
+            f"{model.vocab_size}: {ways_out}"
+        )
+    if model.tokenizer is None or draft.tokenizer is None:
+        return
+    ours, theirs = model.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"draft_model: {other!r} is token {ours[other]} of {model.name} and "
+            f"{theirs.get(other, 'none')} of {draft.name}: {ways_out}"
+        )
+
+
+class DraftModel:
+    """Drafts by a second model over its own KV cache.
+
+    A text is computed in chunks: one in each step of the engine, within the token budget that the
+    step leaves. A text that is not wholly computed gets no drafts. So a long prompt delays a stream
+    no more than a prompt of the engine does.
+    """
+
+    def __init__(
+        self, executor: Executor, runner: Runner, manager: BlockManager, *, most: int, longest: int
+    ) -> None:
+        """`executor` is that of the engine, behind whose steps `runner` runs. Steps of it compute
+        at most `most` tokens; texts beyond `longest` tokens get no drafts."""
+        self._executor = executor
+        self._runner = runner
+        self._manager = manager
+        self._most = self._budget = most
+        self._longest = longest
+        self._sequences: dict[Context, CachedSequence] = {}
+
+    def begin_step(self, budget: int) -> None:
+        """See `ComputingDrafter.begin_step`."""
+        self._budget = min(budget, self._most)
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        asked = dict(zip(contexts, most, strict=True))
+        found = self._executor.run(lambda: self._drafts(asked))
+        return [Draft(found.get(context, ())) for context in contexts]
+
+    def forget(self, context: Context) -> None:
+        """See `Drafter.forget`."""
+        sequence = self._sequences.pop(context, None)
+        if sequence is not None:
+            sequence.free()
+
+    def _drafts(self, asked: Mapping[Context, int]) -> dict[Context, list[int]]:
+        known = self._sequences
+        counts = {
+            context: min(asked[context], self._longest - known[context].num_tokens)
+            for context in self._computed(asked)
+        }
+        drafts: dict[Context, list[int]] = {context: [] for context in counts}
+        forks = {context: known[context].fork(known[context].num_tokens) for context in drafts}
+        try:
+            for number in range(max(counts.values(), default=0)):
+                alive = [context for context, count in counts.items() if count > number]
+                for context, token in self._decoded(alive, forks).items():
+                    drafts[context].append(token)
+        finally:
+            for fork in forks.values():
+                fork.free()
+        return drafts
+
+    def _computed(self, asked: Mapping[Context, int]) -> list[Context]:
+        """Those of whose text all is computed but the last token, once the budget is used up.
+
+        A text for which there is no room has no sequence afterwards.
+        """
+        missing: dict[Context, int] = {}
+        for context in asked:
+            num_tokens = _num_tokens(context)
+            if 1 < num_tokens <= self._longest:
+                missing[context] = num_tokens - 1 - self._extended(context).num_computed_tokens
+        behind = [  # those that few tokens hold up come first
+            context
+            for context in sorted(missing, key=lambda context: missing[context])
+            if self._sequences[context].num_tokens < _num_tokens(context)
+        ]
+        if behind and self._budget:
+            self._compute_some(behind, asked)
+        ready = [context for context in missing if context in self._sequences]
+        return [
+            context
+            for context in ready
+            if self._sequences[context].num_tokens == _num_tokens(context)
+        ]
+
+    def _extended(self, context: Context) -> CachedSequence:
+        """The sequence of a text, with all of its tokens but the last; only new ones are copied."""
+        prompt, output = context.request.prompt_token_ids, context.token_ids
+        sequence = self._sequences.get(context)
+        if sequence is None:
+            begin = prompt if output else prompt[:-1]
+            sequence = self._manager.sequence(begin, namespace=context.request.namespace)
+            self._sequences[context] = sequence
+        if new := output[sequence.num_tokens - len(prompt) : -1]:
+            sequence.append(new)
+        return sequence
+
+    def _compute_some(self, behind: Sequence[Context], asked: Mapping[Context, int]) -> None:
+        """Compute one step of these texts, in their order.
+
+        The last token of each, which is known, stands where others would sample one.
+        """
+        with self._step(self._budget) as plan:
+            last_tokens = []
+            for context in behind:
+                sequence = self._sequences[context]
+                answer = plan.prefill(sequence, self._budget)
+                if isinstance(answer, NoRoom) and self._give_up_others(asked):
+                    answer = plan.prefill(sequence, self._budget)
+                if isinstance(answer, NoBudget):
+                    break
+                if isinstance(answer, NoRoom):
+                    self.forget(context)
+                elif answer.samples:
+                    last_tokens.append(_last_token(context))
+            if plan.num_tokens:
+                self._runner.prepare(plan)(None)
+            plan.commit(last_tokens)
+
+    def _give_up_others(self, asked: Mapping[Context, int]) -> bool:
+        """Give back the blocks of texts that nobody asks about now; whether there were any."""
+        others = [one for one in self._sequences if one not in asked]
+        for context in others:
+            self.forget(context)
+        return bool(others)
+
+    def _decoded(
+        self, contexts: list[Context], forks: Mapping[Context, CachedSequence]
+    ) -> dict[Context, int]:
+        """The most probable next token of each; none where there is no room."""
+        with self._step(self._most) as plan:
+            misfits = set(plan.decode([forks[context] for context in contexts]))
+            fitting = [one for at, one in enumerate(contexts) if at not in misfits]
+            tokens: list[int] = []
+            if fitting:
+                tokens = self._runner.prepare(plan)(None).sampling.argmax(-1).tolist()
+            plan.commit(tokens)
+        return dict(zip(fitting, tokens, strict=True))
+
+    @contextmanager
+    def _step(self, budget: int) -> Iterator[StepPlan]:
+        """A step that is rolled back if it fails."""
+        plan = self._manager.begin_step(budget)
+        try:
+            yield plan
+        finally:
+            if plan.is_open:
+                plan.rollback()
+
+
+def _num_tokens(context: Context) -> int:
+    return len(context.request.prompt_token_ids) + len(context.token_ids)
+
+
+def _last_token(context: Context) -> int:
+    return int((context.token_ids or context.request.prompt_token_ids)[-1])

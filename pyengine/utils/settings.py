@@ -1,0 +1,189 @@
+"""How settings are declared: default, help text, form on the command line, checks.
+
+`EngineSettings` and `ServerSettings` are frozen dataclasses whose fields are made by `setting`.
+Imports the standard library only.
+"""
+
+import dataclasses
+import inspect
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
+
+from pyengine.errors import ConfigurationError
+from pyengine.utils.validation import nearest, shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingOption:
+    """How a setting is explained and checked, and what it looks like on the command line.
+
+    `flag` is the option's name, None: the field's; `parse` the type that the command line reads
+    and `convert` what makes the setting of it; `env` a variable that is read where the setting,
+    one of several texts, is not given. `hidden` options work without being listed, but where a
+    server is run.
+    """
+
+    help: str
+    flag: str | None = None
+    panel: str = "Engine"
+    parse: Any = None
+    convert: Callable[[Any], Any] | None = None
+    env: str | None = None
+    hidden: bool = False
+    least: int | None = None
+    choices: tuple[str, ...] = ()
+
+
+def setting(default: Any, help: str, *, repr: bool = True, **form: Any) -> Any:
+    """A field of a class of settings; `form` is what `SettingOption` holds beside the help."""
+    return field(default=default, repr=repr, metadata={"option": SettingOption(help=help, **form)})
+
+
+def option_of(one: "dataclasses.Field[Any]") -> SettingOption:
+    """The help text and the command line's form of a setting."""
+    option: SettingOption = one.metadata["option"]
+    return option
+
+
+def check_settings(settings: Any) -> None:
+    """Make every field a plain Python object; `ConfigurationError` where one can't be taken.
+
+    Texts that are not given are read from the environment where the setting names a variable.
+    """
+    for one in dataclasses.fields(settings):
+        value = getattr(settings, one.name)
+        env = option_of(one).env
+        if env is not None and isinstance(value, tuple) and value == one.default:
+            value = tuple(os.environ.get(env, "").split())
+        object.__setattr__(settings, one.name, _checked(one, value))
+
+
+_KINDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    Path: (Path, "a path"),
+    NoneType: (NoneType, "None"),
+}
+
+
+def _checked(one: "dataclasses.Field[Any]", value: Any) -> Any:
+    """`value` as a plain Python object, or `ConfigurationError` where the field can't take it."""
+    option, declared = option_of(one), one.type
+    if isinstance(declared, str):  # of torch, and checked where torch is
+        return value
+    if declared == tuple[str, ...]:
+        return _checked_texts(one.name, value)
+    alternatives = [one for kind in get_args(declared) or (declared,) for one in _flat(kind)]
+    for kind in alternatives:
+        if kind not in _KINDS:
+            if isinstance(value, str) and value == kind:
+                return value
+        elif isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool)):
+            try:
+                plain = kind(value) if kind in (int, float) else value
+            except OverflowError:
+                break
+            _check_range(one.name, plain, option)
+            return plain
+    allowed = " or ".join(
+        _KINDS[kind][1] if kind in _KINDS else repr(kind) for kind in alternatives
+    )
+    raise ConfigurationError(f"{one.name}={shown(value)}: it must be {allowed}")
+
+
+def _checked_texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = tuple(value) if isinstance(value, list | tuple) else (None,)
+    if not all(isinstance(one, str) and one for one in texts):  # not shown: it may be secret
+        raise ConfigurationError(f"{name} must be a list of texts of at least one character")
+    return texts
+
+
+def _flat(kind: Any) -> tuple[Any, ...]:
+    """The values of a `Literal`, else the type itself."""
+    return get_args(kind) or (kind,)
+
+
+_COUNT_BITS, _SEED_BITS = 63, 4096
+"""The longest number of anything, and the longest that only names something."""
+
+
+def _check_range(name: str, value: Any, option: SettingOption) -> None:
+    most = _SEED_BITS if option.least is None else _COUNT_BITS
+    if isinstance(value, int) and value.bit_length() > most:  # Python can't print the largest
+        raise ConfigurationError(
+            f"{name} is an integer of {value.bit_length()} bits: {most} are the most"
+        )
+    if option.least is not None and isinstance(value, int | float) and not value >= option.least:
+        raise ConfigurationError(f"{name}={value}: it must be at least {option.least}")
+    if option.choices and value not in option.choices:
+        raise ConfigurationError(
+            f"{name}={shown(value)} is not known: use one of {', '.join(option.choices)}"
+        )
+
+
+_P = ParamSpec("_P")
+_S = TypeVar("_S")
+_Settings = TypeVar("_Settings")
+
+
+def takes(
+    settings: Callable[_P, _Settings],
+) -> Callable[[Callable[[_S, _Settings], None]], Callable[Concatenate[_S, _P], None]]:
+    """A decorator for an `__init__(self, settings)` that lets it take every setting by its name.
+
+    Its signature, also for type checkers, and its docstring show the settings. A name that is none
+    is refused with the nearest that is one: `ConfigurationError`.
+    """
+
+    def decorate(
+        init: Callable[[_S, _Settings], None],
+    ) -> Callable[Concatenate[_S, _P], None]:
+        @wraps(init)
+        def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            _refuse_unknown(settings, kwargs)
+            init(self, settings(*args, **kwargs))
+
+        shown: Any = wrapper
+        shown.__signature__ = _signature(settings, init)
+        shown.__doc__ = _described(settings)
+        return wrapper
+
+    return decorate
+
+
+def _refuse_unknown(settings: Any, given: dict[str, Any]) -> None:
+    known = [one.name for one in dataclasses.fields(settings)]
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(f"there is no setting {name!r}: {nearest(name, known)}")
+
+
+def _signature(settings: Any, init: Callable[..., None]) -> inspect.Signature:
+    """`init`'s own first parameter, then every setting."""
+    first, *_ = inspect.signature(init).parameters.values()
+    several = inspect.signature(settings).parameters.values()
+    return inspect.Signature([first, *several], return_annotation=None)
+
+
+def _described(settings: Any) -> str:
+    """A line for every setting: name, default, help."""
+    lines = [
+        textwrap.fill(
+            f"{one.name} (default {one.default!r}): {option_of(one).help}",
+            width=96,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for one in dataclasses.fields(settings)
+    ]
+    return "\n".join(["Settings, all by name but the model:", "", *lines])

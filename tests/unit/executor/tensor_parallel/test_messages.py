@@ -1,0 +1,76 @@
+"""A step that is packed and received fills the same arrays."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
+from pyengine.executor.tensor_parallel.messages import ReceivedPlan, pack_step
+from pyengine.kv_cache import BlockManager
+
+LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=6, num_groups=2)
+
+
+class PlanWithCopies:
+    """A plan of the block manager that has blocks to copy as well."""
+
+    def __init__(self, plan, copies):
+        self._plan = plan
+        self._copies = copies
+
+    def __getattr__(self, name):
+        return getattr(self._plan, name)
+
+    def copies(self):
+        return self._copies
+
+
+@pytest.mark.parametrize("copies", [[], [(3, 5), (1, 0)]])
+@pytest.mark.parametrize("extra", [None, np.array([0, 4, 2], dtype=np.int64)])
+def test_the_workers_get_what_rank_0_has(copies, extra):
+    ours, theirs = (InputBuffers(LIMITS, 4, torch.device("cpu")) for _ in range(2))
+    manager = BlockManager(24, 4, groups=(None, 3))
+    long, short = manager.sequence(range(14)), manager.sequence([40, 41, 42])
+    plan = manager.begin_step(12)
+    plan.prefill(short, 3)
+    plan.prefill(long, 9)  # whole blocks of it: eight tokens
+    sent = PlanWithCopies(plan, copies)
+    filled = ours.fill(sent).upload()
+    message = pack_step(sent, ours.arrays, extra, block_size=4)
+
+    received = ReceivedPlan(message.tobytes(), theirs.arrays)
+    assert (received.num_tokens, received.num_sequences, received.num_samples) == (11, 2, 1)
+    assert received.copies() == copies
+    assert received.extra_rows.tolist() == ([] if extra is None else extra.tolist())
+    got = theirs.fill(received).upload()
+    for name in ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens"):
+        assert getattr(got, name).tolist() == getattr(filled, name).tolist(), name
+    assert got.logits_indices.tolist() == filled.logits_indices.tolist()
+    width = 2  # eight tokens of the longer one
+    assert got.block_tables[..., :width].equal(filled.block_tables[..., :width])
+    assert got.block_tables.any()
+    plan.rollback()
+
+
+def packed_token():
+    """A step of one token, packed, and the buffers that it came from."""
+    buffers = InputBuffers(LIMITS, 4, torch.device("cpu"))
+    manager = BlockManager(24, 4, groups=(None, 3))
+    plan = manager.begin_step(1)
+    plan.prefill(manager.sequence([5]), 1)
+    buffers.fill(plan)
+    message = pack_step(plan, buffers.arrays, None, block_size=4)
+    plan.rollback()
+    return message, buffers
+
+
+def test_only_the_tables_that_are_used_are_sent():
+    message, _ = packed_token()
+    # header; id, position, two slots; two starts; a length; two tables of one block; a row
+    assert len(message) == 7 + 1 + 1 + 2 + 2 + 1 + 2 + 1
+
+
+def test_a_message_that_is_cut_is_noticed():
+    message, buffers = packed_token()
+    with pytest.raises(ValueError, match="header says 17"):
+        ReceivedPlan(np.append(message, 0).tobytes(), buffers.arrays)

@@ -1,0 +1,136 @@
+"""What fits: the largest step, estimated and run; memory that was freed is used again."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pyengine.attention.gather import GatherBackend
+from pyengine.errors import ConfigurationError
+from pyengine.executor import memory_profile as capacity
+from pyengine.executor.cuda_graphs import EagerRecorder
+from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
+from pyengine.executor.memory_profile import LargestStep, activation_bytes, graph_bytes
+from pyengine.executor.model_runner import ModelRunner
+from pyengine.kv_cache.pool import KVPool, kv_cache_specs
+from pyengine.models.loader import LoadedModel
+from tests.support.static_attention import StaticBackend
+from tests.unit.executor.hand_made import as_loaded, random_model
+
+LIMITS = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=8, max_blocks_per_seq=4)
+
+
+class CountingMeter:
+    """Counts the bytes of the largest tensor that torch makes meanwhile."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def peak(self, run: Callable[[], object]) -> int:
+        self.runs += 1
+        with torch.profiler.profile(profile_memory=True) as profile:
+            run()
+        return max(event.cpu_memory_usage for event in profile.events())
+
+
+def loaded_model() -> LoadedModel:
+    return as_loaded(random_model("llama"), torch.device("cpu"))
+
+
+def test_the_step_is_as_large_as_a_step_may_be() -> None:
+    buffers = InputBuffers(LIMITS, 16, torch.device("cpu"))
+    step = LargestStep(LIMITS, buffers.arrays, trash_block=9)
+    inputs = buffers.fill(step).upload()
+    assert (step.num_tokens, step.num_sequences, step.num_samples) == (50, 8, 8)
+    assert inputs.query_start_loc.diff().tolist() == inputs.seq_lens.tolist() == [7, 7, *[6] * 6]
+    assert inputs.positions[:8].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
+    assert inputs.logits_indices.tolist() == [6, 13, 19, 25, 31, 37, 43, 49]
+    assert (inputs.slot_mapping == -1).all()
+    assert (inputs.block_tables == 9).all()
+
+
+def test_it_is_run_and_leaves_the_pool_as_it_was() -> None:
+    loaded, meter = loaded_model(), CountingMeter()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    runner = ModelRunner(loaded, pool, GatherBackend(pool), LIMITS)
+    taken = activation_bytes(runner, LIMITS, pool.num_blocks, 97, meter)
+    assert meter.runs == 1
+    assert taken >= 50 * 96 * 4  # the widest layer's activations, float32
+    assert not pool.keys[0][0].any(), "only the trash block may be written"
+
+
+class Counting:
+    """Counts graphs: the first keeps 1,000, each further one 7."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+
+    def peak(self, run: Callable[[], object]) -> int:
+        raise AssertionError(run)
+
+    def kept(self, run: Callable[[], object]) -> int:
+        before = len(self.runner.graphs.sizes)
+        run()
+        after = len(self.runner.graphs.sizes)
+        return 0 if after == before else 1000 if before == 0 else 7
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(8, 1000 + 3 * 7), (1, 1000), (None, 0)]
+)  # graphs of 1, 2, 4, 8
+def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> None:
+    loaded = loaded_model()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    limits = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=most or 8, max_blocks_per_seq=4)
+    recorder = EagerRecorder() if most else None
+    runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, recorder=recorder)
+    assert graph_bytes(runner, Counting(runner)) == expected
+    assert len(runner.graphs.sizes) <= 2
+
+
+class FullDevice:
+    def peak(self, run: Callable[[], object]) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_largest_step_that_runs_out_of_memory_is_named() -> None:
+    loaded = loaded_model()
+    pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
+    runner = ModelRunner(loaded, pool, GatherBackend(pool), LIMITS)
+    with pytest.raises(ConfigurationError, match=r"max_num_batched_tokens=50.*out of memory"):
+        activation_bytes(runner, LIMITS, pool.num_blocks, 97, FullDevice())
+
+
+COUNT = """
+import resource, sys
+import torch
+from pyengine.executor.memory_profile import keep_freed_memory
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+def faults():
+    for _ in range(20):
+        parts = [torch.ones(1 << 20) for _ in range(10)]  # 4 MiB each
+        del parts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = faults()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(capacity.platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_memory_that_was_freed_is_not_returned_to_the_system():
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", COUNT, how]
+        eager = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is larger goes at once
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=eager)
+        return int(done.stdout)
+
+    assert faults("kept") < 100 < faults("default")
+
+
+def test_another_c_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(capacity.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not capacity.keep_freed_memory()

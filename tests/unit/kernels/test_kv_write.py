@@ -1,0 +1,102 @@
+"""The Triton kernel of the KV write: against torch's copy, and made for GPUs that are not there."""
+
+import torch
+
+from pyengine.attention.paged import KVWriter
+from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from tests.support.kernels import machine_code, needs_triton, run_apart
+
+CPU = torch.device("cpu")
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    """Numbers that 8-bit floats hold or that are too large: the interpreter rounds others wrongly.
+
+    Rounding up to the next power of two, it forgets the carry (triton 3.9).
+    """
+    mantissas = 1 + torch.randint(0, 8, shape) / 8
+    signs = torch.randint(0, 2, shape) * 2 - 1
+    return signs * mantissas * 2.0 ** torch.randint(-5, 12, shape)
+
+
+def compare() -> None:
+    """In the interpreter: for pools of all kinds, the kernel leaves what the fallback leaves."""
+    from pyengine.kernels.kv_write import write_rows
+
+    torch.manual_seed(0)
+    shapes = [(2, 8, 8), (3, 5, 12), (1, 64, 64)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    cases = [(shape, dtype, dtype) for shape in shapes for dtype in dtypes]
+    cases += [(shape, dtype, torch.float8_e4m3fn) for shape in shapes for dtype in dtypes]
+    for (heads, dim_k, dim_v), dtype, stored in cases:
+        spec = KVCacheSpec(heads, dim_k, dim_v, stored, scale_k=0.5, scale_v=4.0)
+        by_kernel, by_torch = (KVPool([spec], 6, 4, CPU) for _ in range(2))
+        slots = torch.tensor([5, -1, 23, 0, -1, 14])
+        rows = [  # as transformers hands them over: heads first; and every second element
+            (numbers(heads, 6, dim_k) * spec.scale_k).transpose(0, 1).to(dtype),
+            (numbers(6, heads, 2 * dim_v) * spec.scale_v).to(dtype)[..., ::2],
+        ]
+        caches = (by_kernel.keys[0], by_kernel.values[0])
+        write_rows(tuple(rows), caches, slots, (spec.scale_k, spec.scale_v))
+        writer = KVWriter(by_torch)
+        writer.write(0, (rows[0], *rows), writer.slots(slots))
+        for got, expected in zip(caches, (by_torch.keys[0], by_torch.values[0]), strict=True):
+            assert torch.equal(got[:-1].float(), expected[:-1].float()), (dtype, stored)
+            assert not got[-1].float().any()  # nothing goes to the trash block
+            assert got.float().any()
+    write_rows(tuple(rows), caches, slots[:0])
+
+
+def to_machine_code() -> None:
+    """For GPUs of two generations."""
+    from pyengine.kernels.kv_write import _compiled
+
+    constants = {"heads": 8, "dim_k": 128, "dim_v": 128, "block_k": 1024, "block_v": 1024}
+    for capability, stored, largest in (
+        (80, "*bf16", 0.0),
+        (90, "*bf16", 0.0),
+        (90, "*fp8e4nv", 448.0),
+    ):
+        kinds = {
+            **dict.fromkeys(_compiled.arg_names, "*bf16"),
+            **{"key_cache": stored, "value_cache": stored, "slots": "*i64"},
+            **{"key_strides": ("i32",) * 3, "value_strides": ("i32",) * 3},
+            "inverse_scales": ("fp32",) * 2,
+        }
+        asked = {**constants, "largest": largest}
+        assert len(machine_code(_compiled, kinds, asked, capability, 4)) > 1000
+
+
+@needs_triton
+def test_the_kernel_writes_what_torch_writes():
+    run_apart(__name__, "compare", TRITON_INTERPRET="1")
+
+
+@needs_triton
+def test_the_kernel_becomes_machine_code(tmp_path):
+    run_apart(__name__, "to_machine_code", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_slot_minus_one_is_written_nowhere_that_counts():
+    pool = KVPool([KVCacheSpec(1, 2, 2, torch.float32)], 3, 2, CPU)
+    writer = KVWriter(pool)
+    rows = torch.arange(1.0, 7.0).view(3, 1, 2)
+    writer.write(0, (rows, rows, rows), writer.slots(torch.tensor([3, -1, 0])))
+    assert pool.keys[0][:3].flatten(0, 1)[:, 0].tolist() == [
+        [5, 6],
+        [0, 0],
+        [0, 0],
+        [1, 2],
+        [0, 0],
+        [0, 0],
+    ]
+
+
+def test_8_bit_floats_saturate_and_keep_what_is_not_a_number():
+    spec = KVCacheSpec(1, 4, 1, torch.float8_e4m3fn, scale_k=2.0)
+    pool = KVPool([spec], 3, 2, CPU)
+    key = torch.tensor([[[1e6, -1e6, 3.0, float("nan")]]])
+    pool.write(0, key, torch.ones(1, 1, 1), torch.tensor([1]))
+    stored = pool.keys[0][0, 1, 0].float()
+    assert stored[:3].tolist() == [448, -448, 1.5]
+    assert stored[3].isnan()

@@ -1,0 +1,296 @@
+"""What a block costs, how many fit, and the errors of a pool that does not."""
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pyengine.errors import ConfigurationError
+from pyengine.kv_cache import pool as kv_pool
+from pyengine.kv_cache.layer_groups import LayerGroups, Place
+from pyengine.kv_cache.pool import (
+    KVCacheSpec,
+    KVPool,
+    PoolSettings,
+    bytes_per_block,
+    kv_cache_specs,
+    resolve_kv_cache_dtype,
+    resolve_num_blocks,
+)
+
+torch = pytest.importorskip("torch")
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+SPEC = KVCacheSpec(num_kv_heads=2, head_dim_k=8, head_dim_v=8, dtype=torch.float32)
+LAYERS = [SPEC] * 4  # 4 layers * 2 heads * (8 + 8) * 4 bytes = 512 bytes per token
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    def available(num_bytes: int) -> None:
+        monkeypatch.setattr(kv_pool, "available_memory", lambda device: num_bytes)
+
+    available(16 * GIB)
+    return available
+
+
+def config(**fields):
+    base = {"num_attention_heads": 8, "hidden_size": 64, "num_hidden_layers": 3, **fields}
+    result = SimpleNamespace(**base)
+    result.get_text_config = lambda: result
+    return result
+
+
+def test_importing_the_cache_imports_no_torch():
+    code = (
+        "import sys, pyengine.kv_cache, pyengine.kv_cache.pool; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (8, 8, 8)),
+        ({"num_key_value_heads": 2}, (2, 8, 8)),
+        ({"head_dim": 32, "num_key_value_heads": 2}, (2, 32, 32)),
+        ({"head_dim": 32, "v_head_dim": 16}, (8, 32, 16)),
+        (
+            {"kv_lora_rank": 4, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+            (8, 20, 10),
+        ),
+    ],
+)
+def test_specs_follow_the_configuration(fields, expected):
+    specs = kv_cache_specs(config(**fields), torch.bfloat16)
+    assert specs == [KVCacheSpec(*expected, torch.bfloat16)] * 3
+
+
+def test_layers_may_differ():
+    layers = [config(num_key_value_heads=2), config(head_dim=16)]
+    mixed = config(is_heterogeneous=True, per_layer_config=layers)
+    assert kv_cache_specs(mixed, torch.float16) == [
+        KVCacheSpec(2, 8, 8, torch.float16),
+        KVCacheSpec(8, 16, 16, torch.float16),
+    ]
+
+
+def test_bytes_of_a_block():
+    assert SPEC.bytes_per_block(16) == 16 * 2 * 16 * 4
+    assert bytes_per_block(LAYERS, 16) == 8192
+    wide = KVCacheSpec(1, 20, 10, torch.bfloat16)
+    assert bytes_per_block([SPEC, wide], 1) == 128 + 60
+
+
+def test_the_number_asked_for_is_given_with_its_bytes(memory):
+    size = resolve_num_blocks(PoolSettings(block_size=16, num_blocks=9), LAYERS, CPU)
+    assert (size.num_blocks, size.num_bytes) == (9, 10 * 8192)
+
+
+def test_a_budget_pays_for_the_trash_block_too(memory):
+    settings = PoolSettings(block_size=16, kv_cache_memory=10 * 8192 + 1)
+    assert resolve_num_blocks(settings, LAYERS, CPU).num_blocks == 9
+
+
+def test_the_default_is_a_quarter_of_the_memory_and_at_most_four_gib(memory):
+    settings = PoolSettings(block_size=16, max_num_seqs=10**6)
+    memory(8 * GIB)
+    assert resolve_num_blocks(settings, LAYERS, CPU).num_bytes == 2 * GIB
+    memory(100 * GIB)
+    assert resolve_num_blocks(settings, LAYERS, CPU).num_bytes == 4 * GIB
+
+
+def test_the_default_on_cuda_is_the_share_of_what_is_free(memory):
+    settings = PoolSettings(block_size=16, max_num_seqs=10**6, gpu_memory_utilization=0.5)
+    size = resolve_num_blocks(settings, LAYERS, torch.device("cuda"))
+    assert size.num_bytes == 8 * GIB
+    assert "50%" in size.reason
+
+
+def test_the_default_never_exceeds_what_the_sequences_can_use(memory):
+    settings = PoolSettings(block_size=16, max_num_seqs=3, max_model_len=33)
+    assert resolve_num_blocks(settings, LAYERS, CPU).num_blocks == 9
+
+
+def test_layer_groups_count_what_their_sequences_take(memory):
+    settings = PoolSettings(block_size=16, max_num_seqs=3, max_model_len=33, blocks_per_seq=5)
+    size = resolve_num_blocks(settings, LAYERS[:2], CPU)
+    assert (size.num_blocks, size.num_bytes) == (15, 16 * 4096)
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(memory):
+    memory(GIB)
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_num_blocks(PoolSettings(block_size=16, num_blocks=10**9), LAYERS, CPU)
+    message = str(caught.value)
+    assert "num_blocks=1000000000" in message
+    assert "7629.39 GiB" in message
+    assert "1.00 GiB are available on cpu" in message
+    assert f"at most num_blocks={GIB // 8192 - 1}" in message
+    with pytest.raises(ConfigurationError, match=f"kv_cache_memory={2 * GIB}"):
+        resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=2 * GIB), LAYERS, CPU)
+
+
+def test_what_would_fit_does_fit(memory):
+    memory(GIB)
+    largest = PoolSettings(block_size=16, num_blocks=GIB // 8192 - 1)
+    assert resolve_num_blocks(largest, LAYERS, CPU).num_bytes == GIB
+
+
+def test_a_budget_below_two_blocks_is_refused(memory):
+    with pytest.raises(ConfigurationError, match="take 16384 bytes"):
+        resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=16383), LAYERS, CPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 0}, "block_size=0"),
+        ({"num_blocks": 0}, "num_blocks=0"),
+        ({"kv_cache_memory": -1}, "kv_cache_memory=-1"),
+        ({"num_blocks": 1, "kv_cache_memory": 1}, "both set"),
+        ({"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization=0\.0"),
+        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization=1\.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PoolSettings(**{"block_size": 16, **fields})
+
+
+def test_the_pool_has_one_block_more_and_starts_as_zeros():
+    specs = [SPEC, KVCacheSpec(1, 6, 4, torch.bfloat16)]
+    pool = KVPool(specs, num_blocks=3, block_size=2, device=CPU)
+    assert [t.shape for t in pool.keys] == [(4, 2, 2, 8), (4, 2, 1, 6)]
+    assert [t.shape for t in pool.values] == [(4, 2, 2, 8), (4, 2, 1, 4)]
+    assert pool.values[1].dtype == torch.bfloat16
+    assert not any(t.any() for t in (*pool.keys, *pool.values))
+    assert pool.trash_slot == 6
+    assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys, *pool.values))
+
+
+def test_layers_of_different_groups_share_tensors():
+    groups = LayerGroups((None, 8), 2, (Place(0, 0), Place(1, 0), Place(1, 1)))
+    wide = KVCacheSpec(1, 6, 4, torch.bfloat16)
+    pool = KVPool([SPEC, SPEC, wide], 3, 2, CPU, groups)
+    assert pool.num_layers == 3
+    assert pool.keys[0] is pool.keys[1]
+    assert pool.values[0] is pool.values[1]
+    assert [t.shape for t in pool.keys] == [(4, 2, 2, 8), (4, 2, 2, 8), (4, 2, 1, 6)]
+    assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys[1:], *pool.values[1:]))
+    assert pool.num_bytes == 4 * bytes_per_block([SPEC, wide], 2)
+    pool.write(0, *(torch.ones(1, 2, 8),) * 2, torch.tensor([2]))
+    pool.write(1, *(torch.full((1, 2, 8), 2.0),) * 2, torch.tensor([4]))
+    assert pool.keys[0][:, 0, 0, 0].tolist() == [0, 1, 2, 0]
+
+
+def test_layers_that_differ_cannot_share():
+    groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0)))
+    with pytest.raises(ConfigurationError, match="layers 0 and 1 cannot share a KV tensor"):
+        KVPool([SPEC, KVCacheSpec(1, 8, 8, torch.float32)], 3, 2, CPU, groups)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_blocks_are_copied_once_in_every_tensor(grouped):
+    groups = LayerGroups((None, 8), 1, (Place(0, 0), Place(1, 0))) if grouped else None
+    pool = KVPool([SPEC] * 2, 4, 2, CPU, groups)
+    for tensor in {id(t): t for t in (*pool.keys, *pool.values)}.values():
+        tensor.copy_(torch.arange(5.0).view(5, 1, 1, 1).expand_as(tensor))
+    pool.copy_blocks([(0, 1), (1, 2), (2, 0)])  # a rotation: all are read before any is written
+    pool.copy_blocks([])
+    for tensor in (*pool.keys, *pool.values):
+        assert tensor[:, 0, 0, 0].tolist() == [2, 0, 1, 3, 4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_the_memory_of_a_pool_costs_nothing_until_it_is_written():
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 4, 4096, 16, CPU)
+    assert pool.num_bytes > GIB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its pages")
+def test_a_pool_can_take_its_memory_before_it_is_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    pool = KVPool([KVCacheSpec(8, 64, 64, torch.float32)] * 2, 1024, 16, CPU)
+    pool.keys[1][7] = 3.0
+    before = resident()
+    if not pool.populate():
+        pytest.skip("Linux before 5.14")
+    assert resident() - before > 0.9 * pool.num_bytes > 100_000_000
+    assert pool.keys[1][:9, 0, 0, 0].tolist() == [0, 0, 0, 0, 0, 0, 0, 3, 0]
+
+
+def test_a_pool_on_a_device_has_its_memory():
+    pool = KVPool(LAYERS, 4, 16, torch.device("meta"))
+    assert not pool.populate()
+
+
+def test_rows_are_written_where_their_slots_say():
+    pool = KVPool([SPEC] * 2, num_blocks=3, block_size=2, device=CPU)
+    keys, values = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    pool.write(1, keys, values, torch.tensor([5, 0, 3]))
+    assert torch.equal(pool.keys[1][2, 1], keys[0])
+    assert torch.equal(pool.keys[1][0, 0], keys[1])
+    assert torch.equal(pool.values[1][1, 1], values[2])
+    assert int(pool.values[1].flatten(2).any(-1).sum()) == 3
+    assert not pool.keys[0].any()
+
+
+def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
+    wide, narrow = (
+        kv_cache_specs(config(head_dim=64), dtype)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    )
+    assert 2 * bytes_per_block(narrow, 16) == bytes_per_block(wide, 16)
+    sizes = [
+        resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=GIB), specs, CPU).num_blocks
+        for specs in (wide, narrow)
+    ]
+    assert (sizes[1] + 1) // 2 == sizes[0] + 1  # the trash block is paid for, too
+    pools = [KVPool(specs, 3, 16, CPU) for specs in (wide, narrow)]
+    assert 2 * pools[1].num_bytes == pools[0].num_bytes
+    assert pools[1].num_bytes == sum(t.nbytes for t in (*pools[1].keys, *pools[1].values))
+
+
+def test_a_pool_of_8_bit_floats_copies_blocks():
+    pool = KVPool([KVCacheSpec(1, 2, 2, torch.float8_e4m3fn)], 3, 2, CPU)
+    rows = torch.tensor([[[1.5, -2.0]], [[0.25, 448.0]]])
+    pool.write(0, rows, -rows, torch.tensor([0, 1]))
+    pool.copy_blocks([(0, 2)])
+    assert torch.equal(pool.keys[0][2].float(), rows)
+    assert torch.equal(pool.values[0][2].float(), -rows)
+    assert not pool.keys[0][1].float().any()
+
+
+def test_the_dtype_of_the_cache_has_a_name():
+    assert resolve_kv_cache_dtype("auto", torch.float16) == torch.float16
+    for name in ("fp8", "fp8_e4m3"):
+        assert resolve_kv_cache_dtype(name, torch.float16) == torch.float8_e4m3fn
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype='int4' is not known"):
+        resolve_kv_cache_dtype("int4", torch.float16)
+
+
+def test_a_part_of_a_model_keeps_its_part_of_the_heads():
+    whole = kv_cache_specs(config(num_key_value_heads=4), torch.float32)
+    part = kv_cache_specs(config(num_key_value_heads=4), torch.float32, kv_shards=2)
+    assert [spec.num_kv_heads for spec in part] == [2, 2, 2]
+    assert 2 * bytes_per_block(part, 16) == bytes_per_block(whole, 16)
+
+
+def test_memory_that_something_else_limits(memory):
+    memory(16 * GIB)
+    limited = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 14)
+    with pytest.raises(ConfigurationError, match=r"0\.00 GiB are available"):
+        resolve_num_blocks(limited, LAYERS, CPU)
+    roomy = PoolSettings(block_size=16, num_blocks=10, available_memory=1 << 20)
+    assert resolve_num_blocks(roomy, LAYERS, CPU).num_blocks == 10

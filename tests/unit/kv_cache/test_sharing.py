@@ -1,0 +1,299 @@
+"""Through the Python API: in-flight sharing, forks, speculation, two steps open, events."""
+
+import numpy as np
+import pytest
+
+from pyengine.kv_cache import (
+    BlockManager,
+    Cleared,
+    ConfigError,
+    PlanError,
+    Prefilled,
+    Removed,
+    Sequence,
+    StepBuffers,
+    Stored,
+    TokenError,
+)
+from tests.support.blocks import computed, step_arrays, unchanged
+
+BLOCK = 4
+
+
+def tokens(count: int, start: int = 1) -> list[int]:
+    return list(range(start, start + count))
+
+
+def test_32_equal_prompts_cost_one_prefill_and_31_tokens() -> None:
+    manager = BlockManager(1024, 16)
+    sequences = [manager.sequence(tokens(512)) for _ in range(32)]
+    plan = manager.begin_step(16384)
+    answers = [plan.prefill(sequence, 512) for sequence in sequences]
+    assert plan.num_tokens == 512 + 31
+    assert all(isinstance(answer, Prefilled) for answer in answers)
+    assert manager.ledger().active == 32
+    assert plan.commit([7] * 32) == []
+    assert {tuple(sequence.block_table) for sequence in sequences} == {tuple(range(32))}
+    assert [manager.refs(block) for block in range(32)] == [32] * 32
+    stats = manager.stats()
+    assert (stats.in_flight_blocks, stats.merged_blocks) == (31 * 32, 0)  # memory saved
+    assert stats.cached_tokens == 31 * 511  # prefill saved
+    assert (stats.registered_blocks, stats.allocated_blocks) == (32, 32)
+
+
+def test_without_sharing_the_same_blocks_after_the_commit() -> None:
+    manager = BlockManager(2048, 16, in_flight_sharing=False)
+    sequences = [manager.sequence(tokens(512)) for _ in range(32)]
+    plan = manager.begin_step(16384)
+    for sequence in sequences:
+        plan.prefill(sequence, 512)
+    assert plan.num_tokens == 32 * 512
+    redirects = plan.commit([7] * 32)
+    assert len(redirects) == 31 * 32
+    assert [(each.sequence_id, each.index, each.new_block) for each in redirects] == [
+        (sequence.id, index, index) for sequence in sequences[1:] for index in range(32)
+    ]
+    assert manager.ledger().active == 32
+    assert {tuple(sequence.block_table) for sequence in sequences} == {tuple(range(32))}
+    stats = manager.stats()
+    assert (stats.in_flight_blocks, stats.merged_blocks) == (0, 31 * 32)  # memory saved
+    assert (stats.cached_tokens, stats.registered_blocks) == (0, 32)  # no prefill saved
+
+
+def sharing_pair(manager: BlockManager) -> tuple[Sequence, Sequence]:
+    return manager.sequence(tokens(9)), manager.sequence(tokens(10))
+
+
+def test_cancelling_takes_those_along_that_share() -> None:
+    manager = BlockManager(8, BLOCK)
+    first, second = sharing_pair(manager)
+    other = manager.sequence(tokens(3, start=50))
+    plan = manager.begin_step(100)
+    for sequence in (first, other, second):
+        plan.prefill(sequence, 100)
+    assert plan.cancel(first) == [second.id]
+    assert (plan.num_sequences, plan.num_tokens) == (1, 3)
+    assert first.block_table == second.block_table == []
+    assert manager.match_prefix(tokens(8)).num_tokens == 0
+    plan.commit([1])
+    manager.check()
+
+
+def test_a_rolled_back_step_leaves_no_one_with_content_that_was_never_written() -> None:
+    manager = BlockManager(8, BLOCK)
+    first, second = sharing_pair(manager)
+    plan = manager.begin_step(100)
+    plan.prefill(first, 100)
+    plan.prefill(second, 100)
+    assert manager.match_prefix(tokens(8)).num_tokens == 0  # not ready: no lease on it
+    plan.rollback()
+    assert first.block_table == second.block_table == []
+    assert manager.contents() == []
+    assert manager.ledger().free == 8
+
+
+def test_the_death_of_the_one_that_computes() -> None:
+    manager = BlockManager(8, BLOCK)
+    first, second = sharing_pair(manager)
+    plan = manager.begin_step(100)
+    plan.prefill(first, 100)
+    plan.prefill(second, 100)
+    first.free()
+    plan.commit([1, 2])  # its KV was computed with the batch
+    assert manager.refs(second.block_table[0]) == 1
+    assert manager.match_prefix(tokens(8)).num_tokens == 8
+    manager.check()
+
+
+def test_adopts_at_each_boundary_what_has_come_since() -> None:
+    """A second request that comes while the first is half through its 4,096 tokens."""
+    manager = BlockManager(1024, 16)
+    sequences = [manager.sequence(tokens(4096))]
+    planned: list[list[tuple[int, int]]] = []
+    while any(sequence.num_computed_tokens < 4096 for sequence in sequences):
+        if len(sequences) == 1 and sequences[0].num_computed_tokens == 2048:
+            sequences.append(manager.sequence(tokens(4096)))
+        plan = manager.begin_step(1024)
+        planned.append([])
+        for sequence in sequences:
+            if sequence.num_computed_tokens < 4096:
+                answer = plan.prefill(sequence, 512)
+                assert isinstance(answer, Prefilled)
+                planned[-1].append((answer.num_cached_tokens, answer.num_tokens))
+        plan.commit([9] * plan.num_samples)
+    assert planned == [  # (adopted, computed) of the first and the second
+        *([(0, 512)] for _ in range(4)),
+        [(0, 512), (2048 + 512, 512)],  # 512 of them are computed in the same step
+        [(512, 512), (512, 512)],  # each goes on where the other has come to
+        [(511, 1)],
+    ]
+    assert sum(computed for step in planned for _, computed in step) == 4096 + 1
+    first, second = sequences
+    assert first.block_table == second.block_table
+    assert manager.ledger().active == 256
+    manager.check()
+
+
+# ---- forks
+
+
+def test_a_fork_copies_its_partial_block_when_it_writes() -> None:
+    manager = BlockManager(8, BLOCK)
+    parent = computed(manager, tokens(6))
+    child = parent.fork(6)
+    child.append([99])
+    assert child.block_table == parent.block_table
+    assert manager.refs(parent.block_table[1]) == 2
+    plan = manager.begin_step(10)
+    assert plan.decode([parent, child]) == []
+    [(source, target)] = plan.copies()
+    assert parent.block_table[1] == target
+    assert child.block_table[1] == source  # the last holder writes in place
+    plan.commit([1, 2])
+    assert manager.stats().copied_blocks == 1
+    manager.check()
+
+
+def test_a_fork_inside_a_cached_block_does_not_write_to_it() -> None:
+    manager = BlockManager(8, BLOCK)
+    parent = computed(manager, tokens(8))
+    child = parent.fork(6)
+    child.append([99])
+    parent.free()
+    plan = manager.begin_step(10)
+    plan.decode([child])
+    assert len(plan.copies()) == 1
+    plan.commit([1])
+    assert manager.match_prefix(tokens(8)).num_tokens == 8
+    assert manager.match_prefix([*tokens(6), 99, 1]).num_tokens == 4
+    manager.check()
+
+
+@pytest.mark.parametrize("length", [0, 9, -1])
+def test_forks_of_a_wrong_length(length: int) -> None:
+    manager = BlockManager(8, BLOCK)
+    parent = computed(manager, tokens(6))
+    error = ConfigError if length < 0 else TokenError
+    with unchanged(manager), pytest.raises(error, match=str(length)):
+        parent.fork(length)
+
+
+# ---- speculation
+
+
+def test_drafts_are_computed_and_those_accepted_stay() -> None:
+    manager = BlockManager(8, BLOCK)
+    sequence = computed(manager, tokens(6))
+    known = sequence.tokens()
+    plan = manager.begin_step(10)
+    assert isinstance(plan.speculate(sequence, [11, 12, 13, 14]), Prefilled)
+    assert (plan.num_tokens, plan.num_samples) == (5, 5)
+    arrays = step_arrays(sequences=8)
+    plan.fill(StepBuffers(**arrays))
+    assert arrays["input_ids"][:5].tolist() == [known[-1], 11, 12, 13, 14]
+    assert arrays["logits_indices"][:5].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(PlanError, match="1 to 5 tokens"):
+        plan.commit([11, 99, 5], [3])  # 99 was no draft
+    plan.commit([11, 12, 50], [3])
+    assert sequence.tokens() == [*known, 11, 12, 50]
+    assert sequence.num_computed_tokens == len(known) + 2
+    assert len(sequence.block_table) == 3
+    assert sequence.trim(len(known) + 2) == 0  # nine positions fill three blocks
+    with pytest.raises(PlanError, match="cannot be trimmed to 3"):
+        sequence.trim(3)
+    manager.check()
+
+
+def test_lookahead_slots_are_given_back_to_the_block() -> None:
+    manager = BlockManager(8, BLOCK)
+    sequence = computed(manager, tokens(6))
+    plan = manager.begin_step(10)
+    assert plan.decode([sequence], lookahead=9) == []
+    plan.commit([5])
+    assert len(sequence.block_table) == 4
+    assert sequence.trim(sequence.num_tokens) == 2
+    assert manager.ledger().active == 2
+
+
+# ---- two steps open
+
+
+def test_a_step_is_planned_before_the_tokens_of_the_one_before_are_known() -> None:
+    manager = BlockManager(16, BLOCK)
+    sequences = [computed(manager, tokens(count)) for count in (6, 7, 8)]
+    running = manager.begin_step(10)
+    running.decode(sequences)
+    following = manager.begin_step(10)
+    assert following.decode(sequences[::-1]) == []
+    arrays = step_arrays()
+    following.fill(StepBuffers(**arrays))
+    assert arrays["input_ids"][:3].tolist() == [-3, -2, -1]  # rows 2, 1 and 0 of the step before
+    assert arrays["positions"][:3].tolist() == [9, 8, 7]
+    sequences[0].free()  # it turns out to have ended
+    running.commit(np.array([21, 22, 23]))
+    following.fill(StepBuffers(**arrays))
+    assert arrays["input_ids"][:3].tolist() == [23, 22, 21]
+    following.commit([31, 32, 33])
+    assert sequences[2].tokens()[-2:] == [23, 31]
+    manager.check()
+    del sequences
+    assert manager.ledger().active == 0
+
+
+def test_a_block_that_an_open_step_reads_is_not_handed_out() -> None:
+    manager = BlockManager(5, BLOCK, in_flight_sharing=False)
+    first, second = manager.sequence(tokens(4)), manager.sequence(tokens(4))
+    running = manager.begin_step(10)
+    running.prefill(first, 4)
+    running.prefill(second, 4)
+    duplicate = second.block_table[0]
+    following = manager.begin_step(10)
+    following.decode([second])
+    [redirect] = running.commit([1, 2])
+    assert redirect.old_block == duplicate
+    assert manager.state(duplicate) == "leased"  # the open step may still read it
+    following.commit([3])
+    assert manager.state(duplicate) == "free"
+    manager.check()
+
+
+# ---- events
+
+
+def test_events_tell_what_enters_and_leaves() -> None:
+    manager = BlockManager(4, BLOCK, events=True, hash_seed=0)
+    computed(manager, tokens(9)).free()
+    first, second = manager.take_events()
+    assert isinstance(first, Stored) and isinstance(second, Stored)
+    assert (first.tokens, first.parent, first.namespace) == (tokens(4), None, b"")
+    assert (second.tokens, second.parent) == (tokens(4, start=5), first.hash)
+    assert set(manager.contents()) == {first.hash, second.hash}
+    computed(manager, tokens(9)).free()  # adopted: nothing new
+    assert manager.take_events() == []
+    held = computed(manager, tokens(11, start=50))
+    kinds = [type(event) for event in manager.take_events()]
+    assert kinds == [Removed, Stored, Stored]
+    held.free()
+    manager.evict_idle()
+    [event] = manager.take_events()
+    assert isinstance(event, Cleared)
+    assert manager.contents() == []
+
+
+# ---- eviction
+
+
+def test_two_queues_keep_what_comes_back() -> None:
+    """Prompts that never return flush an LRU; they do not flush what is used again."""
+
+    def hits(policy: str) -> int:
+        manager = BlockManager(8, BLOCK, eviction=policy)
+        for round_ in range(20):
+            computed(manager, tokens(9)).free()  # comes back every time
+            for strange in range(4):
+                computed(manager, tokens(9, start=100 + 50 * (5 * round_ + strange))).free()
+        manager.check()
+        return manager.stats().hit_blocks
+
+    assert hits("lru") == 0
+    assert hits("2q") > 30

@@ -1,0 +1,132 @@
+"""Layers that multiply the same rows are one product, and give what each gave by itself."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pyengine.models.fused_linear import (
+    ATTENTION,
+    GATED,
+    JoinedLinear,
+    join_linears,
+    replace_linears,
+)
+from tests.unit.executor.hand_made import random_model
+
+
+class Counting(nn.Module):
+    """A linear layer that counts its calls."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias, self.calls = linear.weight, linear.bias, 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def attention(bias: tuple[bool, bool, bool] = (False,) * 3, size: int = 8) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    sizes = (6, 2, 4)
+    layers = [
+        nn.Linear(8 if out != 2 else size, out, b) for out, b in zip(sizes, bias, strict=True)
+    ]
+    names = ("q_proj", "k_proj", "v_proj")
+    return nn.ModuleDict(dict(zip(names, layers, strict=True)))
+
+
+def products(model: nn.Module) -> list[Counting]:
+    return [one for one in model.modules() if isinstance(one, Counting)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_the_first_multiplies_for_all_in_any_order(bias):
+    model = attention((bias,) * 3)
+    rows = [torch.randn(1, 5, 8), torch.randn(7, 8)]
+    expected = [{name: one(row) for name, one in model.items()} for row in rows]
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == 3
+    (product,) = products(model)
+    for number, order in enumerate(
+        [("k_proj", "q_proj", "v_proj"), ("v_proj", "k_proj", "q_proj")]
+    ):
+        for row, right in zip(rows, expected, strict=True):
+            for name in order:
+                torch.testing.assert_close(model[name](row), right[name])
+        assert product.calls == 2 * (number + 1)
+
+
+@torch.no_grad()
+def test_rows_of_others_are_multiplied_anew_and_nothing_is_kept():
+    model = attention()
+    rows = [torch.randn(5, 8) for _ in range(2)]
+    expected = [model["q_proj"](one) for one in rows] + [model["v_proj"](rows[0])]
+    replace_linears(model, is_linear, Counting, (ATTENTION, GATED))
+    found = [model["q_proj"](one) for one in rows] + [model["v_proj"](rows[0])]
+    for one, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, right)
+    fresh = torch.randn(5, 8)
+    kept = weakref.ref(fresh)
+    for name in model:
+        model[name](fresh)
+    del fresh
+    assert kept() is None
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(attention((True, False, True)), id="only some have a bias"),
+        pytest.param(attention(size=3), id="another input"),
+        pytest.param(nn.ModuleDict({"up_proj": nn.Linear(2, 3)}), id="alone"),
+        pytest.param(
+            nn.ModuleDict(
+                {"gate_proj": nn.Linear(2, 3), "up_proj": nn.Linear(2, 3, dtype=torch.float64)}
+            ),
+            id="another type",
+        ),
+    ],
+)
+def test_what_does_not_go_together_stays_apart(model):
+    num_layers = len(list(model.children()))
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == num_layers
+    assert len(products(model)) == num_layers
+
+
+@torch.no_grad()
+def test_plain_layers_are_joined_for_gpus_and_say_the_same():
+    model: Any = random_model("llama")
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    expected = model(tokens).logits
+    assert join_linears(model) == 3 * 7 + 1
+    assert sum(type(one) is nn.Linear for one in model.modules()) == 3 * 4 + 1
+    torch.testing.assert_close(model(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@torch.no_grad()
+def test_a_model_says_the_same_and_gives_its_weights_back(family):
+    model: Any = random_model(family)
+    tokens = torch.tensor([[3, 9, 27, 81, 50]])
+    expected = model(tokens).logits
+    kept = [
+        weakref.ref(one.weight) for name, one in model.named_modules() if name.endswith("k_proj")
+    ]
+    assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == 3 * 7 + 1
+    gc.collect()
+    assert [one() for one in kept] == [None] * 3
+    assert len(products(model)) == 3 * 4 + 1
+    torch.testing.assert_close(model(tokens).logits, expected)
+    assert all(one.calls == 1 for one in products(model))
+    layer = model.model.layers[0].self_attn.k_proj
+    assert isinstance(layer, JoinedLinear)
+    assert layer.weight.dtype == torch.float32

@@ -1,0 +1,74 @@
+"""The OpenMP threads of torch: whoever has loaded a model does not keep them."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyengine import LLM
+from pyengine.utils import openmp
+from tests.support.threads import torch_threads
+from tests.unit.models.tiny import save_tiny_model
+
+pytestmark = pytest.mark.skipif(openmp.openmp_runtime() is None, reason="torch brings no libgomp")
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    with torch_threads(2):
+        yield
+
+
+def compute() -> None:
+    """Something that two threads share."""
+    torch.randn(1 << 20).exp_()
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_released_threads_are_gone_and_come_back() -> None:
+    def check() -> None:
+        alone = num_threads()
+        compute()
+        assert num_threads() == alone + 1
+        openmp.release_threads()
+        assert num_threads() == alone
+        compute()
+        assert num_threads() == alone + 1
+
+    ThreadPoolExecutor(1).submit(check).result()  # a new thread has no OpenMP threads yet
+
+
+def test_who_has_made_an_engine_keeps_no_threads(tmp_path: Path) -> None:
+    """Else the thread that runs the steps would share the cores with them, and never spin."""
+    save_tiny_model(tmp_path)
+
+    def check() -> None:
+        compute()
+        llm = LLM(tmp_path, dtype="float32", num_blocks=16, max_model_len=64)
+        made = num_threads()
+        compute()
+        assert num_threads() == made + 1
+        del llm
+
+    ThreadPoolExecutor(1).submit(check).result()
+
+
+def test_threads_of_another_runtime_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "openmp_runtime", lambda: None)
+
+    def check() -> None:
+        compute()
+        computed = num_threads()
+        openmp.release_threads()
+        assert num_threads() == computed
+        monkeypatch.undo()
+        openmp.release_threads()
+        assert num_threads() == computed - 1
+
+    ThreadPoolExecutor(1).submit(check).result()

@@ -1,0 +1,60 @@
+"""The distribution's name is the same everywhere, and nothing sends people to another project."""
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from pyengine.utils import packaging as distribution
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_name_is_the_one_of_pyproject() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["name"] == distribution.DISTRIBUTION
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_the_oldest_version_is_told_once(name: str) -> None:
+    """What pyproject.toml asks for is what the page on dependencies gives the reason of."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (asked,) = [
+        one.removeprefix(f"{name}>=")
+        for one in settings["project"]["optional-dependencies"]["engine"]
+        if one.startswith(f"{name}>")
+    ]
+    page = (ROOT / "docs/explanation/dependencies.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `engine` | {name} |")]
+    assert re.findall(r"from ([\d.]+),", row) == [asked]
+
+
+def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distribution, "version", lambda name: f"{name} 7")
+    assert distribution.package_version() == "pyengine-kv 7"
+
+
+def test_sources_that_are_not_installed_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(distribution, "version", missing)
+    assert distribution.package_version() == "unknown"
+
+
+def test_no_hint_names_a_distribution_of_somebody_else() -> None:
+    folders = ("pyengine", "docs", "benches", "tools")
+    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile")]
+    files += [path for name in folders for path in (ROOT / name).rglob("*") if path.is_file()]
+    texts = {path: path.read_text() for path in files if path.suffix in {".py", ".md", ""}}
+    wrong = [
+        f"{path}: {line}"
+        for path, text in texts.items()
+        for line in text.splitlines()
+        if re.search(r"""\bpyengine\[|pip install ['"]?pyengine\b(?!-kv|_kv)""", line)
+        or re.search(r"""version\(['"]pyengine['"]\)""", line)
+    ]
+    assert len(texts) > 60
+    assert wrong == []
