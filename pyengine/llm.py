@@ -14,7 +14,7 @@ from pyengine.engine.chat_template import Message, as_conversations
 from pyengine.engine.client import Frontend
 from pyengine.engine.core import Engine
 from pyengine.engine.loop import held_interrupts
-from pyengine.engine.output_collector import OutputCollector
+from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.prompts import (
     Prompt,
     PromptLike,

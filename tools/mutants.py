@@ -23,7 +23,6 @@ CHILDREN = 2
 
 _SCHEDULER = ("tests/unit/scheduler",)
 TESTS: dict[str, tuple[str, ...]] = {
-    "pyengine/scheduler/reuse_counters.py": _SCHEDULER,
     "pyengine/scheduler/scheduler.py": _SCHEDULER,
     "pyengine/scheduler/batch.py": _SCHEDULER,
     "pyengine/scheduler/waiting_queue.py": _SCHEDULER,

@@ -28,7 +28,7 @@ from pyengine.attention.dispatch import (
     register_paged_attention,
     running,
 )
-from pyengine.models.fused_linear import join_linears
+from pyengine.models.linear import join_linears
 from pyengine.models.rotary import take_over_rotations
 from pyengine.models.transformers_calls import quiet_transformers
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from pyengine.engine.core import Engine
-from pyengine.executor.device_queue import Work
+from pyengine.executor.executor import Work
 from pyengine.sampling.sampler import PendingSample
 
 

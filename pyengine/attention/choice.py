@@ -9,13 +9,18 @@ import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionOptions, StepInputs
 from pyengine.attention.cpu import CpuBackend, cpu_obstacle
-from pyengine.attention.flash_attn import PAGE, FlashAttnBackend, flash_attn_obstacle
 from pyengine.attention.flashinfer import FlashInferBackend, flashinfer_obstacle
 from pyengine.attention.flex import FlexBackend, flex_obstacle
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.needs import AttentionNeeds, LayerNeeds
 from pyengine.attention.paged import on_device
-from pyengine.attention.varlen import VarlenBackend, varlen_obstacle
+from pyengine.attention.varlen import (
+    PAGE,
+    FlashAttnBackend,
+    VarlenBackend,
+    flash_attn_obstacle,
+    varlen_obstacle,
+)
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool

@@ -12,9 +12,15 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, StepInputs
+from pyengine.attention.backend import (
+    AttentionOptions,
+    GraphPlan,
+    HeadNorm,
+    Int32Array,
+    Rotation,
+    StepInputs,
+)
 from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype_name
-from pyengine.attention.rotation import HeadNorm, Rotation
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool

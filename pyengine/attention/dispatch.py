@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyengine.attention.backend import AttentionOptions, AttentionPlan
-from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation
+from pyengine.attention.backend import (
+    AttentionOptions,
+    AttentionPlan,
+    HeadNorm,
+    RotaryLayout,
+    Rotation,
+)
 from pyengine.errors import ConfigurationError
 
 ATTENTION_NAME = "pyengine_paged_attention"

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.attention.backend import Int32Array
+from pyengine.attention.backend import Int32Array, Rotation, rotated
 from pyengine.attention.needs import FLOAT8_DTYPES
-from pyengine.attention.rotation import Rotation, rotated
 from pyengine.kv_cache.pool import KVPool
 
 _FLOAT8_CAPABILITY = (8, 9)

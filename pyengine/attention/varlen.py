@@ -1,4 +1,12 @@
-"""Attention by torch's own `varlen_attn` with block tables: torch 2.12 and later.
+"""Attention by flash-attn 2, from its package or from torch (`varlen_attn`).
+
+Attention by the package flash-attn (version 2): block tables, pages of 256 tokens.
+
+Leading sequences with one new token go to `flash_attn_with_kvcache`, which splits long caches
+over the GPU, the rest to `flash_attn_varlen_func`. Version 2 has no sinks; they are added from
+the logarithm of the sum under the softmax, which both functions return.
+
+Attention by torch's own `varlen_attn` with block tables: torch 2.12 and later.
 
 Torch's copy of flash-attn 2 runs it, with pages of 256 tokens. `num_splits=1`: with more, rows
 were left unwritten upstream. There is no softcap; sinks are added from the logarithm of the sum
@@ -12,11 +20,158 @@ import numpy as np
 import torch
 
 from pyengine.attention.backend import AttentionOptions, StepInputs
-from pyengine.attention.flash_attn import flash_kernel_obstacle
-from pyengine.attention.needs import AttentionNeeds, cuda_obstacle
-from pyengine.attention.paged import KVWriter, apply_sinks, window_left
+from pyengine.attention.needs import (
+    AttentionNeeds,
+    cache_dtype_obstacle,
+    cuda_obstacle,
+    equal_dims_obstacle,
+    half_obstacle,
+    page_obstacle,
+)
+from pyengine.attention.paged import KVWriter, apply_sinks, cumulative, leading_decodes, window_left
 from pyengine.errors import ConfigurationError
+from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
+
+PAGE = 256
+"""Its pages are a multiple of this many tokens."""
+
+
+def flash_attn_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why flash-attn cannot serve; None: it can."""
+    obstacle = cuda_obstacle(needs, (8, 0))
+    if obstacle is not None:
+        return obstacle
+    if "flash_attn" not in needs.packages:
+        return "the package flash-attn is not installed"
+    return flash_kernel_obstacle(needs)
+
+
+def flash_kernel_obstacle(needs: AttentionNeeds) -> str | None:
+    """Why the kernels of flash-attn 2, torch's copy of them too, cannot serve; None: they can."""
+    for layer in needs.layers:
+        if layer.head_dim_k > 256 or layer.head_dim_k % 8:
+            return (
+                f"its head sizes are the multiples of 8 up to 256, the model has {layer.head_dim_k}"
+            )
+    return (
+        half_obstacle(needs)
+        or equal_dims_obstacle(needs)
+        or cache_dtype_obstacle(needs)
+        or page_obstacle(needs, PAGE)
+    )
+
+
+class FlashAttnBackend:
+    """Attention over a `KVPool` by flash-attn. Raises `ImportError` where that is missing."""
+
+    name = "flash-attn"
+    supports_graphs = True
+    reads_tables = True
+    shared_group = None
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.writer = KVWriter(pool)
+        self.library: Any = importlib.import_module("flash_attn")
+
+    def plan(self, inputs: StepInputs) -> "FlashAttnPlan":
+        """Prepare a step."""
+        return FlashAttnPlan(self, inputs)
+
+    def graph_plan(self, inputs: StepInputs) -> "FlashAttnPlan":
+        """The same: decoding reads lengths and tables from the step's tensors alone."""
+        return FlashAttnPlan(self, inputs)
+
+
+class FlashAttnPlan:
+    """One step by flash-attn."""
+
+    def __init__(self, backend: FlashAttnBackend, inputs: StepInputs) -> None:
+        self._backend = backend
+        self._inputs = inputs
+        starts, lens = inputs.host_query_start_loc, inputs.host_seq_lens
+        self._decodes = decodes = leading_decodes(starts)
+        self._starts: torch.Tensor | None = None
+        if decodes < len(lens):
+            self._starts = inputs.query_start_loc[decodes:] - decodes
+            self._key_starts = upload(cumulative(lens[decodes:]), backend.pool.device)
+            self._max_rows = int(np.diff(starts[decodes:]).max())
+            self._max_keys = int(lens[decodes:].max())
+
+    def refresh(self, inputs: StepInputs) -> None:
+        """See `GraphPlan.refresh`; there is nothing to do."""
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """See `AttentionPlan.forward`."""
+        rows, slots = (query, key, value), self._inputs.slot_mapping
+        query = self._backend.writer.write_step(layer, rows, slots, options.rotation)
+        query, decodes = query.contiguous(), self._decodes
+        if self._starts is None:
+            return self._decode(layer, query, options)
+        rest = self._prefill(layer, query[decodes:], options)
+        if not decodes:
+            return rest
+        return torch.cat([self._decode(layer, query[:decodes], options), rest])
+
+    def _decode(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        result = self._backend.library.flash_attn_with_kvcache(
+            query[:, None],
+            self._backend.pool.keys[layer],
+            self._backend.pool.values[layer],
+            cache_seqlens=self._inputs.seq_lens[: self._decodes],
+            block_table=self._table(layer)[: self._decodes],
+            return_softmax_lse=options.sinks is not None,
+            **_settings(options),
+        )
+        if options.sinks is None:
+            return _tensor(result)[:, 0]
+        out, lse = result  # [B, 1, heads, d] and [B, heads, 1]
+        return apply_sinks(out[:, 0], lse[..., 0], options.sinks)
+
+    def _prefill(self, layer: int, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        result = self._backend.library.flash_attn_varlen_func(
+            query,
+            self._backend.pool.keys[layer],
+            self._backend.pool.values[layer],
+            cu_seqlens_q=self._starts,
+            cu_seqlens_k=self._key_starts,
+            max_seqlen_q=self._max_rows,
+            max_seqlen_k=self._max_keys,
+            block_table=self._table(layer)[self._decodes :],
+            return_attn_probs=options.sinks is not None,
+            **_settings(options),
+        )
+        if options.sinks is None:
+            return _tensor(result)
+        out, lse = result[:2]  # [T, heads, d] and [heads, T]
+        return apply_sinks(out, lse.T, options.sinks)
+
+    def _table(self, layer: int) -> torch.Tensor:
+        return self._inputs.block_tables[self._backend.pool.groups.places[layer].group]
+
+
+def _settings(options: AttentionOptions) -> dict[str, Any]:
+    left = window_left(options.sliding_window)
+    return {
+        "softmax_scale": options.scaling,
+        "causal": True,
+        "window_size": (left, -1 if left < 0 else 0),
+        "softcap": options.softcap or 0.0,
+    }
+
+
+def _tensor(result: Any) -> torch.Tensor:
+    tensor: torch.Tensor = result
+    return tensor
+
 
 _LEAST_TORCH = (2, 12)
 

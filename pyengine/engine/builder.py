@@ -21,8 +21,7 @@ from pyengine.engine.input_processor import ModelFacts, model_facts
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaRecorder
-from pyengine.executor.device_queue import InlineQueue, ThreadQueue
-from pyengine.executor.executor import Executor
+from pyengine.executor.executor import Executor, InlineQueue, ThreadQueue
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.interface import Runner
 from pyengine.executor.memory_profile import (
@@ -37,30 +36,24 @@ from pyengine.executor.memory_profile import (
 )
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.executor.tensor_parallel.distributed import Team
-from pyengine.executor.tensor_parallel.messages import RunnerSetup
+from pyengine.executor.tensor_parallel.ranks import RunnerSetup
 from pyengine.kv_cache import BlockManager, ConfigError
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
-from pyengine.models.fused_linear import join_linears
 from pyengine.models.int8_linear import quantise_linears
+from pyengine.models.linear import can_pack, join_linears, pack_linears
 from pyengine.models.linear_kernels import ProductChooser
-from pyengine.models.loader import LoadedModel, load_model
-from pyengine.models.mtp import with_heads
+from pyengine.models.loader import LoadedModel, load_model, with_heads
 from pyengine.models.norms import fuse_norms
-from pyengine.models.prepacked_linear import can_pack, pack_linears
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
-from pyengine.speculation.draft_loading import LoadedDraft, load_draft
-from pyengine.speculation.draft_model import DraftModel
-from pyengine.speculation.drafters import Drafter
+from pyengine.speculation.draft_model import DraftModel, LoadedDraft, load_draft
+from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
+from pyengine.speculation.drafting import Speculator, measured_costs
 from pyengine.speculation.mtp import HeadDrafter
-from pyengine.speculation.ngram import NgramDrafter
 from pyengine.speculation.policy import PayingDrafts
-from pyengine.speculation.speculator import Speculator
-from pyengine.speculation.step_costs import measured_costs
-from pyengine.speculation.suffix import SuffixDrafter
 from pyengine.utils.packaging import package_version
 
 _log = logging.getLogger(__name__)

@@ -31,9 +31,8 @@ from pyengine.kv_cache import BlockManager, Ledger
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, StalledError
-from pyengine.speculation.drafting import Drafting
+from pyengine.speculation.drafting import Drafting, Speculator
 from pyengine.speculation.mtp import HeadDrafter
-from pyengine.speculation.speculator import Speculator
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from pyengine.outputs import CompletionOutput, FinishReason, Logprob, RequestMet
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request
 
 
 class OutputSink(Protocol):

@@ -23,8 +23,7 @@ from pyengine.executor.mtp import DraftInputs, Heads
 from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
-from pyengine.models.rotary import take_over_rotations
-from pyengine.models.static_rotary import settle_rotary
+from pyengine.models.rotary import settle_rotary, take_over_rotations
 
 
 class ModelRunner:

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pyengine.attention.needs import FLOAT8_DTYPES
-
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
 
@@ -89,5 +87,5 @@ def write_rows(
         dim_v=dim_v,
         block_k=triton.next_power_of_2(heads * dim_k),
         block_v=triton.next_power_of_2(heads * dim_v),
-        largest=torch.finfo(dtype).max if dtype in FLOAT8_DTYPES else 0.0,
+        largest=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
     )

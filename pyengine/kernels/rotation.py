@@ -1,14 +1,15 @@
 """Norm, rotary embedding and KV write as one Triton kernel: a program per token and head."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from pyengine.attention.needs import FLOAT8_DTYPES
-from pyengine.attention.rotation import Rotation
 from pyengine.kernels.kv_write import Pair, store_limited
+
+if TYPE_CHECKING:
+    from pyengine.attention.backend import Rotation
 
 # Annotations of arguments are strings: the compiler looks up names, and knows none but constants.
 
@@ -136,7 +137,7 @@ def write_rotated(
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     caches: Pair,
     slots: torch.Tensor,
-    rotation: Rotation,
+    rotation: "Rotation",
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """Turn `rows`, write keys and values to their slots, return the queries.
@@ -180,7 +181,7 @@ def write_rotated(
         block_half=triton.next_power_of_2(half),
         block_rest=triton.next_power_of_2(max(1, dim - layout.size)),
         block_v=triton.next_power_of_2(value.shape[2]),
-        largest=torch.finfo(dtype).max if dtype in FLOAT8_DTYPES else 0.0,
+        largest=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
         num_warps=_WARPS,
     )
     return out

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pyengine.errors import ConfigurationError, ModelLoadError
-from pyengine.models.cache_folder import cache_root
+from pyengine.models.checkpoint_files import cache_root
 from pyengine.models.gguf import CONVERSION_VERSION, convert_once, converted_gguf
 from pyengine.models.transformers_calls import load_errors, reason_of
 

@@ -1,17 +1,146 @@
-"""What the sampler needs to know of a batch: worked out once, good for many steps."""
+"""What the sampler needs to know of a batch, and how it changes logits.
 
-from collections.abc import Sequence
+Changes to single logits: allowed tokens, barred tokens, bias, penalties.
+
+Each touches few tokens of a row, so they are gathered, changed and put back by flat index
+(row * vocabulary + token): the cost follows the number of tokens a request has seen, not the
+vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyengine.sampling.adjust import Adjustments
 from pyengine.sampling.draw_cpu import Columns
 from pyengine.sampling.host import upload
 from pyengine.sampling.state import SamplingState
+from pyengine.sampling.uniform import Positions
+
+_Ids: TypeAlias = npt.NDArray[np.int64]
+
+_LARGEST = torch.finfo(torch.float32).max
+"""What overflows becomes this, not infinite: a row with an infinite logit has no distribution."""
+
+
+class Adjustments:
+    """What changes the logits of a batch; worked out once, good for many steps.
+
+    In vLLM's order: tokens that are not allowed, bad words, and stop tokens before
+    ``min_tokens`` become -inf, then the bias is added, then penalties apply.
+    """
+
+    def __init__(self, states: Sequence[SamplingState]) -> None:
+        rows = dict(enumerate(states))
+        self._allowed = _Cells({row: one.allowed_ids for row, one in rows.items()})
+        self._barred = _Cells({row: one.barred_ids for row, one in rows.items()})
+        self._stops = _Cells({row: one.stop_ids for row, one in rows.items()})
+        self._stops_until = np.array([one.params.min_tokens for one in states])[self._stops.rows]
+        self._bias = _Cells({row: one.bias_ids for row, one in rows.items()})
+        self._bias_values = np.concatenate([one.bias_values for one in states])
+        self._worded = [(row, one) for row, one in rows.items() if one.bad_words]
+        self._penalties = _Penalties(rows)
+
+    def apply(self, logits: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Return the logits to choose from: float32 [B, V], or ``logits`` itself if none changes.
+
+        ``positions[i]`` is the place of row i's token in its output. ``logits`` [B, V] is never
+        written to.
+        """
+        stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
+        words = {row: ids for row, one in self._worded if len(ids := one.barred_by_output())}
+        is_static = len(self._allowed) or len(self._barred) or len(self._bias)
+        if not (is_static or stops.any() or words or self._penalties.is_due):
+            return logits
+        adjusted = logits.to(torch.float32, copy=True).contiguous()
+        flat, vocab_size = adjusted.view(-1), adjusted.shape[1]
+        if len(self._allowed):
+            index = self._allowed.index(vocab_size, flat.device)
+            kept = flat[index]
+            rows = upload(np.unique(self._allowed.rows), flat.device)
+            adjusted.index_fill_(0, rows, -torch.inf)
+            flat[index] = kept
+        if len(self._barred):
+            flat.index_fill_(0, self._barred.index(vocab_size, flat.device), -torch.inf)
+        if words:
+            flat.index_fill_(0, _Cells(words).index(vocab_size, flat.device), -torch.inf)
+        if stops.any():
+            index = self._stops.index(vocab_size, flat.device)
+            if not stops.all():
+                index = index[upload(np.flatnonzero(stops), flat.device)]
+            flat.index_fill_(0, index, -torch.inf)
+        if len(self._bias):
+            index = self._bias.index(vocab_size, flat.device)
+            bias = upload(self._bias_values, flat.device)
+            flat[index] = (flat[index] + bias).clamp_(max=_LARGEST)
+        self._penalties.apply(flat, vocab_size)
+        return adjusted
+
+
+class _Cells:
+    """Places in a table of logits: (row, token id), in the order of `ids_by_row`."""
+
+    def __init__(self, ids_by_row: Mapping[int, _Ids]) -> None:
+        several = [ids for ids in ids_by_row.values() if len(ids)]
+        lengths = [len(ids) for ids in ids_by_row.values()]
+        self.rows: _Ids = np.repeat(np.array([*ids_by_row], dtype=np.int64), lengths)
+        self._ids: _Ids = np.concatenate(several) if several else np.empty(0, dtype=np.int64)
+        self._made: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def index(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """Their flat index: int64 [n]; raises `ValueError` for ids that a row does not have."""
+        if self._made is None or self._made[0] != vocab_size or self._made[1].device != device:
+            if len(self._ids) and not 0 <= self._ids.min() <= self._ids.max() < vocab_size:
+                raise ValueError(
+                    f"token ids {self._ids.min()} to {self._ids.max()} in rows of "
+                    f"{vocab_size} logits"
+                )
+            index = upload(self.rows * vocab_size + self._ids, device)
+            self._made = (vocab_size, index)
+        return self._made[1]
+
+
+class _Penalties:
+    """Repetition first, then frequency and presence.
+
+    Repetition as in CTRL (Keskar et al. 2019), with the sign taken into account so that a
+    penalised logit always falls; frequency and presence as in OpenAI's API.
+    """
+
+    def __init__(self, states: Mapping[int, SamplingState]) -> None:
+        penalised = {row: one for row, one in states.items() if one.counts is not None}
+        params = [one.params for one in penalised.values()]
+        self._rows = list(penalised)
+        self._counts = [one.counts for one in penalised.values() if one.counts is not None]
+        self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+        self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+        self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether any token has been counted."""
+        return any(map(len, self._counts))
+
+    def apply(self, flat: torch.Tensor, vocab_size: int) -> None:
+        """Change the logits of the counted tokens in place; `flat` is float32 [B * V]."""
+        if not self.is_due:
+            return
+        seen = {row: one.ids for row, one in zip(self._rows, self._counts, strict=True)}
+        index = _Cells(seen).index(vocab_size, flat.device)
+        times = np.concatenate([one.counts for one in self._counts])
+        row = np.repeat(np.arange(len(self._counts)), [len(one) for one in self._counts])
+        offset = self._frequency[row] * times + self._presence[row] * (times > 0)
+        divisor = upload(self._repetition[row], flat.device)
+        values = flat[index]
+        penalised = torch.where(values > 0, values / divisor, values * divisor)
+        penalised -= upload(offset, flat.device)
+        flat[index] = penalised.clamp_(max=_LARGEST)
 
 
 class SamplingBatch:

@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step."""
+"""What the scheduler decided for one step, and for whom."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,51 @@ from time import monotonic
 
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache import StepPlan
-from pyengine.scheduler.request import Request
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One prompt to continue: one object from the queue to the last token.
+
+    `namespace` separates its blocks from those of other namespaces. Requests are served by
+    `priority`, smaller first, and by arrival where that is equal. With `read_cache` off every
+    prompt token is computed, also what the cache holds, but for `readable_tokens`. `num_samples`
+    completions will run once the prompt is computed: it is admitted when there are seats for all of
+    them. It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step
+    computes at most `max_chunk` tokens of prompts that have such a bound, all of them together.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    namespace: bytes = b""
+    priority: float = 0
+    read_cache: bool = True
+    num_samples: int = 1
+    max_tokens: float = inf
+    max_chunk: float = inf
+    num_cached_tokens: int = field(default=0, init=False)
+    """Prompt tokens that were not computed for it when it first ran."""
+    num_preemptions: int = field(default=0, init=False)
+    """How often it lost its blocks and was computed again."""
+    scheduled_time: float | None = field(default=None, init=False)
+    """When the first step with tokens of it was planned, in seconds of `time.monotonic`."""
+
+    def readable_tokens(self) -> int:
+        """How many tokens need not be computed if their KV is cached, although `read_cache` is off.
+
+        Asked when it is considered for admission; it may have changed the next time.
+        """
+        return 0
+
+    def awaits_prefix(self) -> bool:
+        """Whether a running request computes what this one would compute again if it ran now.
+
+        It is admitted when that is over, or the other request does not run any more.
+        """
+        return False
+
+    def admitted(self) -> None:
+        """Take note of the admission: a step with tokens of this request is being planned."""
 
 
 class Job:
@@ -215,3 +259,41 @@ def _move_back(decodes: Iterable[Job], chunks: Iterable[Entry]) -> None:
     for entry in chunks:
         entry.job.num_computed = entry.start - entry.num_cached
         entry.job.num_tokens -= entry.samples
+
+
+class ReuseCounters:
+    """What the counters of the block manager miss: added to them, every prompt token is counted.
+
+    The block manager counts what a step plan finds in the cache. A prefix that is attached before
+    the step is planned, and blocks that a fork shares, are counted here.
+    """
+
+    def __init__(self, block_size: int, null_block: int) -> None:
+        self._block_size = block_size
+        self._null_block = null_block
+        self._values = dict.fromkeys(
+            ("prompt_tokens", "cached_tokens", "hit_blocks", "forked_tokens", "forked_blocks"), 0
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """The counters by name; they only grow."""
+        return dict(self._values)
+
+    def num_blocks(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks of a table are really there: not behind a window."""
+        return len([block for block in blocks if block != self._null_block])
+
+    def add_attached(self, num_tokens: int, num_blocks: int) -> None:
+        """Count a cached prefix that a committed step did not compute."""
+        self._values["prompt_tokens"] += num_tokens
+        self._values["cached_tokens"] += num_tokens
+        self._values["hit_blocks"] += num_blocks
+
+    def add_fork(self, sequence: CachedSequence) -> None:
+        """Count what a sequence that has just been forked shares; its last block if it is full."""
+        computed = sequence.num_computed_tokens
+        full = computed // self._block_size
+        self._values["forked_tokens"] += computed
+        self._values["forked_blocks"] += sum(
+            [self.num_blocks(table[:full]) for table in sequence.block_tables]
+        )

@@ -35,8 +35,7 @@ import numpy.typing as npt
 from pyengine.errors import ConfigurationError, PyEngineError
 from pyengine.kv_cache import BlockManager, Lease, NoBudget, NoRoom, Prefilled, Redirect
 from pyengine.kv_cache import Sequence as CachedSequence
-from pyengine.scheduler.batch import Job, ScheduledStep
-from pyengine.scheduler.reuse_counters import ReuseCounters
+from pyengine.scheduler.batch import Job, ReuseCounters, ScheduledStep
 from pyengine.scheduler.waiting_queue import WaitingQueue
 
 _J = TypeVar("_J", bound=Job)

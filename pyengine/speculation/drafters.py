@@ -1,11 +1,31 @@
-"""What a drafter is, what it sees and what it gives."""
+"""Drafters by look-up: what they see, what they propose, and where they find it.
+
+Prompt look-up: what came after the last few tokens when they were there before.
+
+Saxena, "Prompt Lookup Decoding" (2023). The longest n-gram of up to `longest` tokens at the end of
+prompt and answer is looked for in them, and of equal ones the latest is taken.
+
+There is no index: each draft compares all tokens, in NumPy. A token has four bytes here and some
+thousands in the KV cache, which every decode step reads, so the search is cheap beside the step. An
+index of n-grams takes three quarters of a second to build for 128k tokens, all of it in one step.
+
+What came after the longest part of a text's end, in the text and in earlier answers.
+
+As suffix decoding (Oliaro et al., 2024): requests that are made of templates, and agents that go in
+circles, get answers that stand there already. The search is in Rust (`rust/suffix`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.kv_cache import Suffixes
+
 if TYPE_CHECKING:
-    from pyengine.scheduler.request import Request
+    from pyengine.scheduler.batch import Request
 
 
 class Context(Protocol):
@@ -64,3 +84,135 @@ class ComputingDrafter(Drafter, Protocol):
     def begin_step(self, budget: int) -> None:
         """Until the next call, compute at most so many tokens of texts, drafts aside."""
         ...
+
+
+class NgramDrafter:
+    """Drafts from the request's own tokens, by a search of them all."""
+
+    def __init__(self, *, shortest: int = 2, longest: int = 4) -> None:
+        """N-grams of `shortest` to `longest` tokens are looked for."""
+        self._lengths = range(shortest, longest + 1)
+        self._histories: dict[Context, _History] = {}
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        return [self._draft(context, count) for context, count in zip(contexts, most, strict=True)]
+
+    def _draft(self, context: Context, most: int) -> Draft:
+        history = self._histories.get(context)
+        if history is None:
+            history = self._histories[context] = _History(context.request.prompt_token_ids)
+        history.extend(context.token_ids[history.num_output :])
+        return history.draft(most, self._lengths)
+
+    def forget(self, context: Context) -> None:
+        """See `Drafter.forget`."""
+        self._histories.pop(context, None)
+
+
+class _History:
+    """The tokens of one sample, int32, in an array with capacity for more."""
+
+    __slots__ = ("_array", "_count", "_num_prompt")
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._array = np.asarray(prompt, dtype=np.int32)
+        self._count = self._num_prompt = len(self._array)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens after the prompt."""
+        return self._count - self._num_prompt
+
+    def extend(self, new: Sequence[int]) -> None:
+        """Append tokens. The array grows by an eighth, so a token costs the same at any length."""
+        count = self._count + len(new)
+        if count > len(self._array):
+            larger = np.empty(count + count // 8 + 64, dtype=np.int32)
+            larger[: self._count] = self._array[: self._count]
+            self._array = larger
+        self._array[self._count : count] = new
+        self._count = count
+
+    def draft(self, most: int, lengths: range) -> Draft:
+        """What followed the longest n-gram at the end that was there before.
+
+        Where what followed reaches the end, it goes on with itself: a text that repeats.
+        """
+        end, length = self._latest_match(lengths)
+        if not length:
+            return NO_DRAFT
+        following: list[int] = self._array[end : min(end + most, self._count)].tolist()
+        while len(following) < most:
+            following += following[: most - len(following)]
+        return Draft(following, length)
+
+    def _latest_match(self, lengths: range) -> tuple[int, int]:
+        """Where the longest n-gram at the end stood last, and its length; 0 where it did not.
+
+        The place is that of the token after it.
+        """
+        tokens, count = self._array[: self._count], self._count
+        end = found = 0
+        equal: npt.NDArray[np.bool_] | None = None
+        """For the places from `length` on, whether the n-gram of that length ends before them."""
+        for length in range(1, min(lengths[-1], count - 1) + 1):
+            same = tokens[: count - length] == tokens[count - length]
+            equal = same if equal is None else np.logical_and(equal[1:], same, out=same)
+            if length < lengths[0]:
+                continue
+            latest = _last_true(equal)
+            if latest is None:
+                break
+            end, found = latest + length, length
+        return end, found
+
+
+def _last_true(flags: npt.NDArray[np.bool_]) -> int | None:
+    """The place of the last true flag; None where there is none."""
+    place = len(flags) - 1 - int(flags[::-1].argmax())
+    return place if flags[place] else None
+
+
+_ARCHIVED = 1 << 20
+"""Tokens of earlier answers that are kept: up to 100 MB."""
+
+
+class SuffixDrafter:
+    """Drafts from the request's own tokens and from earlier answers of its namespace.
+
+    The oldest answers are forgotten beyond `max_tokens` tokens, all namespaces together.
+    """
+
+    def __init__(self, max_tokens: int = _ARCHIVED) -> None:
+        self._suffixes = Suffixes(max_tokens)
+        self._texts: dict[Context, tuple[int, int]] = {}
+        """What each is called there, and how much of its answer is known there."""
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        drafts = []
+        for context, count in zip(contexts, most, strict=True):
+            tokens, support = self._suffixes.guess(self._grown(context), count)
+            drafts.append(Draft(tokens, support) if tokens else NO_DRAFT)
+        return drafts
+
+    def _grown(self, context: Context) -> int:
+        """Make known what is new of a text; what it is called."""
+        found, answer = self._texts.get(context), context.token_ids
+        if found is None:
+            request = context.request
+            name = self._suffixes.begin(request.prompt_token_ids, namespace=request.namespace)
+            found = name, 0
+        name, known = found
+        if known < len(answer):
+            self._suffixes.extend(name, answer[known:])
+        self._texts[context] = name, len(answer)
+        return name
+
+    def forget(self, context: Context) -> None:
+        """See `Drafter.forget`. The answer is kept for later ones."""
+        if context in self._texts:
+            name = self._grown(context)
+            del self._texts[context]
+            self._suffixes.end(name)

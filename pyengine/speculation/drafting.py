@@ -1,19 +1,120 @@
-"""Which decodes of a step get drafts: what drafters propose, cut to what could be accepted."""
+"""Which decodes of a step get drafts, and what becomes of a drafter that misbehaves."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from pyengine.executor.interface import HeadStep
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyengine.executor.input_buffers import RunnerLimits
+from pyengine.executor.interface import HeadStep, Runner
+from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
+from pyengine.sampling.batch import SamplingBatch
+from pyengine.sampling.sampler import Sampler
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler
-from pyengine.speculation.drafters import Draft
+from pyengine.speculation.drafters import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
 from pyengine.speculation.mtp import HeadDrafter
-from pyengine.speculation.policy import StepSize
-from pyengine.speculation.speculator import Speculator
+from pyengine.speculation.policy import Curve, Policy, StepCosts, StepSize
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Sample
+
+
+_log = logging.getLogger(__name__)
+
+
+class Speculator:
+    """Asks the drafter, and keeps what is in order of what it says.
+
+    A drafter that raises, or proposes what no model can compute, costs the sample its drafts and
+    nothing else: the log says so once for each sample.
+    """
+
+    def __init__(self, drafter: Drafter, policy: Policy, *, most: int, vocab_size: int) -> None:
+        """At most `most` tokens are drafted for a sample and step."""
+        self._drafter = drafter
+        self._policy = policy
+        self._most = most
+        self._vocab_size = vocab_size
+        self._without: set[Context] = set()
+        """Those that go on without drafts."""
+
+    def begin_step(self, budget: int) -> None:
+        """Set the token budget of a drafter that computes. See `ComputingDrafter`."""
+        if isinstance(self._drafter, ComputingDrafter):
+            self._drafter.begin_step(budget)
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
+        """A draft for each context, of at most so many tokens; any number of them empty."""
+        asked = [
+            (at, context, min(count, self._most))
+            for at, (context, count) in enumerate(zip(contexts, most, strict=True))
+            if count > 0 and context not in self._without
+        ]
+        drafts = [NO_DRAFT] * len(contexts)
+        if not asked:
+            return drafts
+        given = self._ask([one for _, one, _ in asked], [count for *_, count in asked])
+        for (at, context, count), draft in zip(asked, given, strict=True):
+            fault = self._fault(draft, count)
+            if fault:
+                self.give_up(context, fault)
+            else:
+                drafts[at] = draft
+        return drafts
+
+    def keep(
+        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
+    ) -> Sequence[int]:
+        """See `Policy.keep`."""
+        return self._policy.keep(contexts, drafts, step)
+
+    def give_up(self, context: Context, reason: object) -> None:
+        """Let a sample go on without drafts, and say why."""
+        self._without.add(context)
+        _log.warning("request %r goes on without drafts: %s", context.request.request_id, reason)
+
+    def forget(self, context: Context) -> None:
+        """The sample has ended."""
+        self._without.discard(context)
+        self._policy.forget(context)
+        try:
+            self._drafter.forget(context)
+        except Exception as error:
+            _log.warning("the drafter failed to forget a sample: %r", error)
+
+    def _ask(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
+        """All at once; if that fails one by one, to see who is at fault."""
+        try:
+            drafts = self._drafter.propose(contexts, most)
+            if len(drafts) == len(contexts):
+                return drafts
+            error: object = f"{len(drafts)} drafts for {len(contexts)} samples"
+        except Exception as raised:
+            error = repr(raised)
+        if len(contexts) == 1:
+            self.give_up(contexts[0], f"the drafter failed: {error}")
+            return [NO_DRAFT]
+        return [
+            self._ask([context], [count])[0] for context, count in zip(contexts, most, strict=True)
+        ]
+
+    def _fault(self, draft: Draft, most: int) -> str:
+        """What is wrong with a draft; empty if nothing is."""
+        if len(draft.tokens) > most:
+            return f"{len(draft.tokens)} tokens were drafted, at most {most} were asked for"
+        if len(draft.tokens):
+            for token in (min(draft.tokens), max(draft.tokens)):
+                if not 0 <= token < self._vocab_size:
+                    return f"token id {token} was drafted, the vocabulary has {self._vocab_size}"
+        return ""
 
 
 class Drafting:
@@ -111,3 +212,70 @@ def _possible(sample: "Sample", draft: Draft) -> Draft:
     if matcher is not None and len(tokens):
         tokens = tokens[: matcher.num_allowed(tokens)]
     return draft if tokens is draft.tokens else replace(draft, tokens=tokens)
+
+
+_Times: TypeAlias = npt.NDArray[np.float64]
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TURNS = 4
+_SECONDS = 1.5
+"""Sizes are measured in their order, and all of them again, until so much time has gone."""
+
+
+def measured_costs(runner: Runner, manager: BlockManager, limits: RunnerLimits) -> StepCosts:
+    """Run steps whose tokens all give logits, decodes and drafts, and take the time.
+
+    The least of several turns counts, two at least: the first makes what is made at first use, and
+    what else the machine does at times lasts longer than a few steps of one size. Rows are drawn
+    without filters, which takes longest as a rule. `manager` is one of its own over the runner's
+    pool, which holds nothing yet.
+    """
+    least: dict[int, _Times] = {}
+    start = perf_counter()
+    sizes = [size for size in _SIZES if size <= limits.max_num_samples]
+    for turn in range(_TURNS):
+        for size in sizes:
+            is_late = len(least) > 1 and perf_counter() - start > _SECONDS
+            is_new = size not in least
+            plan = None if is_late and is_new else _plan(manager, size, limits.rows_per_seq)
+            if plan is None:
+                sizes = sizes[: sizes.index(size)]
+                break
+            times = _times(runner, plan)
+            plan.rollback()
+            least[size] = np.minimum(times, least.get(size, times))
+        if turn and perf_counter() - start > _SECONDS:
+            break
+    if len(sizes) < 2:  # no step has room for a draft
+        return StepCosts(Curve([1, 2], [1.0, 2.0]))
+    steps, drawing = np.array([least[size] for size in sizes]).T.tolist()
+    return StepCosts(Curve(sizes, steps), Curve([0, *sizes], [0.0, *drawing]))
+
+
+def _plan(manager: BlockManager, size: int, rows: int) -> StepPlan | None:
+    """A step of `size` tokens, `rows` a sequence; None if the pool has no room for it."""
+    plan = manager.begin_step(size)
+    for first in range(0, size, rows):
+        drafts = [0] * (min(rows, size - first) - 1)
+        answer = plan.speculate(manager.sequence([0]), drafts)
+        if isinstance(answer, NoRoom | NoBudget):
+            plan.rollback()
+            return None
+    return plan
+
+
+def _times(runner: Runner, plan: StepPlan) -> _Times:
+    """Seconds of a greedy step, and of drawing all of its tokens besides: the little that it takes
+    to find the largest is in both."""
+    start = perf_counter()
+    logits = runner.prepare(plan)(None).sampling
+    return np.diff([start, _sample(logits, 0), _sample(logits, 1)])
+
+
+def _sample(logits: torch.Tensor, temperature: float) -> float:
+    """Choose a token for each row; the time when that is done."""
+    params, (size, vocab_size) = SamplingParams(temperature=temperature), logits.shape
+    state = SamplingState(params, (), seed=0, vocab_size=vocab_size)
+    sampled = Sampler().launch(logits, SamplingBatch([state] * size))
+    sampled.token_ids.tolist()  # the device is through with it
+    return perf_counter()

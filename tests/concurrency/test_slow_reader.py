@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.output_collector import OutputCollector
+from pyengine.engine.output_stream import OutputCollector
 from pyengine.engine.prompts import Prompt
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams

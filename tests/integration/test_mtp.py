@@ -16,9 +16,9 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.mtp import HeadDrafter
 from pyengine.speculation.policy import EveryDraft
-from pyengine.speculation.speculator import Speculator
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
 from tests.support.mtp import LAYERS, Reference, save_with_heads
 from tests.support.soak import soak_only

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from pyengine.kv_cache import BlockManager, Stats
 from pyengine.models.source import resolve_source
-from pyengine.scheduler.batch import Job
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.integration.test_tokens_bbh import ARCHIVE, read
 

@@ -13,11 +13,9 @@ from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.errors import ConfigurationError
 from pyengine.models.loader import load_model
 from pyengine.sampling_params import StructuredOutputs
-from pyengine.speculation import draft_loading
+from pyengine.speculation import draft_model as draft_loading
 from pyengine.speculation.draft_model import DraftModel
-from pyengine.speculation.drafters import Drafter
-from pyengine.speculation.ngram import NgramDrafter
-from pyengine.speculation.suffix import SuffixDrafter
+from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from tests.integration.test_tokens_families import groups_of
 from tests.support.drafters import AnswerDrafter, RandomDrafter, speculate
 from tests.support.soak import soak_only

@@ -5,8 +5,8 @@ from random import Random
 
 from pyengine.engine.core import Engine
 from pyengine.speculation.drafters import Context, Draft, Drafter
+from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.policy import EveryDraft
-from pyengine.speculation.speculator import Speculator
 from tests.support.fake_runner import VOCAB_SIZE, continued
 
 

@@ -9,8 +9,7 @@ from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelFacts
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
-from pyengine.executor.device_queue import ThreadWork, Work
-from pyengine.executor.executor import Executor
+from pyengine.executor.executor import Executor, ThreadWork, Work
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
 from pyengine.outputs import RequestOutput

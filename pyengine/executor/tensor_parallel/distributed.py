@@ -29,19 +29,17 @@ import torch.distributed as dist
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.interface import Forward, Plan, StepLogits
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.executor.tensor_parallel.messages import (
+from pyengine.executor.tensor_parallel.ranks import (
     Failed,
     Loaded,
     RankSetup,
+    Readiness,
     Report,
     RunnerSetup,
-    pack_step,
-)
-from pyengine.executor.tensor_parallel.ranks import (
-    Readiness,
     StepAbandoned,
     join,
     make_runner,
+    pack_step,
     rank_environment,
     threads_per_rank,
 )

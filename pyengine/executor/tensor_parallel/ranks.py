@@ -1,4 +1,18 @@
-"""What every rank does: meet the others, make its runner, enter a step with them or not at all.
+"""What rank 0 and the workers say to each other, and what every rank does.
+
+What rank 0 and the workers say to each other.
+
+A worker is told two setups, then steps, and answers each with a report. A step is one int64 array,
+a header and the arrays of `StepInputs` behind each other::
+
+    tokens | sequences | samples | groups | width | extra rows | copies
+    input_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices
+    extra rows, copies
+
+`width` is that of the longest table in the step: what lies behind a sequence's last block is not
+sent, as nothing reads it.
+
+What every rank does: meet the others, make its runner, enter a step with them or not at all.
 
 Inside the forward pass the ranks meet in one collective operation after the other, and who waits
 there for a rank that does not come waits for ever. So they ask each other before the first of them:
@@ -9,20 +23,198 @@ that says so, and all of them leave the step in the same state.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import prod
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.attention.choice import choose_backend
+from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
+from pyengine.executor.input_buffers import HostArrays, RunnerLimits
+from pyengine.executor.interface import Plan
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.executor.tensor_parallel.messages import RankSetup, RunnerSetup
+from pyengine.kv_cache import SharedPrefixes, StepBuffers
+from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import LoadedModel
+from pyengine.models.source import ModelSource
 from pyengine.utils.cpus import usable_cpus
+
+Int64Array = npt.NDArray[np.int64]
+_HEADER_SIZE = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """The first thing that a worker is told: which rank it is, of which model.
+
+    `store` is a file through which the ranks find each other. `device` is that of rank 0.
+    `num_threads` compute on the CPU in each rank; None: as `OMP_NUM_THREADS` says.
+    """
+
+    rank: int
+    size: int
+    store: Path
+    model: ModelSource
+    device: str
+    dtype: torch.dtype | str
+    num_threads: int | None = None
+
+    @property
+    def own_device(self) -> torch.device:
+        """The device of this rank: on CUDA one for each."""
+        on_cuda = torch.device(self.device).type == "cuda"
+        return torch.device("cuda", self.rank) if on_cuda else torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSetup:
+    """The second thing: the KV pool, the attention backend and the largest step.
+
+    All ranks have the same number of blocks, each with its part of the KV heads in them. `needs`
+    are those of rank 0 but for the device.
+    """
+
+    num_blocks: int
+    block_size: int
+    groups: LayerGroups
+    attention_backend: str
+    needs: AttentionNeeds
+    limits: RunnerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A worker's first word: it has imported what it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A worker has its part of the model; bytes that are available on its device."""
+
+    available_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker did what it was told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker did not: its traceback.
+
+    `in_forward`: it had entered the forward pass. Then it goes on only when rank 0 says that all
+    ranks have left the pass.
+    """
+
+    traceback: str
+    in_forward: bool
+
+
+Report = Started | Loaded | Done | Failed
+"""What workers say."""
+
+CARRY_ON = b""
+"""What rank 0 says to a worker that failed in the forward pass; a step is never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The header."""
+
+    tokens: int
+    sequences: int
+    samples: int
+    groups: int
+    width: int
+    extra_rows: int
+    copies: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every part, in the order of the message."""
+        return {
+            "input_ids": (self.tokens,),
+            "positions": (self.tokens,),
+            "slot_mapping": (self.groups, self.tokens),
+            "query_start_loc": (self.sequences + 1,),
+            "seq_lens": (self.sequences,),
+            "block_tables": (self.groups, self.sequences, self.width),
+            "logits_indices": (self.samples,),
+            "extra_rows": (self.extra_rows,),
+            "copies": (self.copies, 2),
+        }
+
+
+def pack_step(
+    plan: Plan, arrays: HostArrays, extra_rows: Int64Array | None, block_size: int
+) -> Int64Array:
+    """The message of a step whose plan has filled `arrays`."""
+    copies = np.array(plan.copies(), dtype=np.int64).reshape(-1, 2)
+    extra = np.empty(0, dtype=np.int64) if extra_rows is None else extra_rows
+    longest = int(arrays.seq_lens[: plan.num_sequences].max(initial=0))
+    sizes = _Sizes(
+        tokens=plan.num_tokens,
+        sequences=plan.num_sequences,
+        samples=plan.num_samples,
+        groups=len(arrays.block_tables),
+        width=-(-longest // block_size),
+        extra_rows=len(extra),
+        copies=len(copies),
+    )
+    parts: list[npt.NDArray[np.int64 | np.int32]] = [
+        np.array([getattr(sizes, name) for name in sizes.__dataclass_fields__], dtype=np.int64)
+    ]
+    for name, shape in sizes.shapes().items():
+        if name not in ("extra_rows", "copies"):
+            part = tuple(slice(size) for size in shape)
+            parts.append(getattr(arrays, name)[part].reshape(-1))
+    return np.concatenate([*parts, extra, copies.reshape(-1)], dtype=np.int64)
+
+
+class ReceivedPlan:
+    """A step plan out of a message: fills the arrays of this process as the plan filled rank 0's.
+
+    `message` is what `pack_step` gave, as bytes; `arrays` those of this process's buffers.
+    """
+
+    def __init__(self, message: bytes, arrays: HostArrays) -> None:
+        numbers = np.frombuffer(message, dtype=np.int64)
+        sizes = _Sizes(*numbers[:_HEADER_SIZE].tolist())
+        self._arrays = arrays
+        self._parts: dict[str, Int64Array] = {}
+        start = _HEADER_SIZE
+        for name, shape in sizes.shapes().items():
+            end = start + prod(shape)
+            self._parts[name] = numbers[start:end].reshape(shape)
+            start = end
+        if start != len(numbers):
+            raise ValueError(
+                f"a step's message has {len(numbers)} numbers, its header says {start}"
+            )
+        self.num_tokens = sizes.tokens
+        self.num_sequences = sizes.sequences
+        self.num_samples = sizes.samples
+        self.extra_rows = self._parts.pop("extra_rows").copy()
+        self._copies = [(source, target) for source, target in self._parts.pop("copies").tolist()]
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Blocks to copy before the step, (source, destination)."""
+        return self._copies
+
+    def fill(self, _buffers: StepBuffers, /, *, shared: SharedPrefixes | None = None) -> None:
+        """Write the step's inputs into this process's arrays."""
+        for name, numbers in self._parts.items():
+            part = tuple(slice(size) for size in numbers.shape)
+            getattr(self._arrays, name)[part] = numbers
+
 
 _MEETING_TIME = timedelta(seconds=60)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

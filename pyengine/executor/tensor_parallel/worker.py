@@ -18,19 +18,17 @@ from pathlib import Path
 import torch
 
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.executor.tensor_parallel.messages import (
+from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,
     Done,
     Failed,
     Loaded,
     RankSetup,
+    Readiness,
     ReceivedPlan,
     Report,
     RunnerSetup,
     Started,
-)
-from pyengine.executor.tensor_parallel.ranks import (
-    Readiness,
     StepAbandoned,
     join,
     make_runner,

@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from pyengine.attention.backend import AttentionOptions, StepInputs
+from pyengine.attention.backend import (
+    AttentionOptions,
+    HeadNorm,
+    RotaryLayout,
+    Rotation,
+    StepInputs,
+    rotated,
+)
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 
 CPU = torch.device("cpu")

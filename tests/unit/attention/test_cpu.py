@@ -10,10 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pyengine.attention import cpu
-from pyengine.attention.backend import AttentionOptions
+from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.attention.cpu import CpuBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from pyengine.utils.openmp import openmp_runtime
 from tests.support.attention import inputs_of

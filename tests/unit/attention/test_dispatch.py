@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyengine.attention.backend import AttentionOptions
+from pyengine.attention.backend import AttentionOptions, RotaryLayout
 from pyengine.attention.dispatch import (
     ATTENTION_NAME,
     PagedContext,
@@ -13,7 +13,6 @@ from pyengine.attention.dispatch import (
     register_paged_attention,
     running,
 )
-from pyengine.attention.rotation import RotaryLayout
 from pyengine.errors import ConfigurationError
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 
-from pyengine.attention.flash_attn import FlashAttnBackend
+from pyengine.attention.varlen import FlashAttnBackend
 from tests.unit.attention import fake_kernels
 from tests.unit.attention.steps import (
     CASES,

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from pyengine.attention import flashinfer
-from pyengine.attention.flashinfer import FlashInferBackend, _Kind, workspace_bytes
-from pyengine.attention.flashinfer_memory import PlanMemory
+from pyengine.attention.flashinfer import FlashInferBackend, PlanMemory, _Kind, workspace_bytes
 from pyengine.attention.gather import GatherBackend
 from pyengine.attention.paged import page_table
 from tests.unit.attention import fake_kernels

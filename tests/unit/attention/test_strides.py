@@ -23,14 +23,13 @@ from pyengine.attention.dispatch import (
     register_paged_attention,
     running,
 )
-from pyengine.attention.flash_attn import FlashAttnBackend
 from pyengine.attention.flashinfer import FlashInferBackend
 from pyengine.attention.flex import FlexBackend
 from pyengine.attention.gather import GatherBackend
-from pyengine.attention.varlen import VarlenBackend
+from pyengine.attention.varlen import FlashAttnBackend, VarlenBackend
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool, kv_cache_specs
 from pyengine.models.int8_linear import Int8Linear, digits
-from pyengine.models.prepacked_linear import PackedLinear
+from pyengine.models.linear import PackedLinear
 from pyengine.models.rotary import take_over_rotations
 from tests.gpu.models import FAMILIES, random_model
 from tests.unit.attention import fake_kernels

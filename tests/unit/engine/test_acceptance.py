@@ -18,9 +18,7 @@ from pyengine.engine.request import Sample
 from pyengine.executor.input_batch import Accepted, Rows
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling_params import SamplingParams
-from pyengine.speculation.drafters import Context, Draft
-from pyengine.speculation.ngram import NgramDrafter
-from pyengine.speculation.suffix import SuffixDrafter
+from pyengine.speculation.drafters import Context, Draft, NgramDrafter, SuffixDrafter
 from tests.support.drafters import RandomDrafter
 from tests.support.engines import make_bench
 from tests.support.soak import soak_only

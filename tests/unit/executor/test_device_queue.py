@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyengine.executor.device_queue import InlineQueue, ThreadQueue
+from pyengine.executor.executor import InlineQueue, ThreadQueue
 
 
 @pytest.mark.parametrize("make", [InlineQueue, ThreadQueue])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.executor.device_queue import DoneWork, InlineQueue
+from pyengine.executor.executor import DoneWork, InlineQueue
 from tests.support.moments import interrupt, moments
 
 

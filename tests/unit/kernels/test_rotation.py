@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from pyengine.attention.backend import HeadNorm, RotaryLayout, Rotation
 from pyengine.attention.paged import KVWriter
-from pyengine.attention.rotation import HeadNorm, RotaryLayout, Rotation
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
 from tests.support.kernels import machine_code, needs_triton, run_apart
 from tests.unit.kernels.test_kv_write import numbers

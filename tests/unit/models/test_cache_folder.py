@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pyengine.errors import ModelLoadError
-from pyengine.models.cache_folder import build_once, cache_root
+from pyengine.models.checkpoint_files import build_once, cache_root
 
 
 def test_the_root_follows_the_environment(monkeypatch, tmp_path):

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyengine.models.fused_linear import (
-    ATTENTION,
-    GATED,
-    JoinedLinear,
-    join_linears,
-    replace_linears,
-)
+from pyengine.models.linear import ATTENTION, GATED, JoinedLinear, join_linears, replace_linears
 from tests.unit.executor.hand_made import random_model
 
 

@@ -14,10 +14,8 @@ import pytest
 from pyengine.engine.chat_template import ChatOptions, render_chat
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.models import gguf
-from pyengine.models.cache_folder import build_once, cache_root
-from pyengine.models.checkpoint_files import check_weights
-from pyengine.models.gguf import converted_gguf
-from pyengine.models.gguf_header import read_header
+from pyengine.models.checkpoint_files import build_once, cache_root, check_weights
+from pyengine.models.gguf import converted_gguf, read_header
 from pyengine.models.loader import load_model
 from tests.support.forked import run_forked
 from tests.support.versions import IS_TRANSFORMERS_5_17

@@ -13,12 +13,16 @@ from torch import nn
 
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
-from pyengine.models import int8_encoding as encodings
-from pyengine.models.int8_encoding import HALVES, SIGNED, UNSIGNED, choose_encoding, is_exact
+from pyengine.models import int8_linear as encodings
 from pyengine.models.int8_linear import (
+    HALVES,
+    SIGNED,
+    UNSIGNED,
     Int8Embedding,
     Int8Linear,
+    choose_encoding,
     digits,
+    is_exact,
     quantise,
     quantise_linears,
 )
@@ -179,7 +183,7 @@ def test_every_encoding_that_is_exact_gives_the_same_bits(size):
 def test_no_product_goes_through_loops_in_c():
     layer = """
 import torch
-from pyengine.models.int8_encoding import choose_encoding
+from pyengine.models.int8_linear import choose_encoding
 from pyengine.models.int8_linear import Int8Linear
 layer, rows = Int8Linear(torch.nn.Linear(96, 40)), torch.randn(33, 96)
 print("chosen:", layer.encoding.name, flush=True)

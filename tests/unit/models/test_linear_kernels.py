@@ -99,7 +99,7 @@ _GENERIC_MKL = {
 
 _CHOICE = """
 import torch
-from pyengine.models.prepacked_linear import can_pack
+from pyengine.models.linear import can_pack
 from pyengine.models.linear_kernels import LayerShape, choose_product
 assert torch.backends.cpu.get_cpu_capability() != "AVX512"
 assert can_pack(torch.device("cpu"), torch.float32)

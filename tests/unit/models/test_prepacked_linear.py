@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from pyengine.models import prepacked_linear as packed
+from pyengine.models import linear as packed
+from pyengine.models.linear import PackedLinear, PackedMLP, can_pack, pack_linears
 from pyengine.models.linear_kernels import LayerShape, onednn_supports
-from pyengine.models.prepacked_linear import PackedLinear, PackedMLP, can_pack, pack_linears
 from tests.unit.executor.hand_made import random_model
 
 needs_onednn = pytest.mark.skipif(

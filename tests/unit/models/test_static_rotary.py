@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyengine.errors import ConfigurationError
-from pyengine.models.static_rotary import settle_rotary
+from pyengine.models.rotary import settle_rotary
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import PagedRun, random_model
 from tests.unit.executor.test_cuda_graphs import StubRecorder

@@ -1,8 +1,7 @@
 """Planning a step while the one before is open: what it may contain, and when it has to wait."""
 
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Job, ScheduledStep
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request, ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 

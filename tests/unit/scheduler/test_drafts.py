@@ -10,8 +10,7 @@ from collections.abc import Collection
 import pytest
 
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom
-from pyengine.scheduler.batch import Job, ScheduledStep
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request, ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 RUNNING, DRAFTS, BLOCK_SIZE = 256, 7, 4

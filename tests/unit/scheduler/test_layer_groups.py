@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Job
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import GREEDY, make_bench
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import BlockManager, PlanError
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 from tests.support.fake_runner import continued

@@ -6,8 +6,7 @@ import pytest
 
 from pyengine.kv_cache import BlockManager
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from pyengine.kv_cache import BlockManager, Ledger
-from pyengine.scheduler.batch import Job, ScheduledStep
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request, ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
 

@@ -1,8 +1,7 @@
 """The step itself: what is kept while the same jobs decode, and who is in it."""
 
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Job, ScheduledStep
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Job, Request, ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 

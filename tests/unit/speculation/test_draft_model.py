@@ -10,7 +10,7 @@ import pytest
 from pyengine.engine.prompts import Prompt
 from pyengine.executor.executor import Executor
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.request import Request
+from pyengine.scheduler.batch import Request
 from pyengine.speculation.draft_model import DraftModel
 from tests.support.drafters import speculate
 from tests.support.engines import GREEDY, Sink, make_bench

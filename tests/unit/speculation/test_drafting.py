@@ -10,8 +10,7 @@ import torch
 
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
-from pyengine.speculation.drafters import Context, Draft
-from pyengine.speculation.ngram import NgramDrafter
+from pyengine.speculation.drafters import Context, Draft, NgramDrafter
 from tests.support import fake_runner
 from tests.support.drafters import AnswerDrafter, MixedDrafter, RandomDrafter, speculate
 from tests.support.engines import GREEDY, Bench, Sink, make_bench

@@ -8,8 +8,8 @@ from time import thread_time
 import numpy as np
 import pytest
 
-from pyengine.scheduler.request import Request
-from pyengine.speculation.ngram import NgramDrafter
+from pyengine.scheduler.batch import Request
+from pyengine.speculation.drafters import NgramDrafter
 
 
 class Text:

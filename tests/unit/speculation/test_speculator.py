@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pyengine.speculation.drafters import Context, Draft
+from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.policy import EveryDraft
-from pyengine.speculation.speculator import Speculator
 from tests.unit.speculation.test_ngram import Text
 
 VOCAB = 50

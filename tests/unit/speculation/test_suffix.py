@@ -3,8 +3,7 @@
 import pytest
 
 from pyengine.kv_cache import Suffixes, TokenError
-from pyengine.speculation.drafters import Draft
-from pyengine.speculation.suffix import SuffixDrafter
+from pyengine.speculation.drafters import Draft, SuffixDrafter
 from tests.unit.speculation.test_ngram import Text
 
 

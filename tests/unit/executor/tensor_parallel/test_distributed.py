@@ -322,7 +322,7 @@ def test_ctrl_c_ends_the_wait_for_a_worker_that_was_stopped(
     llama: Path, monkeypatch: pytest.MonkeyPatch, python_handles_ctrl_c: None, interrupts: int
 ) -> None:
     monkeypatch.setattr(
-        "pyengine.executor.tensor_parallel.interrupts.PATIENCE", 1.0 if interrupts == 1 else 60.0
+        "pyengine.executor.tensor_parallel.workers.PATIENCE", 1.0 if interrupts == 1 else 60.0
     )
     with LLM(llama, **SETTINGS, tensor_parallel_size=2) as llm:
         (worker,) = workers_of(os.getpid())

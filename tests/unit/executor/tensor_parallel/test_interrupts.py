@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pyengine.executor.tensor_parallel.interrupts import InterruptWatch
+from pyengine.executor.tensor_parallel.workers import InterruptWatch
 
 BRIEFLY, LONG = 0.2, 60.0
 

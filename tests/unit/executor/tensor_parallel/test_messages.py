@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
-from pyengine.executor.tensor_parallel.messages import ReceivedPlan, pack_step
+from pyengine.executor.tensor_parallel.ranks import ReceivedPlan, pack_step
 from pyengine.kv_cache import BlockManager
 
 LIMITS = RunnerLimits(max_num_batched_tokens=16, max_num_seqs=3, max_blocks_per_seq=6, num_groups=2)
