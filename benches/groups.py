@@ -167,10 +167,10 @@ def print_runs() -> None:
                 name: run(Path(folder), layer_groups=name == "groups")
                 for name in ("full", "groups")
             }
-        for name, one in runs.items():
-            same = "yes" if one.tokens == runs["full"].tokens else "no"
-            kib = one.block_bytes / 1024
-            cells = f"{one.peak} | {kib:g} | {one.peak * kib:,.0f} | {same}"
+        for name, item in runs.items():
+            same = "yes" if item.tokens == runs["full"].tokens else "no"
+            kib = item.block_bytes / 1024
+            cells = f"{item.peak} | {kib:g} | {item.peak * kib:,.0f} | {same}"
             print(f"| {family} | {name} | {cells} |")
 
 

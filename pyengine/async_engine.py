@@ -128,9 +128,9 @@ class AsyncEngine(Frontend):
             refuse_taken(requests, self._live)
             self._refuse_too_many(len(requests))
             stream = OutputStream(requests, self._thread.mail, self._leave)
-            for one in requests:
-                one.is_submitted = True
-            self._live.update({one.request_id: one for one in requests})
+            for request in requests:
+                request.is_submitted = True
+            self._live.update({request.request_id: request for request in requests})
             if self._max_num_waiting is not None:
                 self._waiting.update(requests)
             self._shared.submit(requests)
@@ -142,11 +142,11 @@ class AsyncEngine(Frontend):
         if self._shared.is_elsewhere:
             return
         with self._lock:
-            for one in requests:
-                if self._live.get(one.request_id) is one:
-                    del self._live[one.request_id]
+            for request in requests:
+                if self._live.get(request.request_id) is request:
+                    del self._live[request.request_id]
             self._waiting.difference_update(requests)
-        unfinished = [one for one in requests if one.finished_time is None]
+        unfinished = [request for request in requests if request.finished_time is None]
         if unfinished:
             self._shared.abort(unfinished)
             self._thread.wake()
@@ -166,7 +166,7 @@ class AsyncEngine(Frontend):
             raise InvalidRequestError(
                 f"{count} requests at once and max_num_waiting={most}: submit fewer at a time"
             )
-        self._waiting = {one for one in self._waiting if self._waits(one)}
+        self._waiting = {request for request in self._waiting if self._waits(request)}
         waiting = len(self._waiting)
         if waiting + count > most:
             raise QueueFullError(

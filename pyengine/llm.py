@@ -207,8 +207,8 @@ class LLM(Frontend):
                 "one for each"
             )
         states = [
-            self._request(prompt, one, priority=priority)
-            for prompt, one, priority in zip(prompts, params, priorities, strict=True)
+            self._request(prompt, param, priority=priority)
+            for prompt, param, priority in zip(prompts, params, priorities, strict=True)
         ]
         for place, state in enumerate(states):
             state.place = place
@@ -237,7 +237,7 @@ class LLM(Frontend):
                 done[output.index] = output
                 progress.update(output)
         outputs = [done[place] for place in range(len(states))]
-        failed = [one for one in outputs if one.error is not None]
+        failed = [each_output for each_output in outputs if each_output.error is not None]
         if failed:
             raise RequestFailedError(
                 f"{len(failed)} of {len(outputs)} requests failed, the first at position "

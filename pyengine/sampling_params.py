@@ -55,9 +55,9 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         if self.json_object is not None and self.json_object is not True:
             raise refuse("structured_outputs.json_object", self.json_object, "True, or left out")
-        given = [one.name for one in fields(self) if getattr(self, one.name) is not None]
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
-            names = ", ".join(one.name for one in fields(self))
+            names = ", ".join(field.name for field in fields(self))
             raise InvalidRequestError(
                 f"structured_outputs has {' and '.join(given) or 'nothing'}: give exactly one of "
                 f"{names}"
@@ -74,7 +74,7 @@ class StructuredOutputs:
     @property
     def field(self) -> str:
         """The name of the field that is given."""
-        return next(one.name for one in fields(self) if getattr(self, one.name) is not None)
+        return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
     @property
     def kind(self) -> FormatKind:
@@ -132,12 +132,12 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while True:
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
-        if not any(isinstance(one, dict | list) for one in level):
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        if not any(isinstance(item, dict | list) for item in level):
             return depth
         depth, level = depth + 1, inner
 

@@ -239,7 +239,8 @@ def measure(sizes: tuple[tuple[int, int], ...], ways: list[str], effort: Effort)
         rounds = interleave(streams, effort, lambda: None)
         spreads = {way: Spread.of([ns[0] / 1000 for ns in each]) for way, each in rounds.items()}
         results[f"{batch} x {context}"] = {
-            way: {"median": one.median, "q1": one.q1, "q3": one.q3} for way, one in spreads.items()
+            way: {"median": item.median, "q1": item.q1, "q3": item.q3}
+            for way, item in spreads.items()
         }
     return results
 

@@ -141,12 +141,16 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
         for engine in ENGINES:
             rates = [rate(columns, column, rows, engine) for column in columns]
             if any(rates):
-                cells = [f"{one:.1f}" if one else "" for one in rates]
+                cells = [f"{each_rate:.1f}" if each_rate else "" for each_rate in rates]
                 yield f"| {rows} rows, {engine} | {' | '.join(cells)} |"
         ratios = []
         for column in columns:
             ours = rate(columns, column, rows, OURS)
-            others = [rate(columns, column, rows, one) for one in ENGINES if one != OURS]
+            others = [
+                rate(columns, column, rows, each_engine)
+                for each_engine in ENGINES
+                if each_engine != OURS
+            ]
             best = max(filter(None, others), default=None)
             met = ours and best and ours / best
             ratios.append(f"{met:.2f}{'' if met >= GOAL else ' (missed)'}" if met else "")

@@ -143,7 +143,7 @@ class Engine:
         if not line:
             self.is_alive, status = False, self._process.wait()
             self._errors.seek(0)
-            said = [one.strip() for one in self._errors if re.search(r"\w+Error: ", one)]
+            said = [error.strip() for error in self._errors if re.search(r"\w+Error: ", error)]
             raise RuntimeError(f"{self.name} ended with {status}: {said[0] if said else 'no word'}")
         answer: dict[str, Any] = json.loads(line)
         return answer

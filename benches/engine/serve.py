@@ -68,7 +68,7 @@ Made = tuple[Generate, dict[str, Any]]
 def given(outputs: list[Any]) -> Given:
     """From the outputs of this engine or of vLLM."""
     first = [output.outputs[0] for output in outputs]
-    return Given([list(one.token_ids) for one in first], sum(len(one.text) for one in first))
+    return Given([list(item.token_ids) for item in first], sum(len(item.text) for item in first))
 
 
 def pyengine(folder: str, dtype: str, **options: Any) -> Made:

@@ -79,7 +79,7 @@ class Load:
         at = random.randrange(len(words) - self.shared)
         common = words[at : at + self.shared]
         starts = random.sample(range(len(words) - self.own), self.count)
-        return [" ".join([*common, *words[one : one + self.own]]) for one in starts]
+        return [" ".join([*common, *words[start : start + self.own]]) for start in starts]
 
 
 def loads(count: int, clients: int, crowd: int) -> tuple[Load, ...]:
@@ -276,14 +276,14 @@ class Run:
         found |= {name: [] for name in offline}
         order: list[Server | str] = [*self.servers, *offline]
         for turn in range(-1, rounds):
-            for one in order:
-                if isinstance(one, Server):
-                    name, result = one.name, self.call(one, load, turn, rate)
+            for item in order:
+                if isinstance(item, Server):
+                    name, result = item.name, self.call(item, load, turn, rate)
                 else:
                     asked = Asked(load.prompts(turn), load.max_tokens)
-                    seconds = self.offline[one].ask(asdict(asked))["seconds"]
+                    seconds = self.offline[item].ask(asdict(asked))["seconds"]
                     rate_out = load.count * load.max_tokens / seconds
-                    name, result = one, {"output_throughput": rate_out}
+                    name, result = item, {"output_throughput": rate_out}
                 say(f"{load.name}: {name}: {result['output_throughput']:.0f} tokens/s")
                 if turn >= 0:
                     found[name].append(result)
@@ -298,7 +298,7 @@ class Run:
         """Requests a second that each server answered when clients waited."""
         closed = next(iter(self.found.values()))
         return {
-            server.name: median([one["request_throughput"] for one in closed[server.name]])
+            server.name: median([item["request_throughput"] for item in closed[server.name]])
             for server in self.servers
         }
 

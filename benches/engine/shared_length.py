@@ -78,8 +78,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     yield "|---:|" + "---:|---:|---:|" * len(found)
     for length in map(str, LENGTHS):
         cells = [
-            f"{one['once']:,.0f} | {one['each']:,.0f} | {one['once'] / one['each']:.2f}"
-            for one in (of_dtype[length] for of_dtype in found.values())
+            f"{item['once']:,.0f} | {item['each']:,.0f} | {item['once'] / item['each']:.2f}"
+            for item in (of_dtype[length] for of_dtype in found.values())
         ]
         yield f"| {int(length):,} | " + " | ".join(cells) + " |"
 

@@ -98,7 +98,7 @@ def functions() -> list[str]:
     found: list[str] = []
     for path in sorted((ROOT / "pyengine").rglob("*.py")):
         found += re.findall(r"^def [^\n]+:\n(?:    [^\n]*\n|\n)+", path.read_text(), re.MULTILINE)
-    return [one.strip() for one in found if 300 <= len(one) <= 900]
+    return [match.strip() for match in found if 300 <= len(match) <= 900]
 
 
 def questions(first: int, count: int) -> list[str]:
@@ -130,7 +130,7 @@ def works(llm: LLM, number: int, count: int, max_tokens: int) -> list[Work]:
     copy = "Write this Python function again, with a comment before it and nothing else changed:"
     form = "as a list of the fields Name, Profession, City, Favourite food, Motto and Summary."
     people = [f"{NAMES[at % 7]} {NAMES[at // 7 % 7 + 7]}, {JOBS[at % len(JOBS)]}" for at in places]
-    profiles = [chat(llm, f"Make up a profile of {one}, {form}") for one in people]
+    profiles = [chat(llm, f"Make up a profile of {person}, {form}") for person in people]
     return [
         Work(
             "copying",
@@ -163,7 +163,7 @@ def ours(llm: LLM, name: str, batch: int, work: Work) -> Figure:
         start = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds += perf_counter() - start
-        tokens += sum(len(one.outputs[0].token_ids) for one in outputs)
+        tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
     after = llm.stats()
     accepted = after.counters["accepted_draft_tokens"] - before.counters["accepted_draft_tokens"]
     decodes = after.num_drafts - before.num_drafts
@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     shared: dict[str, Any] = {"device": "cpu", "dtype": options.dtype, "num_blocks": 4000}
     shared |= {"num_speculative_tokens": DRAFTS}
     drafting: dict[str, Any] = {PLAIN: None, NGRAM: "ngram", SUFFIX: "suffix"}
-    llms = {name: LLM(**shared, speculation=one) for name, one in drafting.items()}
+    llms = {name: LLM(**shared, speculation=item) for name, item in drafting.items()}
     model = None if options.no_transformers else reference(llms[PLAIN], options.dtype)
     caches = Path(stack.enter_context(TemporaryDirectory()))
     others = {} if options.no_vllm else peers(options.dtype, caches)
@@ -285,7 +285,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
         if model is not None and batch == 1:
             engines[GENERATE] = partial(theirs, model, GENERATE, {})
             engines[LOOKUP] = partial(theirs, model, LOOKUP, {"prompt_lookup_num_tokens": DRAFTS})
-        engines |= {name: partial(peer, one, name, batch) for name, one in others.items()}
+        engines |= {name: partial(peer, item, name, batch) for name, item in others.items()}
         count = max(batch, options.requests)
         for number in range(options.rounds):
             for work in works(llms[PLAIN], number, count, options.max_tokens):
@@ -298,7 +298,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     print("|---|---:|---|---:|---:|---:|")
     for rounds in found.values():
         print("\n".join(rows(rounds)))
-    figures = [asdict(one) for each in found.values() for column in each for one in column]
+    figures = [asdict(item) for each in found.values() for column in each for item in column]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
     target = results_file(results_name("speculative"))
     target.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")

@@ -83,7 +83,7 @@ def measure(engine: Engine, sizes: tuple[int, ...], rounds: int) -> dict[str, An
             turn = [(free, None), (bound, form)]
             for times, asked in turn if at % 2 else reversed(turn):
                 times.append(step_time(engine, count, asked))
-        more = [one / other - 1 for one, other in zip(bound, free, strict=True)]
+        more = [item / other - 1 for item, other in zip(bound, free, strict=True)]
         results[f"{count} rows"] = {
             "free": asdict(Spread.of(free)),
             "bound": asdict(Spread.of(bound)),

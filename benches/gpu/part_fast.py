@@ -79,11 +79,11 @@ def profile(spot: Spot, batch: int, compiles: bool) -> Found:
         seconds = work.steps(10)
         bench.synchronize()
     order = "self_device_time_total" if spot.on_cuda else "self_cpu_time_total"
-    events = sorted(seen.key_averages(), key=lambda one: -float(getattr(one, order)))[:25]
+    events = sorted(seen.key_averages(), key=lambda average: -float(getattr(average, order)))[:25]
     lines = ["| kernel | calls a step | us a step |", "|---|---:|---:|"]
     lines += [
-        f"| {one.key[:90]} | {one.count / 10:.1f} | {getattr(one, order) / 10:.1f} |"
-        for one in events
+        f"| {event.key[:90]} | {event.count / 10:.1f} | {getattr(event, order) / 10:.1f} |"
+        for event in events
     ]
     return {"step_ms": 1000 * seconds, "table": "\n".join(lines)}
 

@@ -28,10 +28,10 @@ def checks(spot: Spot, name: str, wanted: str) -> Found:
     status, said = ended(command, spot.seconds - _RESERVE)
     last = (said.strip().splitlines() or ["no word"])[-1] if status is not None else "out of time"
     lines = report.read_text().splitlines() if report.exists() else []
-    failed = [one for one in lines if one.startswith("- failed")]
+    failed = [line for line in lines if line.startswith("- failed")]
     if failed or status not in {0, 5, None}:  # 5: nothing to run here
         raise AssertionError("\n".join([last, *(failed or lines[-20:])]))
-    return {"passed": sum(one.startswith("- passed") for one in lines), "ended": last}
+    return {"passed": sum(line.startswith("- passed") for line in lines), "ended": last}
 
 
 def ended(command: list[str], seconds: float) -> tuple[int | None, str]:
@@ -84,8 +84,8 @@ def random_requests(spot: Spot, seed: int) -> Found:
             max_num_batched_tokens=random.choice((64, 256)),
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        answers.append([tuple(one.outputs[0].token_ids) for one in outputs])
-    different = sum(one != other for one, other in zip(*answers, strict=True))
+        answers.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    different = sum(answer != other for answer, other in zip(*answers, strict=True))
     assert different <= count // 50, f"{different} of {count} differ"
     return {"requests": count, "different": different}
 

@@ -92,7 +92,7 @@ def build(spot: Spot, which: str, window: int) -> Found:
         wrapper.plan(starts, starts, pages, last, 16, 8, 128, 16, causal=True, **settings)
     built = monotonic() - begin
     out = wrapper.run(query, cache)
-    keys, values = (one[0, :3].float().repeat_interleave(2, 1) for one in cache)
+    keys, values = (item[0, :3].float().repeat_interleave(2, 1) for item in cache)
     if window >= 0:
         keys, values = keys[2 - window :], values[2 - window :]
     weights = (torch.einsum("hd,khd->hk", query[0].float(), keys) * 0.1).softmax(-1)
@@ -109,8 +109,8 @@ def keep_what_was_built(spot: Spot) -> Found:
         raise NotHere("nothing was built")
     archive = Path(spot.folder) / "built.tar.xz"
     with tarfile.open(archive, "w:xz", preset=1) as file:
-        for one in libraries:
-            file.add(one, one.relative_to(folder))
+        for library in libraries:
+            file.add(library, library.relative_to(folder))
     return {"modules": len(libraries), "MiB": archive.stat().st_size / 2**20}
 
 
@@ -130,10 +130,10 @@ def kv_write(spot: Spot) -> Found:
         writer = KVWriter(pools[0])
         writer.write(0, (key, key, value), writer.slots(slots))
         pools[1].write(0, key, value, torch.where(slots < 0, pools[1].trash_slot, slots))
-        for one, other in zip(
+        for each_key, other in zip(
             pools[0].keys + pools[0].values, pools[1].keys + pools[1].values, strict=True
         ):
-            assert torch.equal(one[:-1].float(), other[:-1].float()), dtype
+            assert torch.equal(each_key[:-1].float(), other[:-1].float()), dtype
         checked.append(str(dtype).removeprefix("torch."))
     return {"equal in": " ".join(checked)}
 
@@ -149,10 +149,10 @@ def generates(spot: Spot, backend: str, settings: dict[str, Any]) -> Found:
     except Refused as error:
         raise NotHere(str(error)) from error
     found = _tokens(llm, prompts)
-    first = [one[0] == other[0] for one, other in zip(found, oracle, strict=True)]
+    first = [match[0] == other[0] for match, other in zip(found, oracle, strict=True)]
     assert sum(first) >= len(first) // 2, (found, oracle)
     told = llm.describe()
-    equal = sum(one == other for one, other in zip(found, oracle, strict=True))
+    equal = sum(match == other for match, other in zip(found, oracle, strict=True))
     return {"as float32": f"{equal} of {len(found)}", "graphs": str(told["cuda_graphs"])[:40]}
 
 
@@ -166,7 +166,7 @@ def _tokens(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
 
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def long_prompt(spot: Spot) -> Found:

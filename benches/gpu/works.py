@@ -180,7 +180,10 @@ def decode(bench: Bench) -> Iterator[Figures]:
     most, needed = max(batches), partial(tokens_needed, steps=WINDOWS * steps)
     llm = bench.llm(
         max_num_seqs=most,
-        max_model_len=max(*(needed(most, one) for one in contexts), *(n + 1 for _, n in prefills)),
+        max_model_len=max(
+            *(needed(most, each_context) for each_context in contexts),
+            *(n + 1 for _, n in prefills),
+        ),
         max_num_batched_tokens=CHUNK,
         gpu_memory_utilization=0.93,  # a batch of 256 over 4,096 positions barely fits
     )

@@ -56,7 +56,7 @@ def rotated(
     """`query` `[T, query_heads, d]` and `key` `[T, kv_heads, d]`, normalised first, then turned."""
     norm = rotation.norm
     weights = (None, None) if norm is None else (norm.query_weight, norm.key_weight)
-    turned = [_turned(*one, rotation) for one in zip((query, key), weights, strict=True)]
+    turned = [_turned(*item, rotation) for item in zip((query, key), weights, strict=True)]
     return turned[0], turned[1]
 
 
@@ -69,8 +69,8 @@ def _turned(rows: torch.Tensor, weight: torch.Tensor | None, rotation: Rotation)
     shape, axis = ((2, half), -2) if layout.order == "halves" else ((half, 2), -1)
     first, second = found[..., : layout.size].reshape(*lead, *shape).unbind(axis)
     cos, sin = (
-        one.float()[:, None, : half * layout.step : layout.step]
-        for one in (rotation.cos, rotation.sin)
+        item.float()[:, None, : half * layout.step : layout.step]
+        for item in (rotation.cos, rotation.sin)
     )
     parts = [first * cos - second * sin, second * cos + first * sin]
     turned = torch.stack(parts, axis).flatten(-2)

@@ -311,7 +311,7 @@ def _padded(tensor: torch.Tensor, *least: int) -> torch.Tensor:
     missing = [max(0, low - size) for low, size in zip(least, last, strict=True)]
     if not any(missing):
         return tensor
-    return F.pad(tensor, [amount for one in reversed(missing) for amount in (0, one)])
+    return F.pad(tensor, [amount for item in reversed(missing) for amount in (0, item)])
 
 
 def tile_pages(

@@ -128,7 +128,7 @@ def cuda_obstacle(needs: AttentionNeeds, least: tuple[int, int]) -> str | None:
     if needs.device.type != "cuda":
         return f"it runs on cuda, the device is {needs.device}"
     if needs.capability is not None and needs.capability < least:
-        have, want = (".".join(map(str, one)) for one in (needs.capability, least))
+        have, want = (".".join(map(str, item)) for item in (needs.capability, least))
         return f"it needs compute capability {want}, the GPU has {have}"
     return None
 

@@ -203,9 +203,9 @@ def about_sampling(settings: EngineSettings, params: SamplingParams) -> str:
     """The words for `default_params`: where they are from, and what differs from our own."""
     plain = SamplingParams()
     chosen = [
-        f"{one.name}={getattr(params, one.name)!r}"
-        for one in fields(params)
-        if getattr(params, one.name) != getattr(plain, one.name)
+        f"{field.name}={getattr(params, field.name)!r}"
+        for field in fields(params)
+        if getattr(params, field.name) != getattr(plain, field.name)
     ]
     text = ", ".join(chosen) or "the defaults of SamplingParams"
     return f"{settings.generation_config}: {text}"

@@ -136,7 +136,7 @@ def render_chat(
     given: Any = messages
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidRequestError(f"{shown(given)} is no conversation: give a list of messages")
-    several = [_message(at, one, str(template)) for at, one in enumerate(given)]
+    several = [_message(at, value, str(template)) for at, value in enumerate(given)]
     if not several:
         raise InvalidRequestError("the conversation is empty: it needs at least one message")
     try:
@@ -174,10 +174,10 @@ def _render_somehow(
     try:
         return _render(messages, tokenizer, options)
     except Exception:
-        if all("content" in one for one in messages):
+        if all("content" in message for message in messages):
             raise
     # Some templates add the content to other text, whether there is one or not.
-    return _render([{"content": "", **one} for one in messages], tokenizer, options)
+    return _render([{"content": "", **message} for message in messages], tokenizer, options)
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: Any, options: ChatOptions) -> list[int]:

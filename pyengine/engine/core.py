@@ -262,7 +262,7 @@ class Engine:
     def _fail_broken(self, rows: Rows, error: BrokenLogitsError) -> None:
         """End the requests that have no token to choose. Behind a draft that need not be so."""
         broken = dict.fromkeys([rows.samples[row] for row in error.rows if row not in rows.ahead])
-        for state in dict.fromkeys([one.state for one in broken]):
+        for state in dict.fromkeys([sequence.state for sequence in broken]):
             self._fail(state, error)
         for sample in dict.fromkeys([rows.samples[row] for row in error.rows]):
             if self._drafting is not None and sample.finish_reason is None:
@@ -390,7 +390,9 @@ class Engine:
                 if self._append(rows, row, drawn[row], logprobs[row]):
                     ended.append(rows.samples[row])
         begun = [  # not those that were aborted
-            one for one in rows.beginners if not one.is_finished or one.samples[0] in ended
+            request
+            for request in rows.beginners
+            if not request.is_finished or request.samples[0] in ended
         ]
         for state in begun:
             self._begin(state)
@@ -400,7 +402,9 @@ class Engine:
                 news = state.take_news()
                 if news is not None:
                     state.sink.put(news)
-        unwanted = [len(one.samples) for one in rows.beginners if not one.samples[0].max_output]
+        unwanted = [
+            len(request.samples) for request in rows.beginners if not request.samples[0].max_output
+        ]
         num_new_tokens = len(tokens) - len(rows.ahead) - sum(unwanted) + num_drafted
         self._num_new_tokens += num_new_tokens
         return StepResult(
@@ -437,8 +441,10 @@ class Engine:
         if len(state.samples) > 1:
             assert self._unread is not None
             self._unread.read()
-            others = [one for one in state.unfinished if one.index > 0]
-            self._scheduler.fork(state.samples[0], [(one, one.token_ids[-1]) for one in others])
+            others = [sample for sample in state.unfinished if sample.index > 0]
+            self._scheduler.fork(
+                state.samples[0], [(other, other.token_ids[-1]) for other in others]
+            )
             if self._drafting is not None:
                 self._drafting.fork(state.samples[0], others)
 
@@ -446,7 +452,9 @@ class Engine:
         """Take samples out that have ended; the requests that are through."""
         self._scheduler.finish(ended)
         through = [
-            state for state in dict.fromkeys([one.state for one in ended]) if state.is_finished
+            state
+            for state in dict.fromkeys([sequence.state for sequence in ended])
+            if state.is_finished
         ]
         for state in through:
             self._take_out(state)
@@ -478,7 +486,11 @@ class Engine:
         self, states: Iterable[RequestState], *, stop_reason: str | None = None
     ) -> list[RequestState]:
         """End requests early; returns those that had not ended. May be called while a step runs."""
-        live = [one for one in states if self._requests.get(one.request_id) is one]
+        live = [
+            each_state
+            for each_state in states
+            if self._requests.get(each_state.request_id) is each_state
+        ]
         if live and self._unread is not None:
             self._unread.read()
         for state in live:
@@ -517,7 +529,7 @@ class Engine:
             *_, state = heappop(self._deadlines)
             self.abort([state], stop_reason="deadline")
         if len(self._deadlines) > 2 * len(self._requests) + 64:  # most have ended in time
-            live = [one for one in self._deadlines if one[2].finished_time is None]
+            live = [deadline for deadline in self._deadlines if deadline[2].finished_time is None]
             heapify(live)
             self._deadlines = live
 

@@ -44,7 +44,7 @@ class EngineThread:
     def unfinished(self) -> list[RequestState]:
         """Requests that have not ended."""
         with self.lock:
-            return [one for one in self.live.values() if one.finished_time is None]
+            return [request for request in self.live.values() if request.finished_time is None]
 
     def wake(self) -> None:
         """See that the thread looks at the inbox of the engine."""

@@ -198,19 +198,19 @@ class Intake:
 
 def refuse_submitted(requests: Sequence[RequestState]) -> None:
     """Raise `InvalidRequestError` for a request that an engine has taken before."""
-    for one in requests:
-        if one.is_submitted:
+    for request in requests:
+        if request.is_submitted:
             raise InvalidRequestError(
-                f"request {one.request_id!r} was submitted before: make a new one for each call"
+                f"request {request.request_id!r} was submitted before: make a new one for each call"
             )
 
 
 def refuse_taken(requests: Sequence[RequestState], live: Container[str]) -> None:
     """Raise `InvalidRequestError` for an id among `live` ones, or twice among these."""
     names = set[str]()
-    for one in requests:
-        if one.request_id in live or one.request_id in names:
+    for request in requests:
+        if request.request_id in live or request.request_id in names:
             raise InvalidRequestError(
-                f"request id {one.request_id!r} is in use: give another one, or none"
+                f"request id {request.request_id!r} is in use: give another one, or none"
             )
-        names.add(one.request_id)
+        names.add(request.request_id)

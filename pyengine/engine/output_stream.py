@@ -87,8 +87,8 @@ class _Sum:
 
     def add(self, item: RequestOutput) -> None:
         self._last = item
-        for one in item.outputs:
-            self._parts.setdefault(one.index, _SoFar()).add(one)
+        for output in item.outputs:
+            self._parts.setdefault(output.index, _SoFar()).add(output)
 
     def snapshot(self) -> RequestOutput:
         assert self._last is not None

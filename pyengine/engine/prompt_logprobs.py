@@ -144,7 +144,7 @@ class PromptLogprobs:
         new = [self._cached(at) for at in range(self._num_known, last)]
         new += computed[max(0, self._num_known - first) :]
         self._keep(new)
-        return new if self._top else [replace(one, top_ids=(), top_logprobs=()) for one in new]
+        return new if self._top else [replace(item, top_ids=(), top_logprobs=()) for item in new]
 
     def _cached(self, at: int) -> TokenLogprobs:
         block, place = divmod(at, self._cache.block_size)
@@ -155,7 +155,7 @@ class PromptLogprobs:
     def _keep(self, new: list[TokenLogprobs]) -> None:
         size, begin, end = self._cache.block_size, self._num_known, self._num_known + len(new)
         self._entries[begin:end] = [
-            (one.logprob, one.rank, one.top_ids[0], one.top_logprobs[0]) for one in new
+            (item.logprob, item.rank, item.top_ids[0], item.top_logprobs[0]) for item in new
         ]
         self._num_known = end
         is_whole = end == len(self._entries)

@@ -242,10 +242,10 @@ def match_params(
         return [params] * num_prompts
     given: Any = params
     several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
-    for one in several:
-        if not isinstance(one, SamplingParams):
+    for value in several:
+        if not isinstance(value, SamplingParams):
             raise InvalidRequestError(
-                f"sampling_params holds {shown(one)}: give SamplingParams(...), one for all "
+                f"sampling_params holds {shown(value)}: give SamplingParams(...), one for all "
                 "prompts or one for each"
             )
     if len(several) != num_prompts:

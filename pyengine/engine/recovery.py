@@ -80,27 +80,27 @@ class FaultFinder:
             return set()
         suspects, is_last = set(self._suspects), len(self._suspects) == 1
         held = [
-            one
-            for one in everybody
-            if one in self._held
-            or (one not in suspects and (is_last or one.first_token_time is None))
+            request
+            for request in everybody
+            if request in self._held
+            or (request not in suspects and (is_last or request.first_token_time is None))
         ]
-        return {one for state in held for one in state.samples}
+        return {sample for state in held for sample in state.samples}
 
     def failed(self, samples: Iterable[Sample]) -> Verdict:
         """A step with these samples failed and was rolled back."""
         everybody = _states(samples)
         was_forced, self._can_hold = bool(self._suspects) and not self._can_hold, True
-        took_part = {one for one in everybody if one.finished_time is None}
-        suspects = [one for one in self._suspects if one in took_part]
+        took_part = {request for request in everybody if request.finished_time is None}
+        suspects = [suspect for suspect in self._suspects if suspect in took_part]
         if not suspects:
-            for one in took_part:
-                one.num_failures = 0
+            for item in took_part:
+                item.num_failures = 0
             suspects = self._in_order(took_part)
         if not suspects:  # all of them were aborted meanwhile
             return Verdict()
-        for one in suspects:
-            one.num_failures += 1
+        for suspect in suspects:
+            suspect.num_failures += 1
         last = suspects[-1]
         if was_forced and last.num_failures >= _FAILURES_IN_COMPANY:
             return self._at_fault(last)
@@ -119,9 +119,9 @@ class FaultFinder:
             return
         self._can_hold = True
         took_part = _states(samples)
-        for one in took_part:
-            one.num_failures = 0
-        self._suspects = [one for one in self._suspects if one not in took_part]
+        for item in took_part:
+            item.num_failures = 0
+        self._suspects = [suspect for suspect in self._suspects if suspect not in took_part]
         if len(self._suspects) > 1:
             self._hold_back()
         else:
@@ -129,10 +129,10 @@ class FaultFinder:
 
     def forget(self, states: Iterable[RequestState]) -> None:
         """Requests have ended otherwise."""
-        for one in states:
-            self._held.discard(one)
-            if one in self._suspects:
-                self._suspects.remove(one)
+        for state in states:
+            self._held.discard(state)
+            if state in self._suspects:
+                self._suspects.remove(state)
 
     def release(self) -> None:
         """Leave nobody out of the next step: none can be made of the others."""
@@ -148,12 +148,12 @@ class FaultFinder:
     @staticmethod
     def _in_order(states: Iterable[RequestState]) -> list[RequestState]:
         """In the order of service."""
-        return sorted(states, key=lambda one: one.samples[0].order)
+        return sorted(states, key=lambda state: state.samples[0].order)
 
     def _hold_back(self) -> None:
         """Leave some of the suspects out of the next step, and let the others show themselves."""
         suspects = self._suspects
-        newcomers = {one for one in suspects if one.first_token_time is None}
+        newcomers = {suspect for suspect in suspects if suspect.first_token_time is None}
         if 0 < len(newcomers) < len(suspects):
             self._held = newcomers
         elif self._num_failed == _HOPELESS - 2:
@@ -226,4 +226,4 @@ class LimitRecovery:
 
 
 def _states(samples: Iterable[Sample]) -> set[RequestState]:
-    return {one.state for one in samples}
+    return {sample.state for sample in samples}

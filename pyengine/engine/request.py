@@ -304,17 +304,17 @@ class RequestState(Request):
     @property
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
-        return all([one.finish_reason is not None for one in self.samples])
+        return all([sample.finish_reason is not None for sample in self.samples])
 
     @property
     def unfinished(self) -> list[Sample]:
         """Samples that have not ended."""
-        return [one for one in self.samples if one.finish_reason is None]
+        return [sample for sample in self.samples if sample.finish_reason is None]
 
     def finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
         """End every sample that has not ended."""
-        for one in self.unfinished:
-            one.finish(reason, stop_reason)
+        for sample in self.unfinished:
+            sample.finish(reason, stop_reason)
 
     @property
     def decoder(self) -> Callable[[int], str] | None:
@@ -344,12 +344,12 @@ class RequestState(Request):
 
     def output(self) -> RequestOutput:
         """All of it so far; the samples as they are now."""
-        return self._with([one.output() for one in self.samples])
+        return self._with([sample.output() for sample in self.samples])
 
     def take_news(self) -> RequestOutput | None:
         """What has come since it was last called; None if that is nothing."""
-        news = [one.take_news() for one in self.samples]
-        outputs = [one for one in news if one is not None]
+        news = [sample.take_news() for sample in self.samples]
+        outputs = [output for output in news if output is not None]
         return self._with(outputs) if outputs else None
 
     def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:

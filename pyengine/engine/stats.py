@@ -55,11 +55,11 @@ def view_of(
 ) -> EngineView:
     """Look, in the thread that runs the steps. O(blocks + requests shown + requests that run)."""
     running = dict.fromkeys([job.request for job in scheduler.running])
-    states = [one for one in running if isinstance(one, RequestState)]
+    states = [sequence for sequence in running if isinstance(sequence, RequestState)]
     room = max(0, most_requests - len(states))
-    waiting = islice((one for one in unfinished if one not in running), room)
-    requests = [_view(one, is_running=True) for one in states[:most_requests]]
-    requests += [_view(one, is_running=False) for one in waiting]
+    waiting = islice((sample for sample in unfinished if sample not in running), room)
+    requests = [_view(state, is_running=True) for state in states[:most_requests]]
+    requests += [_view(request, is_running=False) for request in waiting]
     return EngineView(stats, manager.survey(), requests)
 
 
@@ -69,7 +69,7 @@ def _view(state: RequestState, *, is_running: bool) -> RequestView:
     if len(samples) == 1 or first.num_seats > 1:
         num_output = first.num_tokens - num_prompt
     else:
-        num_output = sum([one.num_tokens - num_prompt for one in samples])
+        num_output = sum([sample.num_tokens - num_prompt for sample in samples])
     return RequestView(
         state=state,
         is_running=is_running,
@@ -77,7 +77,7 @@ def _view(state: RequestState, *, is_running: bool) -> RequestView:
         num_cached=state.num_cached_tokens,
         num_computed=first.num_computed,
         num_output=num_output,
-        max_output=sum([one.max_output for one in samples]),
+        max_output=sum([sample.max_output for sample in samples]),
         num_preemptions=state.num_preemptions,
         arrival_time=state.arrival_time,
         first_token_time=state.first_token_time,

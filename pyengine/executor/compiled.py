@@ -122,7 +122,7 @@ def _keep_rotations(model: Any) -> None:
 
 def _kept(_module: Any, _inputs: Any, found: Any) -> Any:
     if torch.compiler.is_compiling() and isinstance(found, tuple):
-        return tuple(torch.ops.pyengine.kept(one) for one in found)
+        return tuple(torch.ops.pyengine.kept(match) for match in found)
     return found
 
 

@@ -98,7 +98,7 @@ class Rows:
                 counts.append(1)
             else:
                 self.samples += job.state.samples
-                states += [one.sampling for one in job.state.samples]
+                states += [sample.sampling for sample in job.state.samples]
                 counts.append(len(job.state.samples))
                 self.beginners.append(job.state)
         is_repeated = len(counts) != len(self.samples)
@@ -106,13 +106,13 @@ class Rows:
         is_once = bool(step.chunks or self.beginners or self.drafts)
         self.decodes = None if is_once else step.decodes
         self.sampling = SamplingBatch(states)
-        is_loud = [one.is_loud for one in self.samples]
+        is_loud = [sample.is_loud for sample in self.samples]
         self.loud = [row for row, loud in enumerate(is_loud) if loud]
         self._quiet = [row for row, loud in enumerate(is_loud) if not loud]
         self._unread: list[npt.NDArray[np.int64]] = []
         self._stop_ids = _all_stop_ids([self.samples[row] for row in self._quiet])
-        self._max_output = np.array([one.max_output for one in self.samples], dtype=np.int64)
-        self._min_tokens = np.array([one.params.min_tokens for one in self.samples])
+        self._max_output = np.array([sample.max_output for sample in self.samples], dtype=np.int64)
+        self._min_tokens = np.array([sample.params.min_tokens for sample in self.samples])
         self._max_output[self.loud] = np.iinfo(np.int64).max  # they look for themselves
 
     def accept(self, drawn: Sequence[int]) -> Accepted:
@@ -180,7 +180,7 @@ class Rows:
 
 
 def _all_stop_ids(samples: "list[Sample]") -> list[int]:
-    distinct = {id(one.stop_ids): one.stop_ids for one in samples}
+    distinct = {id(sample.stop_ids): sample.stop_ids for sample in samples}
     return sorted(frozenset().union(*distinct.values()))
 
 
@@ -253,7 +253,7 @@ class BatchMaker:
         """Who is in the step, as of now: what is aborted while it runs is still part of it."""
         rows = None
         if not step.chunks and not step.drafts:
-            same = [one for one in self._recent if one.decodes is step.decodes]
+            same = [batch for batch in self._recent if batch.decodes is step.decodes]
             rows = same[0] if same else None
         if rows is None:
             rows = Rows(step)

@@ -75,7 +75,11 @@ def plan_cache(
     specs = cache_specs(loaded, kv_dtype or loaded.dtype)
     groups = LayerGroups.single(len(specs))
     if layer_groups:
-        windows = [one for config in loaded.cached_configs for one in layer_windows(config)]
+        windows = [
+            layer_window
+            for config in loaded.cached_configs
+            for layer_window in layer_windows(config)
+        ]
         groups = choose_layer_groups(windows, specs, settings.max_model_len)
     arithmetic = BlockManager(1, settings.block_size, groups=groups.windows)
     blocks_per_seq = arithmetic.blocks_for(settings.max_model_len, max_tokens)
@@ -87,7 +91,11 @@ def plan_cache(
 def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]:
     """What each layer of a model keeps, and behind them each of its heads."""
     configs = loaded.cached_configs
-    return [one for each in configs for one in kv_cache_specs(each, kv_dtype, loaded.kv_shards)]
+    return [
+        kv_cache_spec
+        for each in configs
+        for kv_cache_spec in kv_cache_specs(each, kv_dtype, loaded.kv_shards)
+    ]
 
 
 def longest_sequence(manager: BlockManager, max_tokens: int, most: int) -> int:

@@ -158,13 +158,13 @@ class ModelRunner:
         assert heads is not None and buffers is not None
         copies = plan.copies()
         arrays = buffers.fill(plan).buffers.arrays
-        rows = [one.row for one in asked]
+        rows = [request.row for request in asked]
         inputs = DraftInputs(
-            token_ids=np.array([one.token_id for one in asked], dtype=np.int64),
+            token_ids=np.array([request.token_id for request in asked], dtype=np.int64),
             positions=arrays.seq_lens[rows].astype(np.int64) - 1,
             tables=arrays.block_tables[:, rows],
-            before=[one.before for one in asked],
-            counts=np.array([one.count for one in asked], dtype=np.int64),
+            before=[request.before for request in asked],
+            counts=np.array([request.count for request in asked], dtype=np.int64),
         )
 
         def draft() -> list[list[int]]:

@@ -166,7 +166,7 @@ def write_rotated(
         rotation.sin,
         None if norm is None else norm.query_weight,
         None if norm is None else norm.key_weight,
-        *(tuple(one.stride()) for one in (*rows, rotation.cos, rotation.sin)),
+        *(tuple(row.stride()) for row in (*rows, rotation.cos, rotation.sin)),
         tuple(1.0 / scale for scale in scales),
         0.0 if norm is None else norm.eps,
         query_heads=query_heads,

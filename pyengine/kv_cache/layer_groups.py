@@ -98,7 +98,7 @@ def layer_windows(config: Any) -> list[Window]:
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):
-        return [_window(one, layer) for layer, one in enumerate(text.per_layer_config)]
+        return [_window(item, layer) for layer, item in enumerate(text.per_layer_config)]
     return [_window(text, layer) for layer in range(text.num_hidden_layers)]
 
 
@@ -129,7 +129,10 @@ def choose_layer_groups(
     and where shapes differ: then blocks of other groups would be of other sizes. A window of
     `max_model_len` or more is no window.
     """
-    kinds = [None if one is None or one >= max_model_len else one for one in windows]
+    kinds = [
+        None if each_window is None or each_window >= max_model_len else each_window
+        for each_window in windows
+    ]
     counts = Counter(kinds)
     order: list[Window] = [None] if None in counts else []  # the widest first
     order += sorted((window for window in counts if window is not None), reverse=True)

@@ -300,7 +300,9 @@ class KVPool:
         if self.device.type != "cpu":
             return False
         with ThreadPoolExecutor() as threads:
-            return all(threads.map(lambda one: populate(one.data_ptr(), one.nbytes), self._tensors))
+            return all(
+                threads.map(lambda item: populate(item.data_ptr(), item.nbytes), self._tensors)
+            )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination): all are read before any is written.

@@ -151,7 +151,7 @@ class WeightHeaders:
     @property
     def longest(self) -> int:
         """The largest dimension of any tensor."""
-        return max((size for one in self.tensors.values() for size in one.shape), default=0)
+        return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
 
 def check_weights(folder: Path) -> WeightHeaders:

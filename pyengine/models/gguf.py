@@ -195,7 +195,7 @@ class _Reader:
         if len({tensor.name for tensor in tensors}) < len(tensors):
             raise ValueError("two of its tensors have one name")
         end, before = 0, ""
-        for tensor in sorted(tensors, key=lambda one: one.offset):
+        for tensor in sorted(tensors, key=lambda each_tensor: each_tensor.offset):
             if tensor.offset < end:
                 raise ValueError(f"{tensor.name!r} lies within {before!r}")
             end, before = tensor.offset + tensor.num_bytes, tensor.name
@@ -351,7 +351,7 @@ def _refuse_other_size(link: Path, path: Path, header: GGUFHeader) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(link.parent, gguf_file=link.name, trust_remote_code=False)
-    num_weights = sum(one.numel() for one in empty_model(config).parameters())
+    num_weights = sum(parameter.numel() for parameter in empty_model(config).parameters())
     if num_weights > 2 * header.num_elements:
         raise ModelLoadError(
             f"{path} describes a model of {num_weights} weights and holds {header.num_elements}: "
@@ -383,7 +383,7 @@ def _dequantised(link: Path, path: Path, dtype: str) -> Any:
             f"{path} lacks the weights of {missing[0]} ({len(missing)} tensors are missing), which "
             "its own header asks for: it is damaged or was cut, get it again"
         )
-    bad = [name for name, one in model.named_parameters() if not one.isfinite().all()]
+    bad = [name for name, item in model.named_parameters() if not item.isfinite().all()]
     if bad and dtype == "float16":
         return _dequantised(link, path, "bfloat16")
     if bad:

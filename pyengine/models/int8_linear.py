@@ -285,7 +285,7 @@ def quantise_linears(model: Any, device: torch.device) -> int:
         model.set_input_embeddings(Int8Embedding(embedding))
     del embedding, head
     return replace_linears(
-        model, lambda one: type(one) is nn.Linear, Int8Linear, (ATTENTION, GATED)
+        model, lambda item: type(item) is nn.Linear, Int8Linear, (ATTENTION, GATED)
     )
 
 

@@ -104,7 +104,7 @@ def replace_linears(
         for group in together:
             linears: list[Any] = [getattr(parent, name) for name in group if name in names]
             if len(linears) == len(group) and _go_together(linears):
-                joint = _Joint(made(_joined(linears)), [one.out_features for one in linears])
+                joint = _Joint(made(_joined(linears)), [linear.out_features for linear in linears])
                 for place, name in enumerate(group):
                     setattr(parent, name, JoinedLinear(linears[place], joint, place))
                     names.remove(name)
@@ -114,18 +114,22 @@ def replace_linears(
 
 
 def _go_together(linears: Sequence[nn.Linear]) -> bool:
-    kinds = {(one.in_features, one.bias is None, one.weight.dtype) for one in linears}
+    kinds = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
     return len(kinds) == 1
 
 
 @torch.no_grad()
 def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
     """A layer with the outputs of all of them, one after the other."""
-    first, num_outputs = linears[0], sum(one.out_features for one in linears)
+    first, num_outputs = linears[0], sum(linear.out_features for linear in linears)
     whole = nn.Linear(first.in_features, num_outputs, bias=first.bias is not None, device="meta")
-    whole.weight = nn.Parameter(torch.cat([one.weight for one in linears]), requires_grad=False)
+    whole.weight = nn.Parameter(
+        torch.cat([linear.weight for linear in linears]), requires_grad=False
+    )
     if first.bias is not None:
-        whole.bias = nn.Parameter(torch.cat([one.bias for one in linears]), requires_grad=False)
+        whole.bias = nn.Parameter(
+            torch.cat([linear.bias for linear in linears]), requires_grad=False
+        )
     return whole
 
 

@@ -170,7 +170,7 @@ def best_product(times: Mapping[Product, Sequence[float]], *, is_tied: bool = Fa
 
 def _mean_ratio(times: Sequence[float], others: Sequence[float]) -> float:
     """Geometric mean of the ratios."""
-    ratios = [one / other for one, other in zip(times, others, strict=True)]
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
     return float(prod(ratios) ** (1 / len(ratios)))
 
 
@@ -230,7 +230,10 @@ def _sample(weights: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
         [whole] = weights
         return [[whole[: max(1, len(whole) * _SAMPLE // num_bytes)]]]
     num_copies = max(1, min(_MOST_COPIES, _SAMPLE // num_bytes))
-    return [weights, *([one.clone() for one in weights] for _ in range(num_copies - 1))]
+    return [
+        weights,
+        *([each_weight.clone() for each_weight in weights] for _ in range(num_copies - 1)),
+    ]
 
 
 def _timed(

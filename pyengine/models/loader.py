@@ -189,7 +189,7 @@ def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> st
     """
     with load_errors(f"{folder / 'config.json'} cannot be used"):
         model = empty_model(config)
-        num_weights = sum(one.numel() for one in model.parameters())
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
     if num_weights > headers.num_bits:
         raise ModelLoadError(
             f"{folder / 'config.json'} describes a model of {num_weights} weights, and the files "
@@ -198,15 +198,15 @@ def _refuse_other_sizes(config: Any, headers: WeightHeaders, folder: Path) -> st
     if getattr(config, "quantization_config", None) is not None:
         return ""  # packed: another shape by the same name
     transposed = ""
-    for name, one in model.named_parameters():
+    for name, item in model.named_parameters():
         found = headers.tensors.get(name)
-        if found is None or found.shape == tuple(one.shape):
+        if found is None or found.shape == tuple(item.shape):
             continue
         differ = (
             f"the weights {name} in {folder} have the shape {list(found.shape)}, and "
-            f"config.json asks for {list(one.shape)}: the two are not of the same model"
+            f"config.json asks for {list(item.shape)}: the two are not of the same model"
         )
-        if prod(found.shape) != one.numel():
+        if prod(found.shape) != item.numel():
             raise ModelLoadError(differ)
         transposed = transposed or f"; {differ}"
     return transposed
@@ -253,13 +253,15 @@ def refuse_not_finite(model: Any, folder: Path) -> None:
     million of them that are in memory. The processes of a divided model add up together: all of
     them come here, and all of them raise.
     """
-    weights = [(name, one) for name, one in model.named_parameters() if one.dtype in _DTYPES]
-    sums = [_of_all(one.sum(dtype=torch.float32)) for _, one in weights]
-    for (name, one), total in zip(weights, sums, strict=True):
-        if not total.isfinite() and _of_all(one.isfinite().logical_not().sum()):
+    weights = [
+        (name, tensor) for name, tensor in model.named_parameters() if tensor.dtype in _DTYPES
+    ]
+    sums = [_of_all(tensor.sum(dtype=torch.float32)) for _, tensor in weights]
+    for (name, tensor), total in zip(weights, sums, strict=True):
+        if not total.isfinite() and _of_all(tensor.isfinite().logical_not().sum()):
             raise ModelLoadError(
-                f"the weights {name} in {folder} hold NaN or infinity, in {one.dtype}: the file is "
-                "damaged, or dtype='bfloat16' or 'float32' is what the model needs"
+                f"the weights {name} in {folder} hold NaN or infinity, in {tensor.dtype}: the "
+                "file is damaged, or dtype='bfloat16' or 'float32' is what the model needs"
             )
 
 

@@ -186,7 +186,7 @@ def check_tensor_parallel(config: Any, size: int) -> None:
     if not odd:
         return
     common = gcd(*(number for _, number in sizes))
-    fitting = [str(one) for one in range(2, common + 1) if common % one == 0]
+    fitting = [str(index) for index in range(2, common + 1) if common % index == 0]
     way_out = f"use {' or '.join(fitting)}" if fitting else "only tensor_parallel_size=1 does"
     have = ", ".join(f"{number} {what}" for what, number in sizes)
     raise ConfigurationError(

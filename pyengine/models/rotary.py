@@ -157,7 +157,7 @@ class OwnRotation(nn.Module):
     def rows(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
         """Query, key and value, each `[1, T, heads, d]`."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        return [one(hidden_states).view(shape) for one in (self.q_proj, self.k_proj, self.v_proj)]
+        return [item(hidden_states).view(shape) for item in (self.q_proj, self.k_proj, self.v_proj)]
 
     def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rotation:
         """By cosines and sines `[1, T, columns]`."""
@@ -246,7 +246,7 @@ class _Witness:
 def _trial(model: Any) -> dict[nn.Module, _Seen]:
     """Run `model` over a few tokens; what its attention layers did."""
     witness, seen = _Witness(), dict[nn.Module, _Seen]()
-    layers = [one for one in model.modules() if _has_the_parts(one)]
+    layers = [module for module in model.modules() if _has_the_parts(module)]
 
     def before(layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         bound = inspect.signature(type(layer).forward).bind(layer, *given, **named)
@@ -256,8 +256,10 @@ def _trial(model: Any) -> dict[nn.Module, _Seen]:
     def after(layer: Any, _given: Any, result: Any) -> None:
         seen[layer].result = result
 
-    hooks: list[Any] = [one.register_forward_pre_hook(before, with_kwargs=True) for one in layers]
-    hooks += [one.register_forward_hook(after) for one in layers]
+    hooks: list[Any] = [
+        each_layer.register_forward_pre_hook(before, with_kwargs=True) for each_layer in layers
+    ]
+    hooks += [each_layer.register_forward_hook(after) for each_layer in layers]
     device = next(model.parameters()).device
     config = model.config.get_text_config()
     last = int(getattr(config, "max_position_embeddings", 0) or 4096) - 1

@@ -35,13 +35,15 @@ class Adjustments:
 
     def __init__(self, states: Sequence[SamplingState]) -> None:
         rows = dict(enumerate(states))
-        self._allowed = _Cells({row: one.allowed_ids for row, one in rows.items()})
-        self._barred = _Cells({row: one.barred_ids for row, one in rows.items()})
-        self._stops = _Cells({row: one.stop_ids for row, one in rows.items()})
-        self._stops_until = np.array([one.params.min_tokens for one in states])[self._stops.rows]
-        self._bias = _Cells({row: one.bias_ids for row, one in rows.items()})
-        self._bias_values = np.concatenate([one.bias_values for one in states])
-        self._worded = [(row, one) for row, one in rows.items() if one.bad_words]
+        self._allowed = _Cells({row: item.allowed_ids for row, item in rows.items()})
+        self._barred = _Cells({row: item.barred_ids for row, item in rows.items()})
+        self._stops = _Cells({row: item.stop_ids for row, item in rows.items()})
+        self._stops_until = np.array([state.params.min_tokens for state in states])[
+            self._stops.rows
+        ]
+        self._bias = _Cells({row: item.bias_ids for row, item in rows.items()})
+        self._bias_values = np.concatenate([state.bias_values for state in states])
+        self._worded = [(row, item) for row, item in rows.items() if item.bad_words]
         self._penalties = _Penalties(rows)
 
     def apply(self, logits: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -51,7 +53,7 @@ class Adjustments:
         written to.
         """
         stops = np.asarray(positions, dtype=np.int64)[self._stops.rows] < self._stops_until
-        words = {row: ids for row, one in self._worded if len(ids := one.barred_by_output())}
+        words = {row: ids for row, item in self._worded if len(ids := item.barred_by_output())}
         is_static = len(self._allowed) or len(self._barred) or len(self._bias)
         if not (is_static or stops.any() or words or self._penalties.is_due):
             return logits
@@ -114,10 +116,10 @@ class _Penalties:
     """
 
     def __init__(self, states: Mapping[int, SamplingState]) -> None:
-        penalised = {row: one for row, one in states.items() if one.counts is not None}
-        params = [one.params for one in penalised.values()]
+        penalised = {row: item for row, item in states.items() if item.counts is not None}
+        params = [count.params for count in penalised.values()]
         self._rows = list(penalised)
-        self._counts = [one.counts for one in penalised.values() if one.counts is not None]
+        self._counts = [count.counts for count in penalised.values() if count.counts is not None]
         self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
         self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
         self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
@@ -131,10 +133,10 @@ class _Penalties:
         """Change the logits of the counted tokens in place; `flat` is float32 [B * V]."""
         if not self.is_due:
             return
-        seen = {row: one.ids for row, one in zip(self._rows, self._counts, strict=True)}
+        seen = {row: count.ids for row, count in zip(self._rows, self._counts, strict=True)}
         index = _Cells(seen).index(vocab_size, flat.device)
-        times = np.concatenate([one.counts for one in self._counts])
-        row = np.repeat(np.arange(len(self._counts)), [len(one) for one in self._counts])
+        times = np.concatenate([count.counts for count in self._counts])
+        row = np.repeat(np.arange(len(self._counts)), [len(count) for count in self._counts])
         offset = self._frequency[row] * times + self._presence[row] * (times > 0)
         divisor = upload(self._repetition[row], flat.device)
         values = flat[index]

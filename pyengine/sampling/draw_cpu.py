@@ -43,7 +43,7 @@ class Columns:
         """Some of the rows."""
         if len(rows) == len(self):
             return self
-        return Columns(*(getattr(self, one.name)[rows] for one in fields(self)))
+        return Columns(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def largest_on_cpu(logits: torch.Tensor) -> _Ints:

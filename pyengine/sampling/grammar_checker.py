@@ -38,7 +38,7 @@ def translated(kind: str, text: str) -> str:
         defaults: Any = {"whitespace_pattern": _WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(text, defaults=defaults)
     if kind == "choice":  # one expression: as alternatives of a grammar only so many are possible
-        texts = ["".join(map(_escaped, one)) for one in json.loads(text)]
+        texts = ["".join(map(_escaped, load)) for load in json.loads(text)]
         return LLMatcher.grammar_from_regex("|".join(texts))
     return grammar_from("regex" if kind == "regex" else "grammar", text)
 

@@ -149,7 +149,7 @@ class SamplingState:
             self.stop_ids = _within({*stop_ids, *params.stop_token_ids}, vocab_size)
         if params.allowed_token_ids is not None:  # the only tokens that may come, where not empty
             self.allowed_ids = _within({*params.allowed_token_ids}, vocab_size)
-        words = [tuple(word) for word in bad_words if all(0 <= one < vocab_size for one in word)]
+        words = [tuple(word) for word in bad_words if all(0 <= item < vocab_size for item in word)]
         self.bad_words = [word for word in words if len(word) > 1]
         # Words of one token: those that may never come.
         self.barred_ids = _within({word[0] for word in words if len(word) == 1}, vocab_size)
@@ -246,7 +246,7 @@ def _within(ids: Collection[int], vocab_size: int) -> npt.NDArray[np.int64]:
     """Return those of `ids` that the vocabulary has, sorted: int64 [n]."""
     if not ids:
         return _EMPTY_IDS
-    return np.array(sorted(one for one in ids if 0 <= one < vocab_size), dtype=np.int64)
+    return np.array(sorted(each_id for each_id in ids if 0 <= each_id < vocab_size), dtype=np.int64)
 
 
 def tokens_of_words(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:

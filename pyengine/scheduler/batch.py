@@ -236,14 +236,16 @@ class ScheduledStep:
         if job not in jobs:
             return []
         gone = {job.sequence.id, *self.plan.cancel(job.sequence)}
-        decodes = [one for one in self.decodes if one.sequence.id in gone]
+        decodes = [sequence for sequence in self.decodes if sequence.sequence.id in gone]
         chunks = [entry for entry in self.chunks if entry.job.sequence.id in gone]
         _move_back(decodes, chunks)
-        self.decodes = tuple(one for one in self.decodes if one not in decodes)
+        self.decodes = tuple(sequence for sequence in self.decodes if sequence not in decodes)
         self.chunks = [entry for entry in self.chunks if entry not in chunks]
         bounded = [entry.num_tokens for entry in chunks if entry.request.max_chunk != inf]
         self.num_bounded -= sum(bounded)
-        return [one for one in jobs if one is not job and one.sequence.id in gone]
+        return [
+            each_job for each_job in jobs if each_job is not job and each_job.sequence.id in gone
+        ]
 
     def rollback(self) -> None:
         """Undo the plan: it is as if nothing had been planned. The newest step goes first."""

@@ -239,7 +239,7 @@ class DraftModel:
 
     def _give_up_others(self, asked: Mapping[Context, int]) -> bool:
         """Give back the blocks of texts that nobody asks about now; whether there were any."""
-        others = [one for one in self._sequences if one not in asked]
+        others = [sequence for sequence in self._sequences if sequence not in asked]
         for context in others:
             self.forget(context)
         return bool(others)
@@ -250,7 +250,9 @@ class DraftModel:
         """The most probable next token of each; none where there is no room."""
         with self._step(self._most) as plan:
             misfits = set(plan.decode([forks[context] for context in contexts]))
-            fitting = [one for at, one in enumerate(contexts) if at not in misfits]
+            fitting = [
+                each_context for at, each_context in enumerate(contexts) if at not in misfits
+            ]
             tokens: list[int] = []
             if fitting:
                 tokens = self._runner.prepare(plan)(None).sampling.argmax(-1).tolist()

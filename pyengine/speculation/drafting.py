@@ -61,7 +61,7 @@ class Speculator:
         drafts = [NO_DRAFT] * len(contexts)
         if not asked:
             return drafts
-        given = self._ask([one for _, one, _ in asked], [count for *_, count in asked])
+        given = self._ask([item for _, item, _ in asked], [count for *_, count in asked])
         for (at, context, count), draft in zip(asked, given, strict=True):
             fault = self._fault(draft, count)
             if fault:
@@ -139,15 +139,17 @@ class Drafting:
         was planned, there are none. Heads cannot go on without it: whoever they draft for waits.
         """
         samples = [
-            one
-            for one in cast("list[Sample]", step.sampling_jobs)
-            if one.speculates and one.finish_reason is None and not one.waits_for_tokens
+            sequence
+            for sequence in cast("list[Sample]", step.sampling_jobs)
+            if sequence.speculates
+            and sequence.finish_reason is None
+            and not sequence.waits_for_tokens
         ]
         if self._heads is not None:
             for sample in samples:
                 sample.wants_drafts = True
             return
-        unasked = [one for one in samples if one not in self._asked]
+        unasked = [each_sample for each_sample in samples if each_sample not in self._asked]
         found = self._found(unasked, step)
         for sample in samples:
             sample.wants_drafts = sample in found
@@ -155,9 +157,9 @@ class Drafting:
     def extend(self, step: ScheduledStep) -> None:
         """Let a step that was just planned compute drafts with its decodes."""
         samples = [
-            one
-            for one in cast("tuple[Sample, ...]", step.decodes)
-            if one.speculates and one.is_known
+            sequence
+            for sequence in cast("tuple[Sample, ...]", step.decodes)
+            if sequence.speculates and sequence.is_known
         ]
         if self._heads is not None:
             self._heads.step = step
@@ -191,10 +193,12 @@ class Drafting:
             return {}
         budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
         self._speculator.begin_step(max(0, budget))
-        most = [one.max_output - len(one.token_ids) - 1 for one in samples]
+        most = [each_sample.max_output - len(each_sample.token_ids) - 1 for each_sample in samples]
         given = self._speculator.propose(samples, most)
         drafts = [_possible(sample, draft) for sample, draft in zip(samples, given, strict=True)]
-        num_drawn = sum([one.is_drawn for one in cast("tuple[Sample, ...]", step.decodes)])
+        num_drawn = sum(
+            [sequence.is_drawn for sequence in cast("tuple[Sample, ...]", step.decodes)]
+        )
         size = StepSize(step.num_tokens, len(step.decodes), num_drawn)
         counts = self._speculator.keep(samples, drafts, size)
         return {

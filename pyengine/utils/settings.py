@@ -57,12 +57,12 @@ def check_settings(settings: Any) -> None:
 
     Texts that are not given are read from the environment where the setting names a variable.
     """
-    for one in dataclasses.fields(settings):
-        value = getattr(settings, one.name)
-        env = option_of(one).env
-        if env is not None and isinstance(value, tuple) and value == one.default:
+    for setting in dataclasses.fields(settings):
+        value = getattr(settings, setting.name)
+        env = option_of(setting).env
+        if env is not None and isinstance(value, tuple) and value == setting.default:
             value = tuple(os.environ.get(env, "").split())
-        object.__setattr__(settings, one.name, _checked(one, value))
+        object.__setattr__(settings, setting.name, _checked(setting, value))
 
 
 _KINDS: dict[Any, tuple[type, str]] = {
@@ -82,7 +82,7 @@ def _checked(one: "dataclasses.Field[Any]", value: Any) -> Any:
         return value
     if declared == tuple[str, ...]:
         return _checked_texts(one.name, value)
-    alternatives = [one for kind in get_args(declared) or (declared,) for one in _flat(kind)]
+    alternatives = [item for kind in get_args(declared) or (declared,) for item in _flat(kind)]
     for kind in alternatives:
         if kind not in _KINDS:
             if isinstance(value, str) and value == kind:
@@ -102,7 +102,7 @@ def _checked(one: "dataclasses.Field[Any]", value: Any) -> Any:
 
 def _checked_texts(name: str, value: Any) -> tuple[str, ...]:
     texts = tuple(value) if isinstance(value, list | tuple) else (None,)
-    if not all(isinstance(one, str) and one for one in texts):  # not shown: it may be secret
+    if not all(isinstance(text, str) and text for text in texts):  # not shown: it may be secret
         raise ConfigurationError(f"{name} must be a list of texts of at least one character")
     return texts
 
@@ -161,7 +161,7 @@ def takes(
 
 
 def _refuse_unknown(settings: Any, given: dict[str, Any]) -> None:
-    known = [one.name for one in dataclasses.fields(settings)]
+    known = [field.name for field in dataclasses.fields(settings)]
     for name in given:
         if name not in known:
             raise ConfigurationError(f"there is no setting {name!r}: {nearest(name, known)}")
@@ -178,12 +178,12 @@ def _described(settings: Any) -> str:
     """A line for every setting: name, default, help."""
     lines = [
         textwrap.fill(
-            f"{one.name} (default {one.default!r}): {option_of(one).help}",
+            f"{field.name} (default {field.default!r}): {option_of(field).help}",
             width=96,
             subsequent_indent="    ",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for one in dataclasses.fields(settings)
+        for field in dataclasses.fields(settings)
     ]
     return "\n".join(["Settings, all by name but the model:", "", *lines])

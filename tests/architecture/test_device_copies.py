@@ -28,7 +28,7 @@ def waits(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        name, keywords = node.func.attr, {one.arg for one in node.keywords}
+        name, keywords = node.func.attr, {keyword.arg for keyword in node.keywords}
         to_device = name == "to" and any(map(_is_device, node.args))
         to_device |= name == "to" and "device" in keywords
         if to_device and not _is_not_blocking(node):
@@ -48,8 +48,10 @@ def _is_device(node: ast.expr) -> bool:
 
 def _is_not_blocking(node: ast.Call) -> bool:
     return any(
-        one.arg == "non_blocking" and isinstance(one.value, ast.Constant) and one.value.value
-        for one in node.keywords
+        keyword.arg == "non_blocking"
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value
+        for keyword in node.keywords
     )
 
 

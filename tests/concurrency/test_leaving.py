@@ -74,7 +74,7 @@ def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str
 
 
 def tokens_of(state: RequestState) -> list[list[int]]:
-    return [one.token_ids for one in state.output().outputs]
+    return [output.token_ids for output in state.output().outputs]
 
 
 def run(stage: Stage, states: dict[str, RequestState]) -> None:
@@ -133,7 +133,7 @@ def test_nothing_leaks_and_nobody_else_notices(
 
         def leave(moment: str) -> None:
             left = goes.unfinished  # noqa: B023
-            was_preempted = goes.num_preemptions and not all(one.is_running for one in left)  # noqa: B023
+            was_preempted = goes.num_preemptions and not all(entry.is_running for entry in left)  # noqa: B023
             seen["while preempted"] += bool(was_preempted)
             seen[moment] += 1
             if by_the_engine:

@@ -51,7 +51,9 @@ class Storm:
                     continue
                 if state.first_token_time is None:
                     self.seen["ended before its first token"] += 1
-                elif state.num_preemptions and not any(one.is_running for one in state.unfinished):
+                elif state.num_preemptions and not any(
+                    sample.is_running for sample in state.unfinished
+                ):
                     self.seen["ended while it was preempted"] += 1
                 else:
                     self.seen["ended while it ran"] += 1
@@ -73,7 +75,7 @@ class Storm:
         self, alone: Alone, wish: Wish, items: list[RequestOutput], error: Exception | None
     ) -> None:
         if wish.is_poisoned:
-            assert not any(one.token_ids for item in items for one in item.outputs)
+            assert not any(output.token_ids for item in items for output in item.outputs)
             if error is not None:
                 assert isinstance(error, RequestFailedError), error
                 self.seen["failed alone"] += 1
@@ -82,7 +84,7 @@ class Storm:
             assert wish.leaving == "has a deadline" and "seconds ago" in str(error)
             return
         assert error is None, error
-        expected = {one.index: one for one in alone.answer(wish).outputs}
+        expected = {output.index: output for output in alone.answer(wish).outputs}
         found = added_up(wish, items)
         for index, tokens in found.items():
             assert tokens == expected[index].token_ids[: len(tokens)], wish
@@ -90,21 +92,21 @@ class Storm:
             assert wish.leaving != "stays", wish
             self.seen["left by its caller"] += 1
             return
-        reasons = {one.finish_reason for one in items[-1].outputs}
+        reasons = {output.finish_reason for output in items[-1].outputs}
         self.seen["finished"] += "abort" not in reasons
         self.seen["had cached tokens"] += items[-1].num_cached_tokens > 0
         metrics = items[-1].metrics
         self.seen["finished after a preemption"] += metrics.num_preemptions > 0
-        for one in items[-1].outputs:
-            self.seen[f"{one.finish_reason}, {type(one.stop_reason).__name__}"] += 1
-            if one.finish_reason == "abort":
-                self.seen["deadline"] += one.stop_reason == "deadline"
+        for output in items[-1].outputs:
+            self.seen[f"{output.finish_reason}, {type(output.stop_reason).__name__}"] += 1
+            if output.finish_reason == "abort":
+                self.seen["deadline"] += output.stop_reason == "deadline"
                 continue
-            it = expected[one.index]
-            assert found.get(one.index, []) == it.token_ids, wish
-            assert (one.finish_reason, one.stop_reason) == (it.finish_reason, it.stop_reason)
+            it = expected[output.index]
+            assert found.get(output.index, []) == it.token_ids, wish
+            assert (output.finish_reason, output.stop_reason) == (it.finish_reason, it.stop_reason)
             if wish.params.output_kind is not RequestOutputKind.DELTA:
-                assert one.text == it.text
+                assert output.text == it.text
 
     def assert_over(self) -> None:
         """Nobody waits, nothing is held, no thread is left."""
@@ -114,7 +116,7 @@ class Storm:
         assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (0, 0)
         bench.assert_all_free()
         assert bench.engine.stats().num_preemptions > 0
-        left = [one for one in threading.enumerate() if one.name == "pyengine-engine"]
+        left = [thread for thread in threading.enumerate() if thread.name == "pyengine-engine"]
         assert not left
         for event in (
             "finished",
@@ -138,13 +140,13 @@ def added_up(wish: Wish, items: list[RequestOutput]) -> Tokens:
     """The tokens of each sample, as far as they were read."""
     tokens: Tokens = {}
     for item in items:
-        for one in item.outputs:
-            before = tokens.get(one.index, [])
+        for output in item.outputs:
+            before = tokens.get(output.index, [])
             if wish.params.output_kind is RequestOutputKind.DELTA:
-                tokens[one.index] = before + one.token_ids
+                tokens[output.index] = before + output.token_ids
             else:
-                assert one.token_ids[: len(before)] == before
-                tokens[one.index] = one.token_ids
+                assert output.token_ids[: len(before)] == before
+                tokens[output.index] = output.token_ids
     return tokens
 
 
@@ -218,8 +220,8 @@ def tasks_and_threads(storm: Storm) -> None:
     with storm.model.async_engine() as engine, ThreadPoolExecutor(CALLERS + 1) as pool:
         several = [pool.submit(lambda: asyncio.run(caller(engine))) for _ in range(CALLERS)]
         several.append(pool.submit(lambda: asyncio.run(main(engine))))
-        for one in several:
-            one.result(_LONGEST)
+        for value in several:
+            value.result(_LONGEST)
 
 
 def read_some(items: Iterator[RequestOutput], patience: int | None) -> list[RequestOutput]:
@@ -247,10 +249,14 @@ def threads_of_an_llm(storm: Storm) -> None:
 
     def batch(wishes: list[Wish]) -> None:
         prompts: Any = [
-            {"prompt_token_ids": list(one.prompt), "cache_salt": one.salt} for one in wishes
+            {"prompt_token_ids": list(each_wish.prompt), "cache_salt": each_wish.salt}
+            for each_wish in wishes
         ]
-        everything = [one.params for one in wishes], [one.priority for one in wishes]
-        leaver = next((one for one in wishes if one.leaving != "stays"), None)
+        everything = (
+            [each_wish.params for each_wish in wishes],
+            [each_wish.priority for each_wish in wishes],
+        )
+        leaver = next((each_wish for each_wish in wishes if each_wish.leaving != "stays"), None)
         if leaver is not None:
             several = llm.generate_iter(prompts, everything[0], priority=everything[1])
             outputs = read_some(several, max(1, leaver.patience))
@@ -276,8 +282,8 @@ def threads_of_an_llm(storm: Storm) -> None:
         batch(several)
 
     with ThreadPoolExecutor(CALLERS) as pool:
-        for one in [pool.submit(caller) for _ in range(CALLERS)]:
-            one.result(_LONGEST)
+        for item in [pool.submit(caller) for _ in range(CALLERS)]:
+            item.result(_LONGEST)
 
 
 def whole(params: SamplingParams) -> SamplingParams:

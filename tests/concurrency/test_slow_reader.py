@@ -86,7 +86,7 @@ def test_what_waits_for_a_slow_reader_is_one_item(kind: RequestOutputKind) -> No
 
 def num_outputs() -> int:
     """All that there are in this process."""
-    return sum(type(one) is RequestOutput for one in gc.get_objects())
+    return sum(type(get_object) is RequestOutput for get_object in gc.get_objects())
 
 
 def test_a_reader_that_never_reads_is_woken_once_per_step_and_nobody_else_for_it() -> None:

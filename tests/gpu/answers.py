@@ -53,7 +53,7 @@ def answer(output: RequestOutput) -> Answer:
         for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
         if entry is not None
     ]
-    top = [{token: one.logprob for token, one in entry.items()} for entry in given.logprobs or ()]
+    top = [{token: item.logprob for token, item in entry.items()} for entry in given.logprobs or ()]
     return Answer(prompt, given.token_ids, top)
 
 

@@ -125,8 +125,8 @@ def _compare_one(name: str, got: Answer, want: Answer, bound: float, found: Comp
     same = len(want.tokens) if at is None else at
     found.num_tokens += same
     own, theirs = (
-        [top[token] for token, top in zip(one.tokens[:same], one.top, strict=False)]
-        for one in (got, want)
+        [top[token] for token, top in zip(item.tokens[:same], item.top, strict=False)]
+        for item in (got, want)
     )
     found.token_error = _larger(found.token_error, _differences(own, theirs))
     if at is None:
@@ -157,7 +157,7 @@ def _gap(top: dict[int, float], token: int, expected: int) -> float:
 
 
 def _differences(got: Sequence[float], want: Sequence[float]) -> list[float]:
-    return [abs(one - other) for one, other in zip(got, want, strict=False)]
+    return [abs(item - other) for item, other in zip(got, want, strict=False)]
 
 
 def _larger(largest: float, differences: Sequence[float]) -> float:

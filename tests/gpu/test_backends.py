@@ -66,7 +66,7 @@ def oracle_is_right(place: Place, family: str) -> Numbers:
     """The float32 oracle against a plain forward pass, and what rounding does to it."""
     told = oracle(place, family, DTYPE)
     plain = [Answer(logprobs, (), ()) for logprobs in plain_prompt_logprobs(place, family)]
-    ours = [Answer(one.prompt, (), ()) for one in told.exact]
+    ours = [Answer(item.prompt, (), ()) for item in told.exact]
     found = compare(ours, plain, FLOAT32_BOUND)
     assert not found.wrong, found.wrong
     assert found.num_positions > 0
@@ -108,17 +108,17 @@ def backend_is_right(place: Place, family: str, backend: str) -> Numbers:
     same, exact = zip(*found, strict=True)
     numbers = {
         "dtype": dtype,
-        "error": rounded(max(one.largest for one in same)),
+        "error": rounded(max(item.largest for item in same)),
         "bound": rounded(told.bounds.same),
-        "error_float32": rounded(max(one.largest for one in exact)),
+        "error_float32": rounded(max(item.largest for item in exact)),
         "bound_float32": rounded(told.bounds.exact),
         "mean_float32": rounded(exact[0].prompt_mean),
         "bound_mean": rounded(told.bounds.mean),
-        "near_ties": sum(len(one.near_ties) for one in same),
+        "near_ties": sum(len(item.near_ties) for item in same),
     }
     for against, ones in (("the oracle", same), ("float32", exact)):
         wrong = [words for one in ones for words in one.wrong]
         assert not wrong, f"against {against}: {wrong}; {numbers}"
-    assert all(one.num_tokens > 0 for one in same)
+    assert all(item.num_tokens > 0 for item in same)
     assert llm.stats().counters["cached_tokens"] > 0
     return numbers

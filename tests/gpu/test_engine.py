@@ -52,13 +52,13 @@ class Mode:
     ) -> Numbers:
         """Greedy requests equal but for near-ties; of the drawn ones nearly all are equal."""
         triples = list(zip(got, want, is_greedy or [True] * len(got), strict=True))
-        greedy = [(answer(one), answer(other)) for one, other, yes in triples if yes]
-        found = compare([one for one, _ in greedy], [other for _, other in greedy], self.bound)
+        greedy = [(answer(item), answer(other)) for item, other, yes in triples if yes]
+        found = compare([item for item, _ in greedy], [other for _, other in greedy], self.bound)
         assert not found.wrong, found.wrong
         assert found.num_tokens > 0
         drawn = [
-            [a.token_ids for a in one.outputs] == [b.token_ids for b in other.outputs]
-            for one, other, yes in triples
+            [a.token_ids for a in item.outputs] == [b.token_ids for b in other.outputs]
+            for item, other, yes in triples
             if not yes
         ]
         if self.dtype == "float32":
@@ -121,7 +121,7 @@ def overlap(place: Place, is_used: bool) -> Numbers:
         )
         for ahead in (False, True)
     )
-    return mode.same_tokens(ahead, plain, [one.is_greedy for one in params])
+    return mode.same_tokens(ahead, plain, [param.is_greedy for param in params])
 
 
 def equal_prompts(place: Place, is_used: bool, shares: bool) -> Numbers:
@@ -163,8 +163,8 @@ def samples(place: Place, is_used: bool) -> Numbers:
         [prompt] * count, [drawn(1, sample_seed(seed, at)) for at in range(count)], use_tqdm=False
     )
     equal = [
-        one.token_ids == other.outputs[0].token_ids
-        for one, other in zip(together.outputs, apart, strict=True)
+        output.token_ids == other.outputs[0].token_ids
+        for output, other in zip(together.outputs, apart, strict=True)
     ]
     if mode.dtype == "float32":
         assert equal.count(False) <= 1

@@ -84,7 +84,7 @@ def differing(replayed: Sequence[torch.Tensor], launched: Sequence[torch.Tensor]
     if len(replayed) != len(launched):
         return f"{len(replayed)} steps against {len(launched)}"
     pairs = list(zip(replayed, launched, strict=True))
-    steps = [at for at, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+    steps = [at for at, (pair, other) in enumerate(pairs) if not torch.equal(pair, other)]
     if not steps:
         return ""
     one, other = pairs[steps[0]]
@@ -118,7 +118,7 @@ def test_every_step_s_logits_are_recorded(tmp_path: Path) -> None:
 
 def test_one_bit_is_a_difference() -> None:
     steps = [torch.ones(2, 3), torch.zeros(1, 3)]
-    assert differing(steps, [one.clone() for one in steps]) == ""
+    assert differing(steps, [step.clone() for step in steps]) == ""
     other = [steps[0], torch.tensor([[0.0, 0.0, 2.0**-100]])]
     assert differing(steps, other).startswith("1 steps differ, the first is step 1, by 7.89e-31")
     assert differing(steps, steps[:1]) == "2 steps against 1"

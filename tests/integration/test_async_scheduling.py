@@ -103,7 +103,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
         engine.add_request(str(name), Prompt(token_ids=prompt), params)
     done: dict[str, RequestOutput] = {}
     while engine.has_work:
-        done.update((one.request_id, one.output()) for one in engine.step().finished)
+        done.update((item.request_id, item.output()) for item in engine.step().finished)
         manager.check()
     assert manager.ledger().active == 0
     return done
@@ -112,8 +112,8 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
 def test_graphs_and_pending_tokens_together_give_the_tokens_of_neither(folder: Path) -> None:
     plain = run_by_hand(folder, graphs=False, depth=1)
     both = run_by_hand(folder, graphs=True, depth=2)
-    for name, one in plain.items():
-        assert one.outputs == both[name].outputs
+    for name, item in plain.items():
+        assert item.outputs == both[name].outputs
 
 
 def test_a_step_that_samples_nothing_is_followed_by_one_that_does(folder: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_step_that_samples_nothing_is_followed_by_one_that_does(folder: Path) 
     outputs = []
     for ahead in (False, True):
         llm = LLM(folder, device="cpu", **sizes, async_scheduling=ahead)
-        alone = [llm.generate([one], params, use_tqdm=False)[0].outputs for one in prompts]
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs for prompt in prompts]
         together = llm.generate(prompts, params, use_tqdm=False)
-        outputs.append((alone, [one.outputs for one in together]))
+        outputs.append((alone, [item.outputs for item in together]))
     assert outputs[0] == outputs[1]

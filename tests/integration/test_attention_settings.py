@@ -28,8 +28,8 @@ def test_a_cache_in_8_bit_floats_holds_twice_the_blocks(folder: Path) -> None:
         open_llm(folder, kv_cache_memory=1 << 20, kv_cache_dtype=dtype) for dtype in ("auto", "fp8")
     )
     about = [llm.describe() for llm in (wide, narrow)]
-    assert [one["kv_cache_dtype"] for one in about] == ["bfloat16", "float8_e4m3fn"]
-    blocks = [int(str(one["num_blocks"])) + 1 for one in about]
+    assert [item["kv_cache_dtype"] for item in about] == ["bfloat16", "float8_e4m3fn"]
+    blocks = [int(str(item["num_blocks"])) + 1 for item in about]
     assert blocks[1] == 2 * blocks[0]
     for llm in (wide, narrow):
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -31,7 +31,7 @@ QUESTIONS = ["The capital of France is", "2 + 2 ="]
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(one.outputs[0].token_ids) for one in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def save(folder: Path, template: str) -> Path:
@@ -82,8 +82,8 @@ def test_the_prompt_is_the_one_of_transformers(
 def test_several_conversations_in_one_call(tiny: LLM) -> None:
     several = [[USER], CALLED, [USER, {"role": "assistant", "content": "3"}, USER]]
     outputs = tiny.chat(several, SHORT, use_tqdm=False, tools=[TOOL])
-    assert [one.prompt_token_ids for one in outputs] == [
-        as_transformers(tiny.tokenizer, one, tools=[TOOL]) for one in several
+    assert [output.prompt_token_ids for output in outputs] == [
+        as_transformers(tiny.tokenizer, value, tools=[TOOL]) for value in several
     ]
 
 
@@ -148,8 +148,8 @@ def test_without_parameters_the_models_own_are_taken_and_shown(configured: Path)
     assert llm.describe()["generation_config"] == shown
     assert llm.get_default_sampling_params() == own
     calls = [
-        (one.generate("Hello", params, use_tqdm=False), one.chat([USER], params, use_tqdm=False))
-        for one, params in ((llm, None), (make(configured, seed=3), own))
+        (item.generate("Hello", params, use_tqdm=False), item.chat([USER], params, use_tqdm=False))
+        for item, params in ((llm, None), (make(configured, seed=3), own))
     ]
     taken, expected = ([*map(tokens_of, outputs)] for outputs in calls)
     assert taken == expected
@@ -175,7 +175,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[RequestOutput]:
     """What each question gives by itself."""
-    return [llm.generate(one, GREEDY, use_tqdm=False)[0] for one in QUESTIONS]
+    return [llm.generate(question, GREEDY, use_tqdm=False)[0] for question in QUESTIONS]
 
 
 @pytest.mark.slow
@@ -196,13 +196,13 @@ def test_calls_without_content_in_a_template_that_does_not_know_them(llm: LLM) -
 
 @pytest.mark.slow
 def test_two_streams_in_turns(llm: LLM, alone: list[RequestOutput]) -> None:
-    pairs = list(zip(*(llm.stream(one, GREEDY) for one in QUESTIONS), strict=True))
+    pairs = list(zip(*(llm.stream(question, GREEDY) for question in QUESTIONS), strict=True))
     assert len(pairs) == GREEDY.max_tokens
     for place, expected in enumerate(alone):
         items = [pair[place].outputs[0] for pair in pairs]
         assert items[-1] == expected.outputs[0]
-        assert [len(one.token_ids) for one in items] == list(range(1, len(items) + 1))
-        assert all(expected.outputs[0].text.startswith(one.text) for one in items)
+        assert [len(item.token_ids) for item in items] == list(range(1, len(items) + 1))
+        assert all(expected.outputs[0].text.startswith(item.text) for item in items)
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_two_threads(llm: LLM, alone: list[RequestOutput]) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(generate, QUESTIONS))
-    assert [one.outputs for (one,) in outputs] == [one.outputs for one in alone]
+    assert [item.outputs for (item,) in outputs] == [item.outputs for item in alone]
     ledger = llm.stats().ledger
     assert (ledger.active, ledger.leased) == (0, 0)
 
@@ -232,14 +232,14 @@ def test_deltas_of_two_tasks_add_up(alone: list[RequestOutput]) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, output_kind=RequestOutputKind.DELTA)
 
     async def read(engine: AsyncEngine, question: str) -> tuple[str, list[int], int]:
-        items = [one.outputs[0] async for one in engine.generate(question, params)]
-        assert [one.is_finished for one in items] == [False] * (len(items) - 1) + [True]
-        tokens = [token for one in items for token in one.token_ids]
-        return "".join(one.text for one in items), tokens, len(items)
+        items = [output.outputs[0] async for output in engine.generate(question, params)]
+        assert [item.is_finished for item in items] == [False] * (len(items) - 1) + [True]
+        tokens = [token for item in items for token in item.token_ids]
+        return "".join(item.text for item in items), tokens, len(items)
 
     async def main() -> list[tuple[str, list[int], int]]:
         async with AsyncEngine(num_blocks=64, block_size=32) as engine:
-            return await asyncio.gather(*(read(engine, one) for one in QUESTIONS))
+            return await asyncio.gather(*(read(engine, question) for question in QUESTIONS))
 
     for (text, tokens, num_items), expected in zip(asyncio.run(main()), alone, strict=True):
         assert (text, tokens) == (expected.outputs[0].text, expected.outputs[0].token_ids)

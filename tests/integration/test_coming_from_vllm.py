@@ -18,7 +18,7 @@ ABSENT = "missing"
 
 
 def fields(kind: type) -> list[str]:
-    return [one.name for one in dataclasses.fields(kind)]
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def public(kind: type) -> list[str]:
@@ -75,15 +75,15 @@ def test_every_method_of_the_async_engine_is_there() -> None:
 )
 def test_every_field_of_results_is_there(kind: type) -> None:
     said = [name for name, of, _ in rows("field", "of") if of == kind.__name__]
-    properties = [name for name, one in vars(kind).items() if isinstance(one, property)]
+    properties = [name for name, item in vars(kind).items() if isinstance(item, property)]
     assert said == [*fields(kind), *properties]
 
 
 def test_every_error_is_there() -> None:
     ours = [
         name
-        for name, one in vars(errors).items()
-        if inspect.isclass(one) and issubclass(one, errors.PyEngineError)
+        for name, item in vars(errors).items()
+        if inspect.isclass(item) and issubclass(item, errors.PyEngineError)
     ]
     said = [name for name, *_ in rows("error", "vLLM")]
     assert len(ours) > 8

@@ -53,7 +53,7 @@ def test_curl_gets_answers(document: str, server: RunningServer) -> None:
         if '"stream": true' in command:
             assert lines.pop() == "[DONE]"
         items: list[Any] = [json.loads(line) for line in lines]
-        assert items and not [one for one in items if "error" in one]
+        assert items and not [item for item in items if "error" in item]
         if "chat" in command:
             assert "Tokyo" in items[0]["choices"][0]["message"]["content"]
 

@@ -102,7 +102,7 @@ class Senders:
         self._where = (parts.hostname, parts.port)
         self.statuses: list[int] = []
         self._is_over = False
-        self._threads = [threading.Thread(target=self._send, args=one) for one in bodies]
+        self._threads = [threading.Thread(target=self._send, args=body) for body in bodies]
 
     def _send(self, path: str, body: bytes) -> None:
         while not self._is_over:
@@ -117,8 +117,8 @@ class Senders:
             sleep(0.05)
 
     def __enter__(self) -> "Senders":
-        for one in self._threads:
-            one.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +126,7 @@ class Senders:
 
     @property
     def are_at_work(self) -> bool:
-        return any(one.is_alive() for one in self._threads)
+        return any(thread.is_alive() for thread in self._threads)
 
 
 def longest_delay(address: str, bodies: list[tuple[str, bytes]]) -> tuple[float, list[int]]:

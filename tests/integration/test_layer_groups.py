@@ -162,10 +162,12 @@ def test_tight_pools(model: Model, caching: bool, spare: int) -> None:
 def test_samples_of_one_prompt(model: Model) -> None:
     engine, full = Watched(model), Watched(model, layer_groups=False)
     drawn = SamplingParams(n=4, seed=3, ignore_eos=True, max_tokens=60)
-    (output,), (expected,) = (one.generate(prompts()[:1], drawn) for one in (engine, full))
-    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 4
+    (output,), (expected,) = (item.generate(prompts()[:1], drawn) for item in (engine, full))
+    assert [each_output.token_ids for each_output in output.outputs] == [
+        each_output.token_ids for each_output in expected.outputs
+    ]
+    assert len({tuple(each_output.token_ids) for each_output in output.outputs}) == 4
     (output,) = engine.generate(prompts()[1:2], greedy(60, n=4))
     assert_the_references(model, [output], 60)
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 1
+    assert len({tuple(each_output.token_ids) for each_output in output.outputs}) == 1
     assert engine.llm.stats().counters["copied_blocks"] > 0

@@ -35,7 +35,7 @@ def of_torch() -> int:
     """Bytes of addresses that torch alone takes: 3.2 GB of 2.15, 4.7 of 2.9."""
     show = "import torch; print(open('/proc/self/status').read())"
     said = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
-    (peak,) = [one.split()[1] for one in said.stdout.splitlines() if one.startswith("VmPeak")]
+    (peak,) = [line.split()[1] for line in said.stdout.splitlines() if line.startswith("VmPeak")]
     return int(peak) * 1024
 
 
@@ -55,7 +55,9 @@ def assert_said(most: int) -> None:
     assert "Traceback" not in ended.stderr, ended.stderr
     if ended.returncode != 0:
         assert ended.returncode == 1
-        (line,) = [one for one in ended.stderr.splitlines() if one.startswith("error: ")]
+        (line,) = [
+            each_line for each_line in ended.stderr.splitlines() if each_line.startswith("error: ")
+        ]
         assert "delete the folder" not in line  # nothing is wrong with the model
 
 

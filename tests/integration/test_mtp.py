@@ -38,7 +38,7 @@ def can_run() -> None:
         pytest.skip("needs a transformers that runs a single head")
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda one: f"{one[0]}-{one[1]}")
+@pytest.fixture(scope="module", params=MODELS, ids=lambda item: f"{item[0]}-{item[1]}")
 def made(
     can_run: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
@@ -106,8 +106,8 @@ def test_drafts_are_those_of_transformers(made: Any) -> None:
 
     def noted(contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         drafts = propose(contexts, most)
-        for one, count, draft in zip(contexts, most, drafts, strict=True):
-            tokens = [*map(int, one.request.prompt_token_ids), *one.token_ids]
+        for context, count, draft in zip(contexts, most, drafts, strict=True):
+            tokens = [*map(int, context.request.prompt_token_ids), *context.token_ids]
             left = 4 - (len(tokens) - 1) % 4
             assert len(draft.tokens) == min(count, left, heads)
             seen.append((tokens, draft.tokens))
@@ -128,7 +128,7 @@ def test_tokens_are_those_of_transformers_generate(
 ) -> None:
     folder, heads = made
     model = Reference(folder, heads).model
-    patterns = [rf"model\.layers\.{one}\." for one in range(LAYERS, LAYERS + heads)]
+    patterns = [rf"model\.layers\.{index}\." for index in range(LAYERS, LAYERS + heads)]
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
     model.generation_config.eos_token_id = None
     llm = mtp(folder, num_speculative_tokens=heads)
@@ -239,7 +239,7 @@ def test_heads_that_are_not_whole_are_refused(tmp_path: Path) -> None:
 
 
 def _without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in tensors.items() if part not in name}
+    return {name: item for name, item in tensors.items() if part not in name}
 
 
 SPOILT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
@@ -288,10 +288,10 @@ def waited(llm: LLM) -> list[int]:
         for at in range(RUNNING)
     ]
     running += [
-        engine.add_request(f"known {at}", Prompt(token_ids=one), replace(GREEDY, max_tokens=1))
-        for at, one in enumerate(known)
+        engine.add_request(f"known {at}", Prompt(token_ids=entry), replace(GREEDY, max_tokens=1))
+        for at, entry in enumerate(known)
     ]
-    while any(one.first_token_time is None for one in running):
+    while any(sequence.first_token_time is None for sequence in running):
         engine.step()
     assert llm.stats().num_running == RUNNING
     arrived: dict[str, tuple[int, RequestState]] = {}

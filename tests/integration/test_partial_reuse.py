@@ -57,12 +57,12 @@ def generate(folder: Path, *, partial_reuse: bool, **settings: Any) -> tuple[lis
         **{"num_blocks": 400, "max_num_batched_tokens": 64, **settings},
     )
     asked = prompts()
-    outputs = [llm.generate([one], GREEDY, use_tqdm=False)[0] for one in asked[:8]]
+    outputs = [llm.generate([request], GREEDY, use_tqdm=False)[0] for request in asked[:8]]
     outputs += llm.generate(asked[8:], GREEDY, use_tqdm=False)
     llm._engine._manager.check()
     ledger = llm.stats().ledger
     assert (ledger.active, ledger.leased) == (0, 0)
-    return [one.outputs for one in outputs], llm
+    return [output.outputs for output in outputs], llm
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -106,8 +106,8 @@ def test_the_default_model_says_the_same() -> None:
             device="cpu", dtype="float32", num_blocks=64, block_size=32, partial_reuse=partial_reuse
         )
         each = [llm.generate([text], params, use_tqdm=False)[0] for text in asked]
-        said.append([one.outputs[0].text for one in each])
+        said.append([item.outputs[0].text for item in each])
         assert (llm.stats().counters["partial_hits"] == 3) is partial_reuse
-        cached = [one.num_cached_tokens for one in each]
+        cached = [item.num_cached_tokens for item in each]
         assert all(cached[1:]) is partial_reuse
     assert said[0] == said[1]

@@ -16,10 +16,12 @@ def close(found: RequestOutput, expected: RequestOutput) -> None:
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.prompt_logprobs is not None and expected.prompt_logprobs is not None
     assert found.prompt_logprobs[0] is None and expected.prompt_logprobs[0] is None
-    for one, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
-        assert one is not None and other is not None
-        assert one.keys() == other.keys()
-        for token, logprob in one.items():
+    for each_logprob, other in zip(
+        found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True
+    ):
+        assert each_logprob is not None and other is not None
+        assert each_logprob.keys() == other.keys()
+        for token, logprob in each_logprob.items():
             assert logprob.logprob == pytest.approx(other[token].logprob, abs=1e-4)
             assert logprob.rank == other[token].rank
             assert logprob.decoded_token == other[token].decoded_token
@@ -36,8 +38,8 @@ def test_the_second_run_of_a_suite_computes_next_to_nothing() -> None:
         before = llm.stats().counters["computed_tokens"]
         second = llm.generate(SUITE, PARAMS, use_tqdm=False)
         computed = llm.stats().counters["computed_tokens"] - before
-    total = sum(len(one.prompt_token_ids) for one in second)
+    total = sum(len(item.prompt_token_ids) for item in second)
     assert computed < 0.05 * total
-    for one, other, alone in zip(first, second, expected, strict=True):
-        close(one, alone)
+    for item, other, alone in zip(first, second, expected, strict=True):
+        close(item, alone)
         close(other, alone)

@@ -237,7 +237,7 @@ async def streams(address: str, during: Any) -> list[Any]:
     """How 16 streams end; `during` is awaited while all of them run."""
     async with httpx2.AsyncClient(timeout=60) as client:
         bodies = [{**LONG, "seed": at} for at in range(16)]
-        tasks = [asyncio.create_task(stream_of(client, address, one)) for one in bodies]
+        tasks = [asyncio.create_task(stream_of(client, address, body)) for body in bodies]
         while (await client.get(f"{address}/load")).json()["num_running"] < 16:
             await asyncio.sleep(0.005)
         await during(client)
@@ -435,7 +435,7 @@ def test_a_certificate_that_cannot_be_read(certificate: tuple[Path, Path], tmp_p
     empty = tmp_path / "empty.pem"
     empty.touch()
     absent = tmp_path / "none.pem"
-    for one, other in ((absent, key), (cert, absent), (empty, key), (cert, cert)):
-        settings = ServerSettings(ssl_certfile=one, ssl_keyfile=other)
+    for item, other in ((absent, key), (cert, absent), (empty, key), (cert, cert)):
+        settings = ServerSettings(ssl_certfile=item, ssl_keyfile=other)
         with pytest.raises(ConfigurationError, match=r"cannot be read: .*give PEM files"):
             listening(settings).__enter__()

@@ -41,7 +41,7 @@ def prompts() -> list[Tokens]:
             task = name.removeprefix("cot-prompts/").removesuffix(".txt")
             head = read(archive, name).split("-----\n", 1)[-1].strip()
             examples = json.loads(read(archive, f"bbh/{task}.json"))["examples"]
-            texts += [f"{head}\n\nQ: {one['input']}\nA:" for one in examples]
+            texts += [f"{head}\n\nQ: {example['input']}\nA:" for example in examples]
     tokenizer = AutoTokenizer.from_pretrained(resolve_source(None).folder)
     return [np.array(ids) for ids in tokenizer(texts)["input_ids"]]
 

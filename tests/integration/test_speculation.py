@@ -80,8 +80,8 @@ def answers(llm: LLM) -> list[RequestOutput]:
 
 
 def same(some: list[RequestOutput], others: list[RequestOutput]) -> None:
-    for place, (one, other) in enumerate(zip(some, others, strict=True)):
-        for a, b in zip(one.outputs, other.outputs, strict=True):
+    for place, (item, other) in enumerate(zip(some, others, strict=True)):
+        for a, b in zip(item.outputs, other.outputs, strict=True):
             assert a.token_ids == b.token_ids, place
             assert (a.text, a.finish_reason, a.stop_reason) == (
                 b.text,
@@ -96,9 +96,9 @@ def same(some: list[RequestOutput], others: list[RequestOutput]) -> None:
 def test_the_tokens_are_those_without(folder: Path) -> None:
     plain = answers(served(folder, **ROOMY))
     right = {
-        (tuple(one.prompt_token_ids), each.index): each.token_ids
-        for one in plain
-        for each in one.outputs
+        (tuple(item.prompt_token_ids), each.index): each.token_ids
+        for item in plain
+        for each in item.outputs
     }
     config = AutoConfig.from_pretrained(folder)
     longest = BlockManager(1, 4, groups=groups_of(config)).blocks_for(64, 48)

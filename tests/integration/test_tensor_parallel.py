@@ -39,7 +39,7 @@ def test_three_processes_answer_as_one_and_end_when_one_is_killed() -> None:
         LLM(device="cpu", tensor_parallel_size=2)
     with LLM(device="cpu", dtype="float32", num_blocks=64, tensor_parallel_size=3) as llm:
         outputs = llm.generate(QUESTIONS, GREEDY, use_tqdm=False)
-        assert [one.outputs[0].token_ids for one in outputs] == expected
+        assert [output.outputs[0].token_ids for output in outputs] == expected
 
         workers = workers_of(os.getpid())
         assert len(workers) == 2

@@ -88,7 +88,7 @@ def questions(archive: tarfile.TarFile, task: str, count: int, *, shots: int) ->
     introduction, *examples = preface.split("\n\nQ: ")
     head = "\n\nQ: ".join([introduction, *examples[:shots]])
     asked = json.loads(read(archive, f"bbh/{task}.json"))["examples"][:count]
-    return [f"{head}\n\nQ: {one['input']}\nA: Let's think step by step.\n" for one in asked]
+    return [f"{head}\n\nQ: {request['input']}\nA: Let's think step by step.\n" for request in asked]
 
 
 def run(setup: Setup, prompts: list[str], max_tokens: int) -> tuple[LLM, Counts]:

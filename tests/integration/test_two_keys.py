@@ -61,8 +61,8 @@ def tenants(engine: AsyncEngine, **settings: Any) -> Iterator[tuple[Tenant, Tena
         server = RunningServer(engine, api_key=KEYS, log_format="none", **settings)
         address = ends.enter_context(server).address
         victim, attacker = (
-            Tenant(ends.enter_context(httpx2.Client(base_url=address, headers=one, timeout=60)))
-            for one in ({"authorization": f"Bearer {key}"} for key in KEYS)
+            Tenant(ends.enter_context(httpx2.Client(base_url=address, headers=item, timeout=60)))
+            for item in ({"authorization": f"Bearer {key}"} for key in KEYS)
         )
         yield victim, attacker
 
@@ -134,8 +134,8 @@ def test_a_salt_does_not_lead_to_another_keys_prompts(
 
 def shorter_share(right: list[float], wrong: list[float]) -> float:
     """How often a right guess takes less time than a wrong one; half, where time tells nothing."""
-    pairs = [(one, other) for one in right for other in wrong]
-    return sum([one < other for one, other in pairs]) / len(pairs)
+    pairs = [(item, other) for item in right for other in wrong]
+    return sum([item < other for item, other in pairs]) / len(pairs)
 
 
 def times_of_guesses(victim: Tenant, attacker: Tenant, seed: int) -> float:

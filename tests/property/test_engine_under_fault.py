@@ -95,15 +95,17 @@ class Case:
         room = self.setting.max_model_len - len(prompt)
         assert output.prompt_token_ids == prompt
         assert len(output.outputs) == params.n
-        for index, one in enumerate(output.outputs):
+        for index, each_output in enumerate(output.outputs):
             expected = alone(prompt, params, index, room)
-            if one.finish_reason in ("abort", "error"):
-                assert one.token_ids == expected[: len(one.token_ids)]
-                assert len(one.token_ids) < len(expected)
+            if each_output.finish_reason in ("abort", "error"):
+                assert each_output.token_ids == expected[: len(each_output.token_ids)]
+                assert len(each_output.token_ids) < len(expected)
             else:
-                assert one.token_ids == expected
-                assert one.finish_reason in ("length", "stop")
-        whole = all(one.finish_reason not in ("abort", "error") for one in output.outputs)
+                assert each_output.token_ids == expected
+                assert each_output.finish_reason in ("length", "stop")
+        whole = all(
+            each_output.finish_reason not in ("abort", "error") for each_output in output.outputs
+        )
         if params.prompt_logprobs is not None and whole:
             assert output.prompt_logprobs is not None
             assert len(output.prompt_logprobs) == len(prompt)
@@ -126,7 +128,7 @@ class Case:
         """The scheduler's counts mirror the manager's; who waits holds nothing, who runs does."""
         scheduler = self.bench.scheduler
         jobs = [*scheduler._waiting, *scheduler._running]
-        live = {one for state in self.bench.engine.unfinished for one in state.unfinished}
+        live = {sample for state in self.bench.engine.unfinished for sample in state.unfinished}
         assert len(jobs) == len(set(jobs))
         assert set(jobs) <= live  # samples that are not forked yet are nowhere
         assert {job.request for job in jobs} == set(self.bench.engine.unfinished)
@@ -212,7 +214,9 @@ def test_an_abort_between_plan_and_commit_leaves_the_others_alone(n: int) -> Non
         return logits
 
     bench.runner.run = abort_after  # type: ignore[method-assign]
-    assert [one.token_ids for one in bench.run()["b"].outputs] == [continued([4, 5, 6], 4)] * n
+    assert [output.token_ids for output in bench.run()["b"].outputs] == [
+        continued([4, 5, 6], 4)
+    ] * n
     bench.assert_all_free()
 
 

@@ -69,7 +69,7 @@ def errors_of(page: Any) -> list[str]:
     errors: list[str] = []
     page.on(
         "console",
-        lambda one: errors.append(one.text) if one.type in ("error", "warning") else None,
+        lambda item: errors.append(item.text) if item.type in ("error", "warning") else None,
     )
     page.on("pageerror", lambda error: errors.append(str(error)))
     return errors

@@ -44,7 +44,7 @@ def model(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     yield model
     model.bench.assert_all_free()
     assert model.bench.engine.unfinished == []
-    assert not [one for one in threading.enumerate() if one.name == "pyengine-engine"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "pyengine-engine"]
 
 
 async def last_of(items: AsyncIterator[RequestOutput]) -> RequestOutput:
@@ -273,7 +273,7 @@ def test_a_queue_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> 
                 await last_of(engine.generate([4], GREEDY))
             await running.aclose()  # type: ignore[attr-defined]
             outputs = await asyncio.gather(*waiting)
-            assert [one.outputs[0].token_ids for one in outputs] == [
+            assert [output.outputs[0].token_ids for output in outputs] == [
                 continued([2], 8),
                 continued([3], 8),
             ]
@@ -454,7 +454,7 @@ def test_closing_ends_everything_and_every_reader(model: FakeModel) -> None:
 
 def threads() -> list[threading.Thread]:
     """The threads of engines."""
-    return [one for one in threading.enumerate() if one.name == "pyengine-engine"]
+    return [thread for thread in threading.enumerate() if thread.name == "pyengine-engine"]
 
 
 def has_ended(engine: "weakref.ref[AsyncEngine]") -> bool:
@@ -505,7 +505,7 @@ def test_one_that_is_dropped_serves_its_readers_to_the_end(model: FakeModel) -> 
         return [await last_of(aiter(stream)) for stream in streams]
 
     outputs = asyncio.run(main())
-    assert [one.outputs[0].token_ids for one in outputs] == [
+    assert [output.outputs[0].token_ids for output in outputs] == [
         continued([1], 190),
         continued([2], 190),
     ]
@@ -557,12 +557,12 @@ def test_what_ends_all_requests_is_logged_with_its_traceback_once(
         async with model.async_engine() as engine:
             readers = [last_of(engine.generate([at], GREEDY)) for at in range(9)]
             found = await asyncio.gather(*readers, return_exceptions=True)
-            assert {type(one) for one in found} >= {type(error)}
+            assert {type(match) for match in found} >= {type(error)}
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert "a step failed for all requests" in caplog.text
-    found = [one.exc_info[1] for one in caplog.records if one.exc_info]
+    found = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert found == [error]
 
 

@@ -39,9 +39,9 @@ class Odd:
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        (kind, one.name)
+        (kind, field.name)
         for kind in (EngineSettings, ServerSettings)
-        for one in dataclasses.fields(kind)
+        for field in dataclasses.fields(kind)
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -32,7 +32,7 @@ def model(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
 
 
 def tokens_of(outputs: Any) -> list[list[int]]:
-    return [one.outputs[0].token_ids for one in outputs]
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def test_each_of_two_streams_has_its_own_answer(model: FakeModel) -> None:
@@ -44,7 +44,7 @@ def test_each_of_two_streams_has_its_own_answer(model: FakeModel) -> None:
             items.extend([item] if item is not None else [])
     for items, prompt in zip(found, ([1, 2], [5]), strict=True):
         expected = continued(prompt, 8)
-        for (tokens,) in map(tokens_of, ([one] for one in items)):
+        for (tokens,) in map(tokens_of, ([each_item] for each_item in items)):
             assert tokens == expected[: len(tokens)]
         assert len(items) >= 7
         assert items[-1].finished and tokens_of([items[-1]]) == [expected]
@@ -115,7 +115,7 @@ def test_threads_stream_batch_and_leave_at_once(model: FakeModel) -> None:
                 case "batch":
                     several = [prompt, [*prompt, 1], prompt]
                     outputs = llm.generate(several, GREEDY, use_tqdm=False)
-                    assert tokens_of(outputs) == [continued(one, 8) for one in several]
+                    assert tokens_of(outputs) == [continued(value, 8) for value in several]
                 case "stream":
                     *_, last = llm.stream(prompt, GREEDY)
                     assert tokens_of([last]) == [continued(prompt, 8)]
@@ -138,10 +138,10 @@ def test_generate_iter_gives_each_as_it_ends(model: FakeModel) -> None:
     ]
     prompts = [[1], [2], [3]]
     outputs = list(model.llm().generate_iter(prompts, params))
-    assert [one.index for one in outputs] == [1, 2, 0]
-    for one in outputs:
-        count = params[one.index].max_tokens
-        assert one.outputs[0].token_ids == continued(prompts[one.index], count or 0)
+    assert [output.index for output in outputs] == [1, 2, 0]
+    for output in outputs:
+        count = params[output.index].max_tokens
+        assert output.outputs[0].token_ids == continued(prompts[output.index], count or 0)
 
 
 def test_ctrl_c_ends_this_callers_requests_and_nobody_elses(model: FakeModel) -> None:
@@ -220,14 +220,14 @@ def test_a_request_that_fails_is_raised_with_the_outputs_of_all(model: FakeModel
         return run(sizes, *step)
 
     model.bench.runner.run = poisoned  # type: ignore[method-assign]
-    prompts = [one for one in ([at, 3] for at in range(80)) if 96 not in continued(one, 8)][:5]
+    prompts = [item for item in ([at, 3] for at in range(80)) if 96 not in continued(item, 8)][:5]
     with pytest.raises(RequestFailedError, match=r"1 of 6 .* position 2: ValueError: token 96") as (
         raised
     ):
         model.llm().generate([*prompts[:2], [96], *prompts[2:]], GREEDY, use_tqdm=False)
     outputs = raised.value.outputs
-    assert [one.error is None for one in outputs] == [True, True, False, True, True, True]
-    good = [one for one in outputs if one.error is None]
+    assert [output.error is None for output in outputs] == [True, True, False, True, True, True]
+    good = [output for output in outputs if output.error is None]
     assert tokens_of(good) == [continued(prompt, 8) for prompt in prompts]
 
 
@@ -236,7 +236,7 @@ def test_priorities_come_first_then_arrivals(monkeypatch: pytest.MonkeyPatch) ->
     outputs = list(
         model.llm().generate_iter([[at] for at in range(5)], GREEDY, priority=[0, 5, -1, 0, 2.5])
     )
-    assert [one.index for one in outputs] == [2, 0, 3, 4, 1]
+    assert [output.index for output in outputs] == [2, 0, 3, 4, 1]
 
 
 @pytest.mark.parametrize("salts", [("a", "b"), ("a", None)])

@@ -137,7 +137,7 @@ class Team:
         except RuntimeError as error:  # what gloo raises when another rank is gone
             self._workers.check()
             raise error
-        memory = [one.available_memory for one in self._await() if isinstance(one, Loaded)]
+        memory = [item.available_memory for item in self._await() if isinstance(item, Loaded)]
         memory.append(available_memory(self.loaded.device))
         shared = setup.size if self.loaded.device.type == "cpu" else 1
         self.available_memory = min(memory) // shared
@@ -146,7 +146,7 @@ class Team:
     def _await(self) -> list[Report]:
         """A report of every worker; `EngineDeadError` if one could not do what it was to do."""
         reports = self._workers.reports() or []
-        if any(isinstance(one, Failed) for one in reports):
+        if any(isinstance(report, Failed) for report in reports):
             raise self._workers.death(reports)
         return reports
 

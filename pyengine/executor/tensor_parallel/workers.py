@@ -210,7 +210,9 @@ class Workers:
         try:
             for setup in setups:
                 self._workers.append(_start(setup.rank, module))
-            running = {os.pidfd_open(one.process.pid): one for one in self._workers}
+            running = {
+                os.pidfd_open(each_worker.process.pid): each_worker for each_worker in self._workers
+            }
             threading.Thread(
                 target=_watch,
                 args=(running, self._fate, on_death),
@@ -249,7 +251,9 @@ class Workers:
         They answer: one may have given up on the others, and its failure is why they failed.
         """
         pairs = zip(self._workers, reports, strict=True)
-        waiting = [one for one, report in pairs if isinstance(report, Failed) and report.in_forward]
+        waiting = [
+            item for item, report in pairs if isinstance(report, Failed) and report.in_forward
+        ]
         try:
             for worker in waiting:
                 worker.connection.send_bytes(CARRY_ON)
@@ -304,7 +308,7 @@ class Workers:
         with suppress(EOFError, OSError):
             while connection.poll(0):
                 said.append(connection.recv())
-        failures = [one.traceback for one in said if isinstance(one, Failed)]
+        failures = [item.traceback for item in said if isinstance(item, Failed)]
         return "".join(f"\nIts last words:\n{text}" for text in failures[-1:])
 
     def kill(self, cause: str) -> EngineDeadError:

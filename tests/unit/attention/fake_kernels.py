@@ -18,7 +18,7 @@ def attend(query, key, value, scale, left=-1, softcap=0.0):
     Returns the result and the logarithm of the sum under the softmax, `[n, H]`.
     """
     group = query.shape[1] // key.shape[1]
-    key, value = (one.float().repeat_interleave(group, 1) for one in (key, value))
+    key, value = (item.float().repeat_interleave(group, 1) for item in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -114,7 +114,7 @@ class _Wrapper:
         result, lses = torch.empty_like(q) if out is None else out, []
         for b, (pages, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
             rows = slice(starts[b], starts[b + 1])
-            k, v = (paged(one.float(), pages, length) for one in (keys, values))
+            k, v = (paged(item.float(), pages, length) for item in (keys, values))
             scale = self.scale * (k_scale or 1.0)
             own, lse = attend(q[rows], k, v * (v_scale or 1.0), scale, self.left, self.cap)
             result[rows] = own
@@ -201,7 +201,7 @@ def flash_attn_with_kvcache(
     outs, lses = [], []
     for own, length, table in zip(q, cache_seqlens.tolist(), block_table, strict=True):
         pages = table[: -(-length // k_cache.shape[1])]
-        keys, values = (paged(one, pages, length) for one in (k_cache, v_cache))
+        keys, values = (paged(item, pages, length) for item in (k_cache, v_cache))
         out, lse = attend(own, keys, values, softmax_scale, _left(window_size, causal), softcap)
         outs.append(out)
         lses.append(lse.T)
@@ -252,7 +252,7 @@ def _varlen(query, cache, starts, lengths, tables, most, settings):
     outs, lses = [], []
     for b, length in enumerate(lengths):
         pages = tables[b, : -(-length // cache[0].shape[1])]
-        keys, values = (paged(one, pages, length) for one in cache)
+        keys, values = (paged(item, pages, length) for item in cache)
         out, lse = attend(query[starts[b] : starts[b + 1]], keys, values, *settings)
         outs.append(out)
         lses.append(lse.T)

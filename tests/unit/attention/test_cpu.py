@@ -157,7 +157,7 @@ def test_layers_of_a_step_turn_by_their_own_angles(dtype):
     shape, lengths = Shape(kv_heads=2, group=2, dim_k=16, dim_v=16, block=4), [(3, 5), (1, 9)]
     tables, num_blocks = tables_of(lengths, shape.block)
     inputs = inputs_of(lengths, tables, block=shape.block)
-    rows = [one.to(dtype) for one in shape.rows(4)]
+    rows = [row.to(dtype) for row in shape.rows(4)]
     whole = torch.randn(2, 4, 16).to(dtype)
     part, other = whole[..., :8], torch.randn(2, 4, 16).to(dtype)
     angles = [whole, whole, other, part, part, whole.flip(1), whole]
@@ -251,7 +251,7 @@ def test_threads_of_its_own_and_those_of_torch_give_the_same_from_any_caller(run
         return [plan.forward(0, *rows, options) for _ in range(10)]
 
     with ThreadPoolExecutor(len(backends)) as callers:
-        found = [one for each in callers.map(attend, backends) for one in each]
+        found = [item for each in callers.map(attend, backends) for item in each]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     alone = attend(CpuBackend(pools[0]))[0]
-    assert all(torch.equal(alone, one) for one in found)
+    assert all(torch.equal(alone, match) for match in found)

@@ -104,9 +104,9 @@ def test_the_wrappers_of_all_graphs_share_their_memory():
             step.run(plan, options_of(case))
         wrappers.append(list(plan._wrappers.values()))
     for of_kind in zip(*wrappers, strict=True):
-        assert len({one.int_workspace.data_ptr() for one in of_kind}) == 1
-        assert len({one.settings["paged_kv_indptr_buffer"].data_ptr() for one in of_kind}) == 1
-        assert len({one.workspace.data_ptr() for one in of_kind}) == 1
+        assert len({event.int_workspace.data_ptr() for event in of_kind}) == 1
+        assert len({event.settings["paged_kv_indptr_buffer"].data_ptr() for event in of_kind}) == 1
+        assert len({event.workspace.data_ptr() for event in of_kind}) == 1
     (plain, window), *_ = wrappers
     assert plain.int_workspace.data_ptr() != window.int_workspace.data_ptr()
 

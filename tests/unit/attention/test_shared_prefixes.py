@@ -79,15 +79,15 @@ def test_the_engine_hands_them_to_the_kernel(overlap, monkeypatch):
 
     def answers() -> list[list[tuple[int, float]]]:
         llm = LLM(num_blocks=256, max_num_seqs=8, dtype="float32", async_scheduling=overlap)
-        outputs = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
         # With two steps open the last one is given back.
         assert llm.stats().counters["rolled_back_steps"] <= overlap, "a step failed"
         return [
             [
                 (token, entry[token].logprob)
-                for token, entry in zip(one.token_ids, one.logprobs or [], strict=True)
+                for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)
             ]
-            for one in outputs
+            for output in outputs
         ]
 
     monkeypatch.setattr(SharedArrays, "prefixes", property(seen))

@@ -127,7 +127,7 @@ def test_attention_gives_the_strides_that_its_fake_promises(family: str, turns: 
                     paged=CompiledModel(NUMBER),
                 )
             num_compared += checked.num_compared
-            broken += [f"{name}, {lengths}: {one}" for one in checked.broken]
+            broken += [f"{name}, {lengths}: {sequence}" for sequence in checked.broken]
     assert not broken
     assert num_compared >= 3 * len(STEPS) * len(specs)
     assert num_own in (0, len(specs))

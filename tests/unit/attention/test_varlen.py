@@ -35,7 +35,9 @@ def fake_kernel():
 def test_the_stand_in_has_the_parameters_of_the_real_one():
     ours = inspect.signature(fake_kernels.varlen_attn).parameters
     assert list(ours) == list(PARAMETERS)
-    assert [one.kind for one in ours.values()] == [one.kind for one in PARAMETERS.values()]
+    assert [our.kind for our in ours.values()] == [
+        parameter.kind for parameter in PARAMETERS.values()
+    ]
 
 
 @pytest.mark.parametrize("case", SERVED)

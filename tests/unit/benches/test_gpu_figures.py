@@ -74,8 +74,8 @@ def test_what_there_is_not_is_refused(tmp_path: Path) -> None:
 def test_every_work_runs_and_one_without_a_device_is_named(tmp_path: Path) -> None:
     main(["--device", "cpu", "--out", str(tmp_path)])
     found = read(tmp_path / "figures.jsonl")
-    assert {one["work"] for one in found} == {*WORKS, "prefill"}
-    assert not any("failed" in one for one in found)
+    assert {match["work"] for match in found} == {*WORKS, "prefill"}
+    assert not any("failed" in match for match in found)
     main(["--device", "cuda:63", "--only", "machine", "--out", str(tmp_path)])
     (failed,) = map(json.loads, (tmp_path / "figures.jsonl").read_text().splitlines())
     assert failed["work"] == "machine, Qwen3-0.6B" and failed["failed"]

@@ -12,8 +12,8 @@ def test_what_is_copied_does_not_follow_from_the_width_of_the_tables(
 ) -> None:
     cases = [Case(4, pages, groups, longest) for pages in (64, 128)]
     found = list(figures(cases, 2))
-    assert [one["copies"] for one in found] == [5 + groups] * 2
-    assert [one["bytes"] for one in found] == [4 * (8 + 8 + 8 * groups + 4 + 8) + 4 * 5] * 2
+    assert [match["copies"] for match in found] == [5 + groups] * 2
+    assert [match["bytes"] for match in found] == [4 * (8 + 8 + 8 * groups + 4 + 8) + 4 * 5] * 2
 
 
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

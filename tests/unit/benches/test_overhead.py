@@ -32,7 +32,7 @@ def test_requests_come_are_read_and_go() -> None:
 
 
 def test_the_small_tokenizer_has_whole_words_alone() -> None:
-    words = [tokenizer(SMALL).decode([one]) for one in range(SMALL)]
+    words = [tokenizer(SMALL).decode([index]) for index in range(SMALL)]
     assert all(word[0] == " " and word[1:].isprintable() and len(word) > 1 for word in words)
 
 

@@ -9,7 +9,7 @@ def test_both_ways_are_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shared_length, "ROUNDS", 2)
     monkeypatch.setattr(shared_length, "LENGTHS", (0, 256))
     found = {"float32": {str(at): shared_length.measure("float32", at) for at in (0, 256)}}
-    assert all(set(one) == {"once", "each"} for one in found["float32"].values())
+    assert all(set(item) == {"once", "each"} for item in found["float32"].values())
     found["float32"]["256"] = {"once": 100.0, "each": 400.0}
     about = {"cpu": "one", "cores": 2, "date": "today", "isa": "amx"}
     rows = list(shared_length.table({"about": about, "microseconds": found}))

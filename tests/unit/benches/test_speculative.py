@@ -26,7 +26,7 @@ def test_a_peer_has_its_prompts_in_the_cache_and_stops_where_it_ends() -> None:
     params = SamplingParams(temperature=0.8, max_tokens=9, stop=["\n\n"])
     figure = peer(engine, "vLLM", 2, Work("prose", [[1], [2], [3]], params))
     assert (figure.seconds, figure.tokens, figure.per_step) == (1.0, 4, None)
-    assert [one.max_tokens for one in engine.asked] == [1, 9, 1, 9]
+    assert [request.max_tokens for request in engine.asked] == [1, 9, 1, 9]
     settings = engine.asked[3].settings()
     assert settings["ignore_eos"] is False and settings["detokenize"] is True
     assert (settings["stop"], settings["seed"], settings["temperature"]) == (["\n\n"], 2, 0.8)

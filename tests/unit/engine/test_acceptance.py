@@ -81,7 +81,7 @@ def samples(seeds: range) -> list[Sample]:
 
 
 def logits_of(rows: Rows, spans: Sequence[tuple[Sample, Sequence[int]]]) -> torch.Tensor:
-    lasts = [token for one, drafts in spans for token in ((FIRST, *one.token_ids)[-1], *drafts)]
+    lasts = [token for item, drafts in spans for token in ((FIRST, *item.token_ids)[-1], *drafts)]
     assert len(lasts) == len(rows.samples)
     return CHANCES[torch.tensor(lasts)]
 
@@ -90,13 +90,13 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
     for start in range(0, num_seeds, AT_ONCE):
         left = samples(range(start, start + AT_ONCE))
         while left:
-            most = [LENGTH - len(one.token_ids) - 1 for one in left]
-            drafts = [one.tokens for one in drafter.propose(left, most)]
-            for one in left:
-                one.num_tokens = len(one.request.prompt_token_ids) + len(one.token_ids) + 1
+            most = [LENGTH - len(entry.token_ids) - 1 for entry in left]
+            drafts = [item.tokens for item in drafter.propose(left, most)]
+            for entry in left:
+                entry.num_tokens = len(entry.request.prompt_token_ids) + len(entry.token_ids) + 1
             step: Any = SimpleNamespace(
                 sampling_jobs=left,
-                drafts={one: each for one, each in zip(left, drafts, strict=True) if each},
+                drafts={entry: each for entry, each in zip(left, drafts, strict=True) if each},
                 chunks=[],
                 decodes=tuple(left),
             )
@@ -105,21 +105,21 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
             padded = torch.full((len(chances), 97), -torch.inf)
             padded[:, :VOCAB] = chances.log().float()
             positions = [
-                len(one.token_ids) + at
-                for one, each in zip(left, drafts, strict=True)
+                len(entry.token_ids) + at
+                for entry, each in zip(left, drafts, strict=True)
                 for at in range(1 + len(each))
             ]
             drawn = Sampler()(padded, rows.sampling, positions).token_ids.tolist()
             accepted = rule(rows, drawn, chances)
             rest = iter(accepted.tokens)
-            for one, count in zip(left, accepted.counts, strict=True):
+            for entry, count in zip(left, accepted.counts, strict=True):
                 for _ in range(count):
-                    one.append(next(rest), None)
-            ended = [one for one in left if one.finish_reason is not None]
-            for one in ended:
-                drafter.forget(one)
-            yield from (tuple(one.token_ids) for one in ended)
-            left = [one for one in left if one.finish_reason is None]
+                    entry.append(next(rest), None)
+            ended = [entry for entry in left if entry.finish_reason is not None]
+            for sequence in ended:
+                drafter.forget(sequence)
+            yield from (tuple(sequence.token_ids) for sequence in ended)
+            left = [entry for entry in left if entry.finish_reason is None]
 
 
 def p_value(drafter: Any, rule: Rule, num_seeds: int = NUM_SEEDS) -> float:

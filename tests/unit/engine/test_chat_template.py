@@ -32,7 +32,7 @@ def rendered(tokenizer: Any, ids: list[int]) -> str:
 def test_one_conversation_or_several() -> None:
     assert as_conversations([USER]) == [[USER]]
     assert as_conversations([[USER], [USER]]) == [[USER], [USER]]
-    assert as_conversations(one for one in [USER]) == [[USER]]  # type: ignore[arg-type]
+    assert as_conversations(item for item in [USER]) == [[USER]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_calls_without_content(template: str, content: dict[str, Any]) -> None:
     conversation = [USER, {**ASKS[1], **content}, ANSWERED[2]]
     told = conversation
     if IS_TRANSFORMERS_5_17:  # it writes "None" where there is no content
-        told = [{name: one[name] for name in one if one[name] is not None} for one in told]
+        told = [{name: item[name] for name in item if item[name] is not None} for item in told]
     assert render_chat(conversation, tokenizer) == as_transformers(tokenizer, told)
 
 

@@ -73,15 +73,15 @@ def test_n_samples_compute_their_prompt_once(sharing: bool) -> None:
     counters = bench.engine.stats().counters
     assert 0 < counters["copied_blocks"] <= 7
     assert sum(bench.runner.computed) == 10 + 8 * 5
-    assert [one.index for one in output.outputs] == list(range(8))
-    assert len({tuple(one.token_ids) for one in output.outputs}) > 4
-    for index, one in enumerate(output.outputs):  # each is what its seed gives alone
+    assert [each_output.index for each_output in output.outputs] == list(range(8))
+    assert len({tuple(each_output.token_ids) for each_output in output.outputs}) > 4
+    for index, each_output in enumerate(output.outputs):  # each is what its seed gives alone
         alone = make_bench(64, 4).generate(
             [prompt],
             SamplingParams(seed=sample_seed(5, index), max_tokens=6, ignore_eos=True),
         )
-        assert one.token_ids == alone[0].outputs[0].token_ids
-        assert one.logprobs is not None and len(one.logprobs) == 6
+        assert each_output.token_ids == alone[0].outputs[0].token_ids
+        assert each_output.logprobs is not None and len(each_output.logprobs) == 6
     bench.assert_all_free()
 
 
@@ -109,9 +109,9 @@ def test_n_samples_under_pressure_end_and_abort() -> None:
     assert bench.abort(["b"])[0].outputs[3].finish_reason == "abort"
     done = bench.run()
     assert bench.scheduler.num_preemptions > 0
-    assert [len(one.token_ids) for one in done["a"].outputs] == [12] * 4
-    assert [one.token_ids for one in done["a"].outputs] == [
-        one.token_ids for one in done["c"].outputs
+    assert [len(output.token_ids) for output in done["a"].outputs] == [12] * 4
+    assert [output.token_ids for output in done["a"].outputs] == [
+        output.token_ids for output in done["c"].outputs
     ]
     bench.assert_all_free()
 
@@ -120,7 +120,7 @@ def test_samples_that_end_with_their_first_token_are_not_forked() -> None:
     bench = make_bench()
     params = SamplingParams(n=3, max_tokens=1, seed=0)
     output = bench.generate([[1, 2, 3]], params)[0]
-    assert [len(one.token_ids) for one in output.outputs] == [1, 1, 1]
+    assert [len(each_output.token_ids) for each_output in output.outputs] == [1, 1, 1]
     assert len(bench.runner.computed) == 1
     bench.assert_all_free()
 
@@ -247,13 +247,13 @@ def test_seeds_are_the_requests_own() -> None:
 def test_samples_of_neighbouring_seeds_have_nothing_in_common() -> None:
     bench = make_bench(256, 4)
     params = [SamplingParams(n=4, seed=seed, max_tokens=8, ignore_eos=True) for seed in (1, 2, 3)]
-    found = [bench.generate([[1, 2, 3]], one)[0].outputs for one in params]
-    answers = [tuple(one.token_ids) for several in found for one in several]
+    found = [bench.generate([[1, 2, 3]], param)[0].outputs for param in params]
+    answers = [tuple(value.token_ids) for several in found for value in several]
     assert len(set(answers)) == 12
     for number in (1, 2, 3):  # the first ones are the same, however many there are
         fewer = replace(params[0], n=number)
         again = bench.generate([[1, 2, 3]], fewer)[0].outputs
-        assert [tuple(one.token_ids) for one in again] == answers[:number]
+        assert [tuple(item.token_ids) for item in again] == answers[:number]
 
 
 def test_without_a_seed_the_engines_seed_decides() -> None:
@@ -395,6 +395,6 @@ def test_samples_have_no_ids_that_a_request_could_have() -> None:
     bench.submit({"a": [1, 2, 3]}, two)
     bench.submit({"a#1": [4, 5]})
     done = bench.run()
-    assert [one.token_ids for one in done["a"].outputs] == [continued([1, 2, 3], 8)] * 2
+    assert [output.token_ids for output in done["a"].outputs] == [continued([1, 2, 3], 8)] * 2
     assert done["a#1"].outputs[0].token_ids == continued([4, 5], 8)
     bench.assert_all_free()

@@ -22,11 +22,11 @@ SLOW = {
     "metaspace": metaspace(),
 }
 EVERY = [
-    pytest.param(one if kind == "slow" else Fast(one), id=f"{kind} {name}")
-    for name, one in SLOW.items()
+    pytest.param(item if kind == "slow" else Fast(item), id=f"{kind} {name}")
+    for name, item in SLOW.items()
     for kind in ("slow", "fast")
 ]
-SPACED = [one for one in EVERY if "fallback" in str(one.id) or "metaspace" in str(one.id)]
+SPACED = [item for item in EVERY if "fallback" in str(item.id) or "metaspace" in str(item.id)]
 
 
 def added_text(tokenizer: Any, prompt: list[int], output: list[int], *, skip: bool = True) -> str:
@@ -60,7 +60,7 @@ def test_the_first_space_of_an_answer_stays(tokenizer: Any) -> None:
     words = [backend.token_to_id(word) for word in ("▁of", "▁Paris")]
     prompt = tokenizer.encode("The capital")
     output = tokenizer.encode("of Paris") if None in words else words
-    assert "".join(incremental(tokenizer, prompt, [[one] for one in output])) == " of Paris"
+    assert "".join(incremental(tokenizer, prompt, [[item] for item in output])) == " of Paris"
     assert "".join(incremental(tokenizer, prompt, [output])) == " of Paris"
     assert "".join(incremental(tokenizer, [], [output])) == "of Paris"
 
@@ -115,7 +115,7 @@ def test_whole_characters_after_any_prompt(
 ) -> None:
     """Bytes that are no text change the text before them with these tokenizers."""
     backend = tokenizer.tokenizer if isinstance(tokenizer, Decoder) else tokenizer.backend_tokenizer
-    spelled = characters.map(lambda one: [1 + byte for byte in one.encode()])
+    spelled = characters.map(lambda item: [1 + byte for byte in item.encode()])
     word = st.integers(257, backend.get_vocab_size() - 1).map(lambda token: [token])
     parts = st.lists(st.one_of(spelled, word), max_size=20)
     prompt = [token for part in data.draw(parts) for token in part]
@@ -144,7 +144,7 @@ def test_the_stream_gives_each_character_when_the_window_does(
     slow = SLOW[name]
     token = st.one_of(st.integers(0, 256), st.integers(0, slow.tokenizer.get_vocab_size() - 1))
     prompt, output = (data.draw(st.lists(token, max_size=40)) for _ in range(2))
-    parts = [[one] for one in output]
+    parts = [[item] for item in output]
     assert incremental(Fast(slow), prompt, parts) == incremental(slow, prompt, parts)
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_ends_inside_a_character() -> None:
     for tokenizer in (SLOW["bytes"], Fast(SLOW["bytes"])):
         whole = tokenizer.encode("a😀b")
         for split in range(1, len(whole)):
-            got = incremental(tokenizer, whole[:split], [[one] for one in whole[split:]])
+            got = incremental(tokenizer, whole[:split], [[item] for item in whole[split:]])
             assert "".join(got) == ("😀b" if split < 5 else "b")
         broken = [*tokenizer.encode("a"), whole[1]]
         assert incremental(tokenizer, broken, [tokenizer.encode("xy")]) == ["xy", ""]
@@ -181,12 +181,14 @@ def test_a_stream_that_fails_does_not_show() -> None:
     tokenizer = Fast(SLOW["merges"])
     prompt, output = tokenizer.encode(CORPUS[0]), tokenizer.encode(CORPUS[2])
     with patch.object(module, "DecodeStream", Failing):
-        assert "".join(incremental(tokenizer, prompt, [[one] for one in output])) == CORPUS[2]
+        assert "".join(incremental(tokenizer, prompt, [[item] for item in output])) == CORPUS[2]
     # With bytes that are no text this kind makes the stream fail by itself.
     fallback = Fast(SLOW["fallback"])
     paris = fallback.backend_tokenizer.token_to_id("▁Paris")
     broken = [*(1 + byte for byte in "日本".encode()), 1 + 0xE6, paris]
-    assert "".join(incremental(fallback, [], [[one] for one in broken])).endswith(" Paris")
+    assert "".join(incremental(fallback, [], [[sequence] for sequence in broken])).endswith(
+        " Paris"
+    )
 
 
 @pytest.mark.parametrize("tokenizer", EVERY)
@@ -259,7 +261,7 @@ def test_the_embedded_models_tokenizer() -> None:
     generator = np.random.default_rng(0)
     for text in CORPUS:
         tokens = tokenizer.encode(text)
-        got = incremental(tokenizer, tokens[:5], [[one] for one in tokens[5:]])
+        got = incremental(tokenizer, tokens[:5], [[token] for token in tokens[5:]])
         assert "".join(got) == added_text(tokenizer, tokens[:5], tokens[5:])
     for _ in range(300):
         tokens = generator.integers(0, len(tokenizer), 60).tolist()

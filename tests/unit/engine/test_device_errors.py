@@ -121,7 +121,7 @@ def test_samples_that_no_longer_run_at_once_fail_alone(
     assert done["a"].error is not None
     assert "'a' runs 4 samples at once" in done["a"].error
     assert "only 2 sequences run" in done["a"].error
-    assert [one.finish_reason for one in done["a"].outputs] == ["error"] * 4
+    assert [output.finish_reason for output in done["a"].outputs] == ["error"] * 4
     assert done["b"].outputs[0].token_ids == continued([4], 8)
     bench.assert_all_free()
 

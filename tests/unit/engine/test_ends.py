@@ -33,7 +33,7 @@ class Ends:
 
     def on_finish(self, request: RequestState) -> None:
         self.ends[request.request_id] += 1
-        reasons = {one.finish_reason for one in request.samples}
+        reasons = {sample.finish_reason for sample in request.samples}
         self.reasons.setdefault(request.request_id, set()).update(reasons)
 
 
@@ -77,7 +77,7 @@ def test_one_that_was_aborted_does_not_fail_in_the_step_that_runs(n: int) -> Non
     add(bench, "gone", [5, 6], LONG)  # the id is free again
     bench.engine.step()
     tokens.clear()
-    assert {one.request_id for one in bench.engine.unfinished} == {"gone", "other"}
+    assert {sample.request_id for sample in bench.engine.unfinished} == {"gone", "other"}
     assert (state.error, state.finished_time, gone.error) == (None, ended, None)
     assert len(gone.items) == num_items
     done = bench.run()

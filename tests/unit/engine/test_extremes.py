@@ -67,9 +67,9 @@ def served(model: FakeModel, **settings: Any) -> bool:
     (output,) = outputs
     assert output.finished
     assert output.error is None
-    for one in output.outputs:
-        assert all(0 <= token < VOCAB_SIZE for token in one.token_ids)
-        assert one.finish_reason in ("stop", "length")
+    for each_output in output.outputs:
+        assert all(0 <= token < VOCAB_SIZE for token in each_output.token_ids)
+        assert each_output.finish_reason in ("stop", "length")
     return True
 
 
@@ -98,15 +98,17 @@ def test_a_seed_of_any_size_gives_the_same_again(seed: Any, model: FakeModel) ->
     params = SamplingParams(n=3, temperature=1.5, seed=seed, max_tokens=6, ignore_eos=True)
     llm = model.llm()
     first, again = (llm.generate([[1, 2]], params, use_tqdm=False)[0] for _ in range(2))
-    assert [one.token_ids for one in first.outputs] == [one.token_ids for one in again.outputs]
-    assert len({tuple(one.token_ids) for one in first.outputs}) > 1
+    assert [output.token_ids for output in first.outputs] == [
+        output.token_ids for output in again.outputs
+    ]
+    assert len({tuple(output.token_ids) for output in first.outputs}) > 1
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-30, 1e-5])
 def test_next_to_no_temperature_is_greedy(temperature: float, model: FakeModel) -> None:
     llm = model.llm()
     found = [
-        llm.generate([[1, 2]], SamplingParams(temperature=one, max_tokens=6), use_tqdm=False)[0]
-        for one in (0, temperature)
+        llm.generate([[1, 2]], SamplingParams(temperature=item, max_tokens=6), use_tqdm=False)[0]
+        for item in (0, temperature)
     ]
     assert found[0].outputs[0].token_ids == found[1].outputs[0].token_ids

@@ -133,9 +133,9 @@ def test_engines_are_not_copied_and_what_goes_in_and_out_is(copied: Any, model: 
     )
     (output,) = llm.generate([[1]], SamplingParams(max_tokens=3, logprobs=2), use_tqdm=False)
     error = RequestFailedError("text", [output])
-    for one in (params, output):
-        again = copied(one)
-        assert (pickle.loads(again) if copied is pickle.dumps else again) == one
+    for item in (params, output):
+        again = copied(item)
+        assert (pickle.loads(again) if copied is pickle.dumps else again) == item
     again = copied(error)
     again = pickle.loads(again) if copied is pickle.dumps else again
     assert (str(again), again.outputs) == ("text", [output])
@@ -154,8 +154,8 @@ def test_two_engines_and_one_that_a_thread_makes(monkeypatch: pytest.MonkeyPatch
         thread.start()
         thread.join(60)
     streams = [llm.stream([1, 2], GREEDY) for _, llm, _ in found]
-    for one, other in zip(*streams, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    for stream, other in zip(*streams, strict=True):
+        assert stream.outputs[0].token_ids == other.outputs[0].token_ids
     for model, _, (output,) in found:
         assert output.outputs[0].token_ids == continued([1, 2], 8)
         model.bench.assert_all_free()

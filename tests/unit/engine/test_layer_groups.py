@@ -118,13 +118,13 @@ def test_samples_fork_and_slide_each_on_their_own(groups: tuple[int | None, ...]
     prompt, seeded = list(range(30)), {"temperature": 1, "seed": 5}
     (output,) = bench.generate([prompt], params(50, n=4, **seeded))
     assert sum(bench.runner.computed) == 30 + 4 * 49
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 4
-    for index, one in enumerate(output.outputs):
+    assert len({tuple(each_output.token_ids) for each_output in output.outputs}) == 4
+    for index, each_output in enumerate(output.outputs):
         alone = make_bench(600, 4, groups=groups)
         (expected,) = alone.generate(
             [prompt], params(50, temperature=1, seed=sample_seed(5, index))
         )
-        assert one.token_ids == expected.outputs[0].token_ids
+        assert each_output.token_ids == expected.outputs[0].token_ids
     assert 0 < bench.engine.stats().counters["copied_blocks"] <= 3 * len(groups)
     bench.assert_all_free()
 
@@ -174,8 +174,8 @@ def test_any_batch_gives_the_models_tokens(
         in_flight_sharing=sharing,
     )
     for prompt, output in zip(prompts, bench.generate(prompts, params(20, n=n)), strict=True):
-        for one in output.outputs:
-            assert one.token_ids == continued(prompt, 20, sight(groups))
+        for each_output in output.outputs:
+            assert each_output.token_ids == continued(prompt, 20, sight(groups))
     bench.assert_all_free()
 
 

@@ -90,19 +90,19 @@ def test_each_reader_has_an_exception_of_its_own(error: Exception) -> None:
     except Exception as caught:
         shared._fail_all(caught)
     found = [sink.error for _, sink in states]
-    assert len({id(one) for one in [error, *found]}) == 4
+    assert len({id(match) for match in [error, *found]}) == 4
     length = len(traceback.extract_tb(error.__traceback__))
-    for one in found:
-        assert one is not None
-        assert type(one) is type(error)
-        assert (str(one), one.args) == (str(error), error.args)
-        assert vars(one) == vars(error)
-        assert one.__cause__ is cause
-        assert traceback.extract_tb(one.__traceback__)[-1].name == "fail"  # where it came from
+    for match in found:
+        assert match is not None
+        assert type(match) is type(error)
+        assert (str(match), match.args) == (str(error), error.args)
+        assert vars(match) == vars(error)
+        assert match.__cause__ is cause
+        assert traceback.extract_tb(match.__traceback__)[-1].name == "fail"  # where it came from
         for _ in range(3):
             with pytest.raises(type(error)):
-                raise one
-        one.add_note("of this reader")
+                raise match
+        match.add_note("of this reader")
     assert len(traceback.extract_tb(error.__traceback__)) == length
     assert vars(error)["__notes__"] == ["a note"]
 

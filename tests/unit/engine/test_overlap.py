@@ -65,10 +65,10 @@ def test_500_random_requests_give_the_same_with_and_without(num_blocks: int, wai
         bench.assert_all_free()
     plain, overlapped = outputs
     assert plain.keys() == overlapped.keys() == asked.keys()
-    for name, one in plain.items():
+    for name, item in plain.items():
         other = overlapped[name]
-        assert one.outputs == other.outputs
-        assert one.prompt_logprobs == other.prompt_logprobs
+        assert item.outputs == other.outputs
+        assert item.prompt_logprobs == other.prompt_logprobs
     assert benches[0].runner.pending == 0
     assert benches[1].runner.pending > (300 if waits else 2000)
     if num_blocks == 20:
@@ -92,7 +92,7 @@ def test_a_sequence_that_has_ended_is_dropped_from_the_step_that_runs() -> None:
 
 def test_the_last_one_to_end_leaves_no_step_behind() -> None:
     prompts = ([first, second] for first in range(97) for second in range(97))
-    prompt = next(one for one in prompts if continued(one, 2)[1] == EOS)
+    prompt = next(each_prompt for each_prompt in prompts if continued(each_prompt, 2)[1] == EOS)
     bench = ahead()
     bench.submit({"a": prompt}, SamplingParams(temperature=0, max_tokens=8))
     done = bench.run()
@@ -133,7 +133,7 @@ def test_a_step_that_fails_takes_the_next_one_with_it_and_no_token(
             failures += 1
             assert bench.engine._in_flight is None
             bench.manager.check()
-            given = {one: bench.output(one).outputs[0].token_ids for one in ("a", "b")}
+            given = {item: bench.output(item).outputs[0].token_ids for item in ("a", "b")}
             assert given == {"a": continued([1, 2, 3], at), "b": continued([4, 5], at)}
     assert failures == 1
     done = bench.take_finished()
@@ -181,8 +181,8 @@ def test_nobody_else_waits_for_the_tokens_of_one_who_does(params: SamplingParams
 def test_log_probabilities_of_a_prompt_make_nobody_wait() -> None:
     params = replace(GREEDY, prompt_logprobs=1)
     bench, plain = ahead(max_num_batched_tokens=32), make_bench(max_num_batched_tokens=32)
-    for one in (bench, plain):
-        one.submit({"a": [at % 7 for at in range(70)]}, params)
+    for item in (bench, plain):
+        item.submit({"a": [at % 7 for at in range(70)]}, params)
     bench.engine.step()
     assert bench.engine._in_flight is not None
     found, expected = bench.run()["a"], plain.run()["a"]

@@ -56,9 +56,9 @@ def test_a_second_run_computes_little_and_gives_the_same(depth: int, budget: int
     second = bench.generate(suite, asked(max_tokens=1))
     total = sum(map(len, suite))
     assert work(bench) - before < 0.05 * total
-    for one, other, prompt in zip(first, second, suite, strict=True):
-        same(one, computed(prompt, asked(max_tokens=1)))
-        same(other, one)
+    for item, other, prompt in zip(first, second, suite, strict=True):
+        same(item, computed(prompt, asked(max_tokens=1)))
+        same(other, item)
         assert other.num_cached_tokens >= len(prompt) - BLOCK
     bench.assert_all_free()
 
@@ -129,7 +129,7 @@ def test_the_counters_have_what_they_read(groups: tuple[int | None, ...], depth:
         for at in range(6)
         for output in bench.generate([[*shots, 60 + at]], asked(max_tokens=1))
     ]
-    cached = sum(one.num_cached_tokens for one in found)
+    cached = sum(match.num_cached_tokens for match in found)
     counters = bench.engine.stats().counters
     assert cached > 5 * 50
     assert counters["cached_tokens"] == cached
@@ -194,8 +194,8 @@ def test_equal_prompts_that_are_queued_together_are_computed_once(
     )
     found = bench.generate([prompt] * 8, asked(max_tokens=1))
     expected = computed_with(groups, prompt, asked(max_tokens=1))
-    for one in found:
-        same(one, expected)
+    for match in found:
+        same(match, expected)
     assert work(bench) == length + 7 * max(1, length % BLOCK)
     bench.assert_all_free()
 
@@ -234,8 +234,8 @@ def test_if_the_one_that_computes_for_others_goes_the_next_one_does(how: str, de
         del bench.states["a"]
     done = bench.run()
     assert len(done) == (3 if how == "by chance" else 2)
-    for one in done.values():
-        same(one, computed(prompt, asked(max_tokens=1)))
+    for item in done.values():
+        same(item, computed(prompt, asked(max_tokens=1)))
     assert work(bench) <= 40 + 16 * depth + 2
     kept = bench.engine.intake._prompt_logprobs
     assert not kept.pending  # nothing is kept of requests that are gone
@@ -306,7 +306,7 @@ def test_a_step_has_no_more_logits_of_prompts_than_the_cap(
     done = bench.run()
     assert max(seen) <= 20
     assert sum(seen) == num_requests * 50
-    assert len([one for one in seen if one]) <= num_requests * 50 / 20 + num_requests + 1
+    assert len([item for item in seen if item]) <= num_requests * 50 / 20 + num_requests + 1
     for at, prompt in enumerate(prompts):
         same(done[str(at)], computed(prompt, asked(0)))
     bench.assert_all_free()
@@ -364,9 +364,9 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
         assert len(kept) <= bench.manager.num_blocks
     found = bench.run()
     assert found.keys() == expected.keys()
-    for name, one in found.items():
-        same(one, expected[name])
-        num_cached += one.num_cached_tokens if one.prompt_logprobs is not None else 0
+    for name, item in found.items():
+        same(item, expected[name])
+        num_cached += item.num_cached_tokens if item.prompt_logprobs is not None else 0
     assert num_cached > 30
     assert bench.scheduler.num_preemptions > 0
     assert bench.manager.stats().evicted_blocks > 0

@@ -72,7 +72,7 @@ def test_one_prompt_or_several() -> None:
     assert as_list({"prompt": "text"}) == [{"prompt": "text"}]
     assert as_list([1, 2]) == [[1, 2]]
     assert as_list([[1, 2], "text"]) == [[1, 2], "text"]
-    assert as_list(one for one in ("a", "b")) == ["a", "b"]
+    assert as_list(item for item in ("a", "b")) == ["a", "b"]
     assert [list(row) for row in as_list(np.array([[1, 2], [3, 4]]))] == [[1, 2], [3, 4]]  # type: ignore[arg-type]
     assert as_list([]) == []
 
@@ -127,7 +127,7 @@ def test_parameters_for_all_or_one_each() -> None:
     default, other = SamplingParams(max_tokens=3), SamplingParams(max_tokens=4)
     assert match_params(None, 2, default) == [default] * 2
     assert match_params(other, 2, default) == [other] * 2
-    assert match_params((one for one in (other, default)), 2, other) == [other, default]  # type: ignore[arg-type]
+    assert match_params((item for item in (other, default)), 2, other) == [other, default]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

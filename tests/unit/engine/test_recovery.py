@@ -90,7 +90,7 @@ def test_several_at_fault_all_end_and_nobody_else() -> None:
     bench.submit(bad)
     bench.submit(dict(list(PROMPTS.items())[9:]))
     done = bench.run()
-    assert {name for name, one in done.items() if one.error is not None} == set(bad)
+    assert {name for name, item in done.items() if item.error is not None} == set(bad)
     for name, prompt in PROMPTS.items():
         assert done[name].outputs[0].token_ids == continued(prompt, 8)
     bench.assert_all_free()
@@ -142,13 +142,15 @@ def test_one_at_fault_in_the_middle_of_its_answer_keeps_what_it_has() -> None:
     tokens = continued(prompt, 8)
     assert len(PROMPTS) == 31
     bench = poisoned(lambda ids: 50 in ids)
-    others = {name: one for name, one in PROMPTS.items() if 50 not in [*one, *continued(one, 7)]}
+    others = {
+        name: item for name, item in PROMPTS.items() if 50 not in [*item, *continued(item, 7)]
+    }
     bench.submit({"bad": prompt, **others})
     done = bench.run()
     assert done["bad"].outputs[0].token_ids == tokens[: tokens.index(50) + 1]
     assert done["bad"].outputs[0].finish_reason == "error"
-    for name, one in others.items():
-        assert done[name].outputs[0].token_ids == continued(one, 8)
+    for name, item in others.items():
+        assert done[name].outputs[0].token_ids == continued(item, 8)
     bench.assert_all_free()
 
 
@@ -169,7 +171,7 @@ def test_where_every_step_fails_it_is_nobodys_fault(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING), pytest.raises(PoisonError):
         bench.run()
     assert "tried again" in caplog.text
-    assert sum(one.error is not None for one in bench.states.values()) <= 4
+    assert sum(state.error is not None for state in bench.states.values()) <= 4
     bench.engine.abort(list(bench.states.values()))
     bench.assert_all_free()
 
@@ -185,7 +187,7 @@ def test_many_bad_requests_at_once_leave_those_that_come_with_them(
     bench.submit(good)
     bench.submit({f"worse {at}": [POISON, at] for at in range(num_last)})
     done = bench.run()
-    assert sum(one.error is not None for one in done.values()) == num_first + num_last
+    assert sum(item.error is not None for item in done.values()) == num_first + num_last
     for name, prompt in good.items():
         assert done[name].outputs[0].token_ids == continued(prompt, 8)
     bench.assert_all_free()
@@ -226,7 +228,11 @@ def test_after_bad_requests_long_ago_an_innocent_beside_one_is_served(
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The errors whose tracebacks were logged."""
-    return [repr(one.exc_info[1]) for one in caplog.records if one.exc_info and one.exc_info[1]]
+    return [
+        repr(record.exc_info[1])
+        for record in caplog.records
+        if record.exc_info and record.exc_info[1]
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -290,7 +296,7 @@ class Search:
 
     def held(self) -> str:
         held = self.finder.held(self.states.values())
-        return "".join(name for name, one in self.states.items() if one.samples[0] in held)
+        return "".join(name for name, item in self.states.items() if item.samples[0] in held)
 
 
 def test_a_step_that_had_to_take_everybody_proves_nothing_about_one() -> None:
@@ -347,8 +353,8 @@ def test_what_is_found_in_a_row_without_a_step_that_goes_well_is_not_the_request
         assert not search.finder.is_searching
         for _ in range(num_steps):
             search.goes_well(["good"])
-    assert [one.culprit for one in verdicts] == [search.states[name] for name in "abcd"]
-    assert [one.is_hopeless for one in verdicts] == [False] * 3 + [num_steps == 0]
+    assert [verdict.culprit for verdict in verdicts] == [search.states[name] for name in "abcd"]
+    assert [verdict.is_hopeless for verdict in verdicts] == [False] * 3 + [num_steps == 0]
 
 
 def test_a_new_search_counts_anew() -> None:

@@ -39,13 +39,15 @@ def test_a_look_while_it_runs_is_of_one_moment(monkeypatch: pytest.MonkeyPatch, 
             while not all(task.done() for task in tasks):
                 view = await engine.view(8)
                 assert is_exact(view)
-                running = [one for one in view.requests if one.is_running]
+                running = [request for request in view.requests if request.is_running]
                 assert len(running) == view.stats.num_running
                 assert len(view.requests) <= 8
                 assert view.requests[: len(running)] == running
-                for one in running:
-                    assert 0 <= one.num_output <= one.max_output == 150
-                    assert one.num_computed >= one.num_prompt - 1 or not one.num_output
+                for sequence in running:
+                    assert 0 <= sequence.num_output <= sequence.max_output == 150
+                    assert (
+                        sequence.num_computed >= sequence.num_prompt - 1 or not sequence.num_output
+                    )
                 seen += 1
                 await asyncio.sleep(0)
             assert seen > 3
@@ -66,7 +68,7 @@ def test_samples_are_added_up_and_waiting_ones_counted() -> None:
     first, second = bench.engine.view(10).requests
     assert (first.num_output, first.max_output, first.num_prompt) == (12, 27, 3)
     assert (second.is_running, second.num_output, second.num_computed) == (False, 0, 0)
-    assert [one.state.request_id for one in bench.engine.view(1).requests] == ["three"]
+    assert [request.state.request_id for request in bench.engine.view(1).requests] == ["three"]
     assert bench.engine.view(0).requests == []
 
 

@@ -99,7 +99,7 @@ def test_each_of_several_samples_has_its_own_place(depth: int) -> None:
     engine = bench(depth=depth)
     params = asked(StructuredOutputs(json=SCHEMA), n=4, temperature=1.5, seed=3, max_tokens=80)
     (several,) = engine.generate([[1, 2, 3]], params)
-    for index, one in enumerate(several.outputs):
+    for index, output in enumerate(several.outputs):
         alone = asked(
             StructuredOutputs(json=SCHEMA),
             temperature=1.5,
@@ -107,9 +107,9 @@ def test_each_of_several_samples_has_its_own_place(depth: int) -> None:
             max_tokens=80,
         )
         (expected,) = engine.generate([[1, 2, 3]], alone)
-        assert one.token_ids == expected.outputs[0].token_ids
-        assert one.finish_reason == expected.outputs[0].finish_reason
-    assert len({one.text for one in several.outputs}) == 4
+        assert output.token_ids == expected.outputs[0].token_ids
+        assert output.finish_reason == expected.outputs[0].finish_reason
+    assert len({output.text for output in several.outputs}) == 4
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -35,7 +35,7 @@ def test_one_stream_has_the_items_of_all(model: FakeModel) -> None:
     async def main() -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         async with model.async_engine() as engine:
-            async for item in engine.submit([engine.request(one, DELTAS) for one in PROMPTS]):
+            async for item in engine.submit([engine.request(prompt, DELTAS) for prompt in PROMPTS]):
                 found.setdefault(item.index, []).extend(item.outputs[0].token_ids)
         return found
 
@@ -48,7 +48,7 @@ def test_what_came_before_anybody_read_is_there(model: FakeModel) -> None:
 
     async def main() -> list[bool]:
         async with model.async_engine() as engine:
-            stream = engine.submit([engine.request(one, GREEDY) for one in PROMPTS])
+            stream = engine.submit([engine.request(prompt, GREEDY) for prompt in PROMPTS])
             while engine.stats().num_new_tokens < 24 or engine.stats().num_running:
                 await asyncio.sleep(0.001)
             return [item.finished async for item in stream]
@@ -62,7 +62,7 @@ def test_if_one_id_is_in_use_none_is_queued(ids: tuple[str, ...], model: FakeMod
         async with model.async_engine() as engine:
             other = engine.submit([engine.request([7], LONG, "taken")])
             with pytest.raises(InvalidRequestError, match=rf"'{ids[1]}' is in use"):
-                engine.submit([engine.request([1], GREEDY, one) for one in ids])
+                engine.submit([engine.request([1], GREEDY, each_id) for each_id in ids])
             await asyncio.sleep(0.01)
             assert len(model.bench.engine.unfinished) == 1
             other.close()
@@ -104,9 +104,9 @@ def test_ids_that_the_engine_makes_are_never_those_of_callers(model: FakeModel) 
             number = int(made, 16) if len(made) > 8 else int(made)
             guesses = [*map(str, range(9)), *(f"{number + at:x}" for at in range(9))]
             held = engine.submit(
-                [engine.request([at], LONG, one) for at, one in enumerate(guesses)]
+                [engine.request([at], LONG, guess) for at, guess in enumerate(guesses)]
             )
-            own = engine.submit([engine.request(one, GREEDY) for one in PROMPTS])
+            own = engine.submit([engine.request(prompt, GREEDY) for prompt in PROMPTS])
             names = {item.request_id async for item in own}
             assert len(names) == 3 and not names & {*guesses, made}
             held.close()
@@ -138,7 +138,7 @@ def test_one_that_was_refused_for_the_queue_may_be_submitted_again(model: FakeMo
             requests = [engine.request([at], GREEDY) for at in range(3)]
             with pytest.raises(InvalidRequestError, match="3 requests at once"):
                 engine.submit(requests)
-            assert [one.sink for one in requests] == [None] * 3
+            assert [request.sink for request in requests] == [None] * 3
             items = [item async for item in engine.submit(requests[:2])]
             assert items[-1].finished
 
@@ -166,7 +166,9 @@ def test_a_stream_that_was_read_to_its_end_is_over(model: FakeModel) -> None:
     async def main() -> None:
         async with model.async_engine() as engine, asyncio.timeout(10):
             for _ in range(3):  # the id is free again, and nobody has closed anything
-                stream = engine.submit([engine.request(one, DELTAS, f"{one}") for one in PROMPTS])
+                stream = engine.submit(
+                    [engine.request(prompt, DELTAS, f"{prompt}") for prompt in PROMPTS]
+                )
                 async for item in stream:
                     last = item
                 assert last.finished
@@ -180,7 +182,7 @@ def test_a_stream_that_was_read_to_its_end_is_over(model: FakeModel) -> None:
 def test_a_stream_may_be_left_and_read_on(model: FakeModel) -> None:
     async def main() -> None:
         async with model.async_engine() as engine, asyncio.timeout(10):
-            stream = engine.submit([engine.request(one, DELTAS) for one in PROMPTS])
+            stream = engine.submit([engine.request(prompt, DELTAS) for prompt in PROMPTS])
             num_ended = 0
             while num_ended < len(PROMPTS):
                 async for item in stream:
@@ -231,7 +233,9 @@ def test_if_the_queue_has_no_room_for_all_none_is_queued(model: FakeModel) -> No
 def test_closing_it_ends_all(model: FakeModel) -> None:
     async def main() -> None:
         async with model.async_engine() as engine:
-            stream = engine.submit([engine.request(one, LONG, f"{one}") for one in PROMPTS])
+            stream = engine.submit(
+                [engine.request(prompt, LONG, f"{prompt}") for prompt in PROMPTS]
+            )
             async for _ in stream:
                 break
             stream.close()
@@ -260,8 +264,8 @@ def test_a_prompt_alone_gives_no_token(
             other = engine.submit([engine.request([7], GREEDY)])
             items = [item async for item in engine.generate(list(range(200))[::-1][-97:], params)]
             outputs = items[-1].outputs
-            assert [one.token_ids for one in outputs] == [[]] * n
-            assert {one.finish_reason for one in outputs} == {"length"}
+            assert [output.token_ids for output in outputs] == [[]] * n
+            assert {output.finish_reason for output in outputs} == {"length"}
             assert items[-1].prompt_logprobs is not None
             assert len(items[-1].prompt_logprobs) == 97
             assert items[-1].metrics.first_token_time is None
@@ -275,7 +279,7 @@ def test_a_prompt_alone_gives_no_token(
 def test_the_error_of_one_is_the_streams(model: FakeModel) -> None:
     async def main() -> None:
         async with model.async_engine() as engine:
-            requests = [engine.request(one, LONG) for one in PROMPTS]
+            requests = [engine.request(prompt, LONG) for prompt in PROMPTS]
             stream = engine.submit(requests)
             with pytest.raises(RequestFailedError, match="by hand"):
                 async for _ in stream:

@@ -26,7 +26,7 @@ def endless() -> None:
 
 
 def timed_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name == "pyengine-timed"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "pyengine-timed"]
 
 
 def test_work_without_an_end_is_refused_and_interrupted() -> None:

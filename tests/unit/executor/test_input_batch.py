@@ -23,7 +23,7 @@ def test_one_batch_serves_as_long_as_the_same_requests_decode() -> None:
     following = bench.engine._batches._last
     assert following is not None
     assert following.rows is batch.rows
-    assert following.positions.tolist() == [one + 1 for one in positions]
+    assert following.positions.tolist() == [position + 1 for position in positions]
     bench.submit({"c": [7]})
     bench.engine.step()
     last = bench.engine._batches._last
@@ -46,7 +46,7 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
         bench.engine.step()
     rows = bench.engine._unread
     assert rows is not None
-    assert [one.state for one in (rows.samples[row] for row in rows.loud)] == [state]
+    assert [item.state for item in (rows.samples[row] for row in rows.loud)] == [state]
     assert len(bench.states["0"].samples[0].token_ids) < 5  # they are with the rows still
     (aborted,) = bench.abort(["3"])
     assert aborted.outputs[0].token_ids == continued([3, 7], 5)
@@ -55,7 +55,7 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
     for at in (0, 1, 2, 4, 5):
         assert done[str(at)].outputs[0].token_ids == continued([at, 7], 20)
     assert done["late"].outputs[0].token_ids == continued([1, 1, 1], 8)
-    assert [one.outputs[0].token_ids for one in sink.items] == [[t] for t in continued([9], 8)]
+    assert [item.outputs[0].token_ids for item in sink.items] == [[t] for t in continued([9], 8)]
 
 
 def test_a_stop_token_is_seen_at_its_step_and_not_before_min_tokens() -> None:
@@ -107,12 +107,12 @@ def test_news_go_to_whoever_asked_and_hold_what_is_new(n: int) -> None:
     bench.engine.add_request("b", Prompt(token_ids=[3]), GREEDY, sink=sinks["b"])
     while bench.engine.has_work:
         bench.engine.step()
-    assert {one.request_id for one in sinks["a"].items} == {"a"}
-    for one, token in zip(sinks["a"].items, continued([1, 2], 3), strict=True):
-        assert [part.token_ids for part in one.outputs] == [[token]] * n
-        assert [part.index for part in one.outputs] == list(range(n))
-    assert [one.finished for one in sinks["a"].items] == [False, False, True]
-    assert [one.outputs[0].token_ids for one in sinks["b"].items] == [
+    assert {item.request_id for item in sinks["a"].items} == {"a"}
+    for item, token in zip(sinks["a"].items, continued([1, 2], 3), strict=True):
+        assert [part.token_ids for part in item.outputs] == [[token]] * n
+        assert [part.index for part in item.outputs] == list(range(n))
+    assert [item.finished for item in sinks["a"].items] == [False, False, True]
+    assert [item.outputs[0].token_ids for item in sinks["b"].items] == [
         [token] for token in continued([3], 8)
     ]
     bench.assert_all_free()

@@ -76,7 +76,7 @@ def test_bfloat16_comes_as_its_bits():
 
 def turning(cos=None, sin=None, size=2, step=1, norm=None):
     """Two of a head's three numbers, for one row."""
-    cos, sin = (floats(1, 1) if one is None else one for one in (cos, sin))
+    cos, sin = (floats(1, 1) if item is None else item for item in (cos, sin))
     return cos, sin, size, False, step, norm
 
 

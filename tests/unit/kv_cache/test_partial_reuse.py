@@ -160,8 +160,8 @@ def test_no_more_is_replayed_than_was_found(replay: int) -> None:
     computed(manager, list(range(16)))
     sequence, fresh = manager.sequence([*range(16), 60, 61]), manager.sequence([70, 71])
     plan = manager.begin_step(64)
-    for one, num_tokens in ((sequence, 18), (fresh, 2)):
-        answer = plan.prefill(one, 64, replay=replay)
+    for item, num_tokens in ((sequence, 18), (fresh, 2)):
+        answer = plan.prefill(item, 64, replay=replay)
         assert isinstance(answer, Prefilled)
         assert (answer.num_cached_tokens, answer.num_tokens) == (0, num_tokens)
     assert slots(plan)[:16] == [-1] * 16 and min(slots(plan)[16:20]) >= 0

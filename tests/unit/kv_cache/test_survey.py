@@ -29,7 +29,7 @@ def test_columns_are_what_each_block_says(groups: list[int | None] | None) -> No
             name: np.frombuffer(getattr(survey, name), np.uint32)
             for name in ("refs", "seq_refs", "ages", "branches", "rows")
         }
-        assert [STATES[one] for one in survey.states] == [manager.state(at) for at in range(64)]
+        assert [STATES[state] for state in survey.states] == [manager.state(at) for at in range(64)]
         assert columns["refs"].tolist() == [manager.refs(at) for at in range(64)]
         assert columns["seq_refs"].tolist() == [manager.seq_refs(at) for at in range(64)]
         assert ((columns["branches"] > 0) == (columns["rows"] > 0)).all()

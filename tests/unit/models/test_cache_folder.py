@@ -78,7 +78,7 @@ def test_a_folder_that_another_builder_takes_for_abandoned_is_made_again(tmp_pat
     real = tempfile.mkdtemp
     monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
     target = build_once(tmp_path / "model", lambda folder: (folder / "file").touch())
-    assert [one.name for one in target.iterdir()] == ["file"]
+    assert [path.name for path in target.iterdir()] == ["file"]
     assert len(made) == 2
 
 

@@ -39,7 +39,7 @@ def attention(bias: tuple[bool, bool, bool] = (False,) * 3, size: int = 8) -> nn
 
 
 def products(model: nn.Module) -> list[Counting]:
-    return [one for one in model.modules() if isinstance(one, Counting)]
+    return [module for module in model.modules() if isinstance(module, Counting)]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -47,7 +47,7 @@ def products(model: nn.Module) -> list[Counting]:
 def test_the_first_multiplies_for_all_in_any_order(bias):
     model = attention((bias,) * 3)
     rows = [torch.randn(1, 5, 8), torch.randn(7, 8)]
-    expected = [{name: one(row) for name, one in model.items()} for row in rows]
+    expected = [{name: item(row) for name, item in model.items()} for row in rows]
     assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == 3
     (product,) = products(model)
     for number, order in enumerate(
@@ -63,11 +63,11 @@ def test_the_first_multiplies_for_all_in_any_order(bias):
 def test_rows_of_others_are_multiplied_anew_and_nothing_is_kept():
     model = attention()
     rows = [torch.randn(5, 8) for _ in range(2)]
-    expected = [model["q_proj"](one) for one in rows] + [model["v_proj"](rows[0])]
+    expected = [model["q_proj"](row) for row in rows] + [model["v_proj"](rows[0])]
     replace_linears(model, is_linear, Counting, (ATTENTION, GATED))
-    found = [model["q_proj"](one) for one in rows] + [model["v_proj"](rows[0])]
-    for one, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, right)
+    found = [model["q_proj"](row) for row in rows] + [model["v_proj"](rows[0])]
+    for match, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(match, right)
     fresh = torch.randn(5, 8)
     kept = weakref.ref(fresh)
     for name in model:
@@ -102,7 +102,7 @@ def test_plain_layers_are_joined_for_gpus_and_say_the_same():
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     expected = model(tokens).logits
     assert join_linears(model) == 3 * 7 + 1
-    assert sum(type(one) is nn.Linear for one in model.modules()) == 3 * 4 + 1
+    assert sum(type(module) is nn.Linear for module in model.modules()) == 3 * 4 + 1
     torch.testing.assert_close(model(tokens).logits, expected)
 
 
@@ -113,14 +113,14 @@ def test_a_model_says_the_same_and_gives_its_weights_back(family):
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     expected = model(tokens).logits
     kept = [
-        weakref.ref(one.weight) for name, one in model.named_modules() if name.endswith("k_proj")
+        weakref.ref(item.weight) for name, item in model.named_modules() if name.endswith("k_proj")
     ]
     assert replace_linears(model, is_linear, Counting, (ATTENTION, GATED)) == 3 * 7 + 1
     gc.collect()
-    assert [one() for one in kept] == [None] * 3
+    assert [entry() for entry in kept] == [None] * 3
     assert len(products(model)) == 3 * 4 + 1
     torch.testing.assert_close(model(tokens).logits, expected)
-    assert all(one.calls == 1 for one in products(model))
+    assert all(product.calls == 1 for product in products(model))
     layer = model.model.layers[0].self_attn.k_proj
     assert isinstance(layer, JoinedLinear)
     assert layer.weight.dtype == torch.float32

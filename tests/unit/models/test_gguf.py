@@ -188,7 +188,7 @@ def test_the_number_format_is_that_of_the_file(tmp_path, kind, stored, declared,
     write_tiny_gguf(tmp_path / "tiny.gguf", kind=kind)
     folder = converted_gguf(tmp_path / "tiny.gguf")
     headers = check_weights(folder).tensors
-    assert {one.dtype for one in headers.values()} == {stored}
+    assert {header.dtype for header in headers.values()} == {stored}
     assert json.loads((folder / "config.json").read_text())["dtype"] == declared
     num_bytes = 2 * 10_592 * (2 if stored == "F32" else 1)
     assert f"({num_bytes / 1e3:.1f} kB of" in capsys.readouterr().err
@@ -208,13 +208,15 @@ def test_float16_holds_what_was_quantised(tmp_path, kind):
 def test_weights_beyond_float16_become_bfloat16(tmp_path):
     write_tiny_gguf(tmp_path / "tiny.gguf", kind="Q8_0", scale=1e5)
     headers = check_weights(converted_gguf(tmp_path / "tiny.gguf")).tensors
-    assert {one.dtype for one in headers.values()} == {"BF16"}
+    assert {header.dtype for header in headers.values()} == {"BF16"}
 
 
 def dequantized(path, name):
     from gguf import GGUFReader, dequantize
 
-    tensor = next(one for one in GGUFReader(path).tensors if one.name == name)
+    tensor = next(
+        each_tensor for each_tensor in GGUFReader(path).tensors if each_tensor.name == name
+    )
     return dequantize(tensor.data, tensor.tensor_type)
 
 

@@ -77,7 +77,7 @@ def encoding(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("encoding", [SIGNED, UNSIGNED, HALVES], ids=lambda one: one.name)
+@pytest.mark.parametrize("encoding", [SIGNED, UNSIGNED, HALVES], ids=lambda item: item.name)
 def test_every_digit_has_a_code_and_pairs_of_halves_fit_16_bits(encoding):
     every = torch.arange(-127, 128).float()[None]
     numbers = encoding.encode(every)
@@ -112,8 +112,8 @@ def test_largest_digits_times_largest_weights_are_exact():
     ],
 )
 def test_the_fastest_exact_encoding_is_chosen(monkeypatch, exact, slow, expected):
-    monkeypatch.setattr(encodings, "is_exact", lambda one: one in exact)
-    monkeypatch.setattr(encodings, "_seconds", lambda one: 1.0 if one in slow else 0.001)
+    monkeypatch.setattr(encodings, "is_exact", lambda item: item in exact)
+    monkeypatch.setattr(encodings, "_seconds", lambda item: 1.0 if item in slow else 0.001)
     assert choose_encoding.__wrapped__() == expected
 
 
@@ -236,10 +236,10 @@ def test_a_graph_gives_the_same_bits():
 )
 def test_other_layers_are_refused_by_name_and_nothing_has_changed(family, settings, words):
     model: Any = random_model(family, **settings)
-    before = [type(one) for one in model.modules()]
+    before = [type(module) for module in model.modules()]
     with pytest.raises(ConfigurationError, match=words):
         quantise_linears(model, CPU)
-    assert [type(one) for one in model.modules()] == before
+    assert [type(module) for module in model.modules()] == before
 
 
 def test_it_is_for_the_cpu_and_one_process():

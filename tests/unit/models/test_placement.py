@@ -79,7 +79,7 @@ def test_bfloat16_on_a_cpu_without_it_is_slower_and_says_so(monkeypatch, caplog)
     choice = choose_dtype("bfloat16", FLOAT, CPU)
     assert choice.dtype == BRAIN
     assert "float32 would be faster" in choice.reason
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "dtype='bfloat16': this CPU has no instructions for bfloat16 (AMX or AVX-512 BF16): "
         "float32 would be faster"
     ]

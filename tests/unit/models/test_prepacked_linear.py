@@ -84,7 +84,7 @@ def test_gated_mlps_do_all_at_once_where_they_are_the_usual_ones(family, setting
         expected = model(tokens).logits
         pack_linears(model)
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
-    assert sum(isinstance(one, PackedMLP) for one in model.modules()) == num_gated
+    assert sum(isinstance(module, PackedMLP) for module in model.modules()) == num_gated
 
 
 @needs_onednn
@@ -99,7 +99,7 @@ def test_an_mlp_that_does_something_else_stays():
     model.model.layers[0].mlp.__class__ = Doubled
     pack_linears(model)
     mlps = [layer.mlp for layer in model.model.layers]
-    assert [isinstance(one, PackedMLP) for one in mlps] == [False, True, True]
+    assert [isinstance(mlp, PackedMLP) for mlp in mlps] == [False, True, True]
 
 
 @needs_onednn

@@ -40,7 +40,7 @@ def logits(run: PagedRun) -> torch.Tensor:
         [(5 * at * at + 3) % 97 for at in range(19)],
         [(3 * at + 1) % 97 for at in range(8)],
     ]
-    tables = [run.tables(len(one)) for one in sequences]
+    tables = [run.tables(len(sequence)) for sequence in sequences]
     found = []
     for first, end, other_first, other_end in CHUNKS:
         entries = [

@@ -33,7 +33,7 @@ def state(
 
 
 def adjusted_logits(logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-    return Adjustments(states).apply(logits, [one.num_output for one in states])
+    return Adjustments(states).apply(logits, [state.num_output for state in states])
 
 
 CASES = {
@@ -207,14 +207,14 @@ def test_batches_against_one_token_at_a_time(batch: list[Any], steps: int) -> No
     made = Adjustments(states)
     for step in range(steps):
         logits = torch.tensor([ROW] * len(states)).roll(step, 1)
-        got = made.apply(logits, np.array([one.num_output for one in states]))
+        got = made.apply(logits, np.array([each_state.num_output for each_state in states]))
         expected = [
-            by_one(row, one, words)
-            for row, one, (_, _, words) in zip(logits, states, batch, strict=True)
+            by_one(row, each_state, words)
+            for row, each_state, (_, _, words) in zip(logits, states, batch, strict=True)
         ]
         torch.testing.assert_close(got, torch.tensor(expected))
-        for one in states:
-            one.append((7 * step + one.num_output) % len(ROW))
+        for each_state in states:
+            each_state.append((7 * step + each_state.num_output) % len(ROW))
 
 
 def test_ids_beyond_the_logits_are_refused() -> None:

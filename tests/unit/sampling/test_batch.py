@@ -19,7 +19,7 @@ MIXED = [
 
 
 def states(params: list[SamplingParams]) -> list[SamplingState]:
-    return [SamplingState(one, [1], seed=at, vocab_size=VOCAB) for at, one in enumerate(params)]
+    return [SamplingState(param, [1], seed=at, vocab_size=VOCAB) for at, param in enumerate(params)]
 
 
 def test_a_batch_follows_its_requests_from_step_to_step() -> None:
@@ -31,20 +31,20 @@ def test_a_batch_follows_its_requests_from_step_to_step() -> None:
         ours, expected = Sampler()(logits, batch), Sampler()(logits, fresh)
         assert ours.token_ids.tolist() == expected.token_ids.tolist()
         assert ours.logprobs == expected.logprobs
-        for one, other, token in zip(kept, fresh, ours.token_ids.tolist(), strict=True):
-            assert one.append(token) == other.append(token) == one.num_output
+        for entry, other, token in zip(kept, fresh, ours.token_ids.tolist(), strict=True):
+            assert entry.append(token) == other.append(token) == entry.num_output
 
 
 def test_positions_stand_for_tokens_that_the_states_have_not_been_told() -> None:
     told, untold = states(MIXED), states(MIXED)
-    for one in told:
-        one.append(3)
-        one.append(3)
+    for item in told:
+        item.append(3)
+        item.append(3)
     for number in (0, 2, 3, 4, 5):  # the penalty needs the tokens themselves
         logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(number))
         expected = Sampler()(logits, [told[number]])
         assert Sampler()(logits, [untold[number]], [2]).token_ids == expected.token_ids
-    assert [one.depends_on_output for one in told] == [False, True, False, False, False, False]
+    assert [item.depends_on_output for item in told] == [False, True, False, False, False, False]
     assert SamplingBatch(told).depends_on_output
     assert not SamplingBatch(told[2:]).depends_on_output
 

@@ -28,8 +28,8 @@ requests = st.builds(
 def batch_of(params: list[SamplingParams], vocab_size: int) -> SamplingBatch:
     return SamplingBatch(
         [
-            SamplingState(one, (), seed=seed, vocab_size=vocab_size)
-            for seed, one in enumerate(params)
+            SamplingState(param, (), seed=seed, vocab_size=vocab_size)
+            for seed, param in enumerate(params)
         ]
     )
 
@@ -75,7 +75,9 @@ def test_the_same_tokens_as_the_simple_draw(
     greedy: set[int],
     seed: int,
 ) -> None:
-    rows = [SamplingParams(temperature=0) if at in greedy else one for at, one in enumerate(params)]
+    rows = [
+        SamplingParams(temperature=0) if at in greedy else param for at, param in enumerate(params)
+    ]
     batch = batch_of([*rows, params[0]], vocab_size)
     logits = make_logits(kind, len(batch), vocab_size, seed).to(dtype)
     for position in range(3):

@@ -58,8 +58,8 @@ def test_a_matcher_is_at_the_beginning_each_time_and_the_grammar_compiled_once(
     with ThreadPoolExecutor(16) as pool:
         forms = [StructuredOutputs(choice=[f"{at % 8}"]) for at in range(64)]
         matchers = list(pool.map(there.matcher, forms))
-    assert len(matchers) == len({id(one) for one in matchers}) == 64
-    assert len([one for one in compiled if isinstance(one, list)]) == 9
+    assert len(matchers) == len({id(matcher) for matcher in matchers}) == 64
+    assert len([item for item in compiled if isinstance(item, list)]) == 9
 
 
 def test_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,12 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "all of any of": {
         "json": {
             "allOf": [
-                {"anyOf": [{"properties": {f"a{at}{one}": {"type": "integer"}}} for one in "xyz"]}
+                {
+                    "anyOf": [
+                        {"properties": {f"a{at}{each_item}": {"type": "integer"}}}
+                        for each_item in "xyz"
+                    ]
+                }
                 for at in range(12)
             ]
         }
@@ -272,7 +277,7 @@ def test_a_process_that_was_killed_does_not_have_a_grammar_refused_for_ever() ->
 def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     text_of = grammars_module._text_of
-    monkeypatch.setattr(grammars_module, "_text_of", lambda one: read.append(1) or text_of(one))
+    monkeypatch.setattr(grammars_module, "_text_of", lambda item: read.append(1) or text_of(item))
     there = grammars()
     for _ in range(2):
         there.prepare()

@@ -120,9 +120,9 @@ def test_several_prompts_of_a_step_at_once() -> None:
     ]
     logits.fill_(0)  # they may be dropped: everything was read
     got = pending.result()
-    assert [len(one) for one in got] == [50, 0, 30, 70]
-    for one, wanted in zip(got, expected, strict=True):
-        for entry, other in zip(one, wanted, strict=True):
+    assert [len(item) for item in got] == [50, 0, 30, 70]
+    for item, wanted in zip(got, expected, strict=True):
+        for entry, other in zip(item, wanted, strict=True):
             assert_same(entry, other)
     assert PendingPromptLogprobs(torch.empty(0, 50), []).result() == []
     with pytest.raises(ValueError, match="3 rows of logits for 2 positions"):
@@ -142,10 +142,10 @@ class Sizes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(one, torch.Tensor) and not self.is_view(one):
-                self.largest = max(self.largest, one.untyped_storage().nbytes())
-                self.made.add(one)
+        for item in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(item, torch.Tensor) and not self.is_view(item):
+                self.largest = max(self.largest, item.untyped_storage().nbytes())
+                self.made.add(item)
         return made
 
     def is_view(self, tensor: torch.Tensor) -> bool:
@@ -162,7 +162,7 @@ def test_memory_does_not_follow_the_length_of_the_prompt(top: int) -> None:
     assert sizes.largest <= 64 * vocab_size * 4
     gc.collect()
     storages = {
-        (one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in sizes.made
+        (item.untyped_storage().data_ptr(), item.untyped_storage().nbytes()) for item in sizes.made
     }
     assert sum(size for _, size in storages) <= 1000 * (8 + 4 + 8 + top * 12) + 4096
     del logits

@@ -35,7 +35,7 @@ class Uploads(TorchDispatchMode):
                 assert kwargs.get("non_blocking"), "the host waits for this copy"
                 assert source.data_ptr() in self.pinned, "a copy from pageable memory blocks"
         else:
-            devices = {one.device.type for one in args if isinstance(one, torch.Tensor)}
+            devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
             assert len(devices) < 2, f"{func} mixes {devices}"
         return func(*args, **kwargs)
 
@@ -57,11 +57,11 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Uploads:
 
 def states(*params: SamplingParams) -> list[SamplingState]:
     made = [
-        SamplingState(one, [3, 4, 5], seed=row, vocab_size=VOCAB, stop_ids={2})
-        for row, one in enumerate(params)
+        SamplingState(param, [3, 4, 5], seed=row, vocab_size=VOCAB, stop_ids={2})
+        for row, param in enumerate(params)
     ]
-    for one in made:
-        one.append(7)
+    for item in made:
+        item.append(7)
     return made
 
 

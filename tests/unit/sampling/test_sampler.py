@@ -83,7 +83,9 @@ def test_every_row_as_if_it_were_alone(
     logits = (torch.randn(len(batch), VOCAB, generator=generator) * scale).to(dtype)
     states = [state(params, seed=seed + i, num_output=i) for i, params in enumerate(batch)]
     together = Sampler()(logits, states).token_ids.tolist()
-    alone = [int(Sampler()(logits[[i]], [one]).token_ids) for i, one in enumerate(states)]
+    alone = [
+        int(Sampler()(logits[[i]], [each_state]).token_ids) for i, each_state in enumerate(states)
+    ]
     assert together == alone
     rows = logits.double().tolist()
     assert together == [

@@ -82,7 +82,7 @@ def test_only_bad_words_of_several_tokens_depend_on_the_output() -> None:
     [
         (SamplingParams(allowed_token_ids=[3, 4]), {"bad_words": [(3,), (4,)]}),
         (SamplingParams(allowed_token_ids=[3], min_tokens=1), {"stop_ids": [3]}),
-        (SamplingParams(), {"bad_words": [(one,) for one in range(10)]}),
+        (SamplingParams(), {"bad_words": [(index,) for index in range(10)]}),
     ],
 )
 def test_what_is_allowed_must_not_be_barred(
@@ -140,8 +140,8 @@ def test_states_ahead_are_those_after_the_drafts() -> None:
     state.append(7)
     states = state.ahead([8, 3])
     assert states[0] is state
-    assert [one.token_ids for one in states] == [[7], [7, 8], [7, 8, 3]]
-    assert [one.barred_by_output().tolist() for one in states] == [[], [9], []]
+    assert [each_state.token_ids for each_state in states] == [[7], [7, 8], [7, 8, 3]]
+    assert [each_state.barred_by_output().tolist() for each_state in states] == [[], [9], []]
     expected = SamplingState(params, [1, 2], seed=0, vocab_size=50, bad_words=[[7, 8, 9]])
     expected.extend([7, 8, 3])
     assert states[2].counts is not None and expected.counts is not None

@@ -75,7 +75,7 @@ def test_only_allowed_tokens_come_and_other_rows_stay_as_they_are(
     before = logits.clone()
     last = vocab_size - 1
     several = [{0}, None, {last}, {1, 5, last}]
-    found = sampled(logits, [state(vocab_size, one) for one in several])
+    found = sampled(logits, [state(vocab_size, value) for value in several])
     tokens = found.token_ids.tolist()
     assert tokens[0] == 0
     assert tokens[1] == int(logits[1].float().argmax())
@@ -95,11 +95,13 @@ def test_the_largest_of_those_that_may_come_is_found_without_touching_the_others
     logits[7] = -torch.inf
     choice = np.random.default_rng(0)
     several = [
-        None if row % 5 == 1 else {int(one) for one in choice.integers(0, vocab_size, 1 + row % 9)}
+        None
+        if row % 5 == 1
+        else {int(integer) for integer in choice.integers(0, vocab_size, 1 + row % 9)}
         for row in range(len(logits))
     ]
     several[5] = {7}
-    batch = SamplingBatch([state(vocab_size, one) for one in several])
+    batch = SamplingBatch([state(vocab_size, value) for value in several])
     before = logits.clone()
     found, chosen = start(batch).largest(logits)
     assert torch.equal(logits.nan_to_num(9), before.nan_to_num(9))

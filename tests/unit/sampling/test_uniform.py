@@ -70,7 +70,7 @@ def test_seeds_of_samples_are_those_of_no_other_requests_samples() -> None:
     seeds = {seed % 2**64 for seed in [*near, *shifted]}
     derived = [sample_seed(seed, index) for seed in seeds for index in range(64)]
     assert len(set(derived)) == len(derived)
-    assert all(0 <= one < 2**64 for one in derived)
+    assert all(0 <= item < 2**64 for item in derived)
     numbers = uniforms(derived, [0] * len(derived)).tolist()
     assert len(set(numbers)) == len(numbers)
     observed, _ = np.histogram(numbers, bins=20, range=(0, 1))

@@ -60,8 +60,8 @@ class Service:
         self.arrived[name], self.left[name] = self.num_planned, length
 
     def _plan(self) -> None:
-        for one in self.open:
-            for job in one.sampling_jobs:
+        for item in self.open:
+            for job in item.sampling_jobs:
                 job.wants_drafts = self.drafts > 0
         step = self.scheduler.schedule(ahead=bool(self.open))
         if step is None:
@@ -70,7 +70,7 @@ class Service:
         for entry in step.chunks:
             name = entry.request.request_id
             self.waited.setdefault(name, self.num_planned - self.arrived[name])
-        busy = set().union(*(set(one.sampling_jobs) for one in self.open))
+        busy = set().union(*(set(item.sampling_jobs) for item in self.open))
         if self.drafts and not step.drafts:
             known = [job for job in step.decodes if job not in busy]
             self.scheduler.draft(step, {job: [WRONG] * self.drafts for job in known})

@@ -72,7 +72,9 @@ def test_entries_are_in_plan_order_and_know_their_positions() -> None:
     submit(scheduler, "2", 6)
     step = scheduler.schedule()
     assert step is not None
-    found = [(one.request.request_id, one.start, one.end, one.samples) for one in step.entries]
+    found = [
+        (entry.request.request_id, entry.start, entry.end, entry.samples) for entry in step.entries
+    ]
     assert found == [("0", 5, 6, True), ("1", 9, 10, True), ("2", 0, 6, True)]
-    assert step.sampling_jobs == step.jobs == [one.job for one in step.entries]
+    assert step.sampling_jobs == step.jobs == [entry.job for entry in step.entries]
     scheduler.rollback(step)

@@ -59,22 +59,22 @@ def test_200_random_requests_give_the_same_with_every_drafter(num_blocks: int, d
     sizes: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 12}
     plain = run(asked, make_bench(num_blocks, 4, **sizes))
     answers = {
-        (tuple(prompt), one.index): one.token_ids
+        (tuple(prompt), output.index): output.token_ids
         for name, (prompt, _) in asked.items()
-        for one in plain[name].outputs
+        for output in plain[name].outputs
     }
     for name, make in {**DRAFTERS, "right": lambda: AnswerDrafter(answers)}.items():
         bench = make_bench(num_blocks, 4, depth=depth, **sizes)
         speculate(bench.engine, make())
         outputs = run(asked, bench)
-        for key, one in plain.items():
-            assert one.outputs == outputs[key].outputs, (name, key)
-            assert one.prompt_logprobs == outputs[key].prompt_logprobs
+        for key, item in plain.items():
+            assert item.outputs == outputs[key].outputs, (name, key)
+            assert item.prompt_logprobs == outputs[key].prompt_logprobs
         stats = bench.engine.stats()
         assert stats.counters["draft_tokens"] > 100
         assert stats.num_drafts > 50
         assert (bench.scheduler.num_preemptions > 0) == (num_blocks == 24)
-        given = sum(len(one.token_ids) for each in outputs.values() for one in each.outputs)
+        given = sum(len(output.token_ids) for each in outputs.values() for output in each.outputs)
         assert depth == 2 or stats.num_new_tokens == given  # ended rows of a running step count
 
 
@@ -158,7 +158,7 @@ class Counted(NgramDrafter):
         self.asked: list[tuple[Context, int]] = []
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
-        self.asked += [(one, len(one.token_ids)) for one in contexts]
+        self.asked += [(context, len(context.token_ids)) for context in contexts]
         return super().propose(contexts, most)
 
 
@@ -169,7 +169,9 @@ def test_a_drafter_is_asked_once_a_step(depth: int) -> None:
     speculate(bench.engine, drafter)
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
     outputs = bench.generate(prompts, replace(GREEDY, max_tokens=40))
-    assert [one.outputs[0].token_ids for one in outputs] == [continued(one, 40) for one in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        continued(prompt, 40) for prompt in prompts
+    ]
     again = len(drafter.asked) - len(set(drafter.asked))
     assert bench.engine.stats().num_drafts > 3 and len(drafter.asked) > 30
     # Who waits for its token because of a guess is asked with it; nobody else is asked again.
@@ -194,5 +196,5 @@ def test_a_draft_without_a_choice_behind_it_costs_its_sample_the_drafts_only(
     assert wrong not in answer
     (output,) = bench.generate([[1, 2, 3]])
     assert output.outputs[0].token_ids == answer
-    assert sum("goes on without drafts" in one.getMessage() for one in caplog.records) == 1
+    assert sum("goes on without drafts" in record.getMessage() for record in caplog.records) == 1
     bench.assert_all_free()

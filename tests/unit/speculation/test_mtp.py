@@ -73,6 +73,6 @@ def test_forks_go_on_from_their_parent_and_ended_ones_leave_nothing() -> None:
         decoded(trail, {job: 0})
     other.num_computed = 5
     assert decoded(trail, {other: 0}).before == [HeadState(prompt.after, 0)]
-    for one in (job, other, Job()):
-        trail.forget(one)  # type: ignore[arg-type]
+    for item in (job, other, Job()):
+        trail.forget(item)  # type: ignore[arg-type]
     assert not trail._spans

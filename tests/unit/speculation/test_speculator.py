@@ -42,15 +42,15 @@ def broken(context: Context, most: int) -> Draft:
 BAD = {
     "it raises": (broken, r"out of ideas"),
     "past the vocabulary": (
-        lambda one, most: Draft([VOCAB if one.request.request_id == "bad" else 7]),
+        lambda item, most: Draft([VOCAB if item.request.request_id == "bad" else 7]),
         r"token id 50 was drafted, the vocabulary has 50",
     ),
     "a negative id": (
-        lambda one, most: Draft([-1 if one.request.request_id == "bad" else 7]),
+        lambda item, most: Draft([-1 if item.request.request_id == "bad" else 7]),
         r"token id -1 was drafted",
     ),
     "too many": (
-        lambda one, most: Draft([7] * (99 if one.request.request_id == "bad" else most)),
+        lambda item, most: Draft([7] * (99 if item.request.request_id == "bad" else most)),
         r"99 tokens were drafted, at most 3 were asked for",
     ),
 }
@@ -80,7 +80,7 @@ def test_a_wrong_number_of_drafts_is_looked_into_one_by_one() -> None:
             return super().propose(contexts, most)[:1]
 
     speculator = Speculator(
-        Short(lambda one, most: Draft([7] * most)), EveryDraft(), most=3, vocab_size=VOCAB
+        Short(lambda item, most: Draft([7] * most)), EveryDraft(), most=3, vocab_size=VOCAB
     )
     drafts = speculator.propose([named("a"), named("b"), named("c")], [3, 0, 1])
-    assert [list(one.tokens) for one in drafts] == [[7, 7, 7], [], [7]]
+    assert [list(draft.tokens) for draft in drafts] == [[7, 7, 7], [], [7]]

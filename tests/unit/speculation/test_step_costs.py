@@ -39,7 +39,7 @@ def test_the_tokens_are_of_every_vocabulary() -> None:
     )
     measured_costs(runner, manager, limits)
     assert max(runner.computed) == 256
-    assert not any(one["input_ids"].any() for one in runner._sets)
+    assert not any(each_set["input_ids"].any() for each_set in runner._sets)
 
 
 @pytest.mark.parametrize(("seconds", "last", "steps"), [(1e9, 32, 24), (50, 4, 6), (1, 2, 4)])

@@ -22,9 +22,9 @@ def test_the_oldest_version_is_told_once(name: str) -> None:
     """What pyproject.toml asks for is what the page on dependencies gives the reason of."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (asked,) = [
-        one.removeprefix(f"{name}>=")
-        for one in settings["project"]["optional-dependencies"]["engine"]
-        if one.startswith(f"{name}>")
+        item.removeprefix(f"{name}>=")
+        for item in settings["project"]["optional-dependencies"]["engine"]
+        if item.startswith(f"{name}>")
     ]
     page = (ROOT / "docs/explanation/dependencies.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `engine` | {name} |")]

@@ -62,7 +62,7 @@ def prompts() -> list[list[int]]:
 
 def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[list[int]]]:
     outputs = llm.generate(prompts(), params, use_tqdm=False)
-    return [[one.token_ids for one in output.outputs] for output in outputs]
+    return [[each_output.token_ids for each_output in output.outputs] for output in outputs]
 
 
 def save(folder: Path, family: str, **settings: Any) -> Path:
@@ -185,13 +185,13 @@ def faults(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_a_step_that_fails_is_rolled_back_on_all_ranks(
     faults: Faults, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [one for (one,) in tokens(LLM(llama, **SETTINGS))]
+    expected = [item for (item,) in tokens(LLM(llama, **SETTINGS))]
 
     faults.are("prepare")  # the worker, before the forward pass
     got, failures = faults.run()
     assert got == expected
     assert len(failures) > 3
-    assert all(isinstance(one, WorkerError) for one in failures)
+    assert all(isinstance(failure, WorkerError) for failure in failures)
     assert "rank 1" in str(failures[0]) and "InjectedError: while preparing" in str(failures[0])
     assert "faulty_plan" in str(failures[0]), "the traceback is the worker's"
 
@@ -200,12 +200,12 @@ def test_a_step_that_fails_is_rolled_back_on_all_ranks(
         faults.are("prepare")  # either rank, or both
         got, failures = faults.run()
         assert got == expected
-        assert {type(one) for one in failures} == {WorkerError, faulty_worker.InjectedError}
+        assert {type(failure) for failure in failures} == {WorkerError, faulty_worker.InjectedError}
 
         faults.are("forward")  # both at the same place
         got, failures = faults.run()
         assert got == expected
-        assert [str(one) for one in failures] == ["in layer 1"]
+        assert [str(failure) for failure in failures] == ["in layer 1"]
 
     faults.are("forward")  # the worker alone, while rank 0 waits for it
     started = time.monotonic()
