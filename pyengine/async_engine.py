@@ -9,9 +9,9 @@ from typing import TypeVar
 from weakref import finalize
 
 from pyengine.config import EngineSettings, takes_settings
-from pyengine.engine.client import Frontend
+from pyengine.engine.client import EngineClient
 from pyengine.engine.engine_thread import EngineThread
-from pyengine.engine.input_processor import ModelFacts, refuse_submitted, refuse_taken
+from pyengine.engine.input_processor import ModelLimits, refuse_submitted, refuse_taken
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import RequestState
@@ -24,7 +24,7 @@ from pyengine.utils.validation import is_real
 T = TypeVar("T")
 
 
-class AsyncEngine(Frontend):
+class AsyncEngine(EngineClient):
     """A model, its KV cache, and a thread that runs the steps for callers on event loops.
 
     The settings are those of `LLM`. `generate` may be called from any number of tasks, on any
@@ -227,9 +227,9 @@ class AsyncEngine(Frontend):
         return await asyncio.wrap_future(look)
 
     @property
-    def facts(self) -> ModelFacts:
+    def model_limits(self) -> ModelLimits:
         """What requests are checked against."""
-        return self._engine.intake.facts
+        return self._engine.input_processor.limits
 
     def take_packed_events(self) -> tuple[bytes, bytes]:
         """What became of the cache's contents since the last call, if `event_hash_seed` was given.

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from pyengine.config import EngineSettings, takes_settings
 from pyengine.engine.chat_template import Message, as_conversations
-from pyengine.engine.client import Frontend
+from pyengine.engine.client import EngineClient
 from pyengine.engine.core import Engine
 from pyengine.engine.loop import held_interrupts
 from pyengine.engine.output_stream import OutputCollector
@@ -33,7 +33,7 @@ from pyengine.sampling_params import SamplingParams
 Priorities = float | Sequence[float]
 
 
-class LLM(Frontend):
+class LLM(EngineClient):
     """A model, its KV cache and the engine that runs them.
 
     `LLM(model, **settings)`: `model` is a hub id, a local folder, a GGUF file, or None for the

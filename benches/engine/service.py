@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import parse_prompt
 from pyengine.engine.request import RequestState
 from pyengine.executor.executor import Executor
@@ -109,7 +109,7 @@ class Service:
             max_num_seqs=size.count,
             max_blocks_per_seq=-(-size.longest // BLOCK),
         )
-        facts = ModelFacts(
+        model_limits = ModelLimits(
             vocab_size=size.vocab_size,
             eos_token_ids=frozenset({2}),
             max_model_len=size.longest,
@@ -121,7 +121,7 @@ class Service:
         self._tokenizer = size.tokenizer
         self._states: dict[str, RequestState] = {}
         self._engine = Engine(
-            manager, self._scheduler, self._executor, facts, tokenizer=size.tokenizer
+            manager, self._scheduler, self._executor, model_limits, tokenizer=size.tokenizer
         )
 
     def take_in(

@@ -66,7 +66,7 @@ def compile_time(engine: Engine, number: int) -> float:
     """Milliseconds for a grammar that was not there before."""
     form = StructuredOutputs(json={**SCHEMA, "title": f"number {number}"})
     begin = clock()
-    engine.intake.grammars.matcher(form)
+    engine.input_processor.grammars.matcher(form)
     return (clock() - begin) / 1e6
 
 
@@ -74,7 +74,7 @@ def measure(engine: Engine, sizes: tuple[int, ...], rounds: int) -> dict[str, An
     """Milliseconds by row, and what share bound steps take more than free ones."""
     form = StructuredOutputs(json=SCHEMA)
     results: dict[str, Any] = {}
-    engine.intake.grammars.prepare()
+    engine.input_processor.grammars.prepare()
     for count in sizes:
         step_time(engine, count, form)  # to warm up
         free: list[float] = []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.input_processor import ModelLimits
 from pyengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pyengine.sampling_params import SamplingParams
 
@@ -16,7 +16,7 @@ class About:
     """What the ingress has to know of a model to take requests for it."""
 
     description: dict[str, object]
-    facts: ModelFacts
+    model_limits: ModelLimits
     default_params: SamplingParams
     model_path: str
     tokenizer: Any

@@ -14,7 +14,7 @@ import numpy as np
 
 from pyengine.cluster.calls import About, Delta, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
-from pyengine.engine.input_processor import Intake, refuse_taken
+from pyengine.engine.input_processor import InputProcessor, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
 from pyengine.engine.request import RequestState
@@ -90,7 +90,9 @@ class RemoteEngine:
         block_size = int(str(about.description["block_size"]))
         # Of a prompt's log-probabilities nothing is kept here: those are the replicas'.
         kept = PromptLogprobCache(0, block_size)
-        self._intake = Intake(about.facts, kept, tokenizer=about.tokenizer, seed=seed)
+        self._input_processor = InputProcessor(
+            about.model_limits, kept, tokenizer=about.tokenizer, seed=seed
+        )
         self._live: dict[str, _Remote] = {}
         self._is_draining = False
         self._num_made = 0
@@ -105,13 +107,13 @@ class RemoteEngine:
 
     def prepare_structured_outputs(self) -> None:
         """See `AsyncEngine.prepare_structured_outputs`: forms are checked here, too."""
-        self._intake.grammars.prepare()
+        self._input_processor.grammars.prepare()
 
     def compile_structured_outputs(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
     ) -> Future[Any]:
         """See `AsyncEngine.compile_structured_outputs`."""
-        return self._intake.grammars.compile(structured_outputs, tenant)
+        return self._input_processor.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> RemoteLoad:
         """How much there is to do."""
@@ -132,7 +134,7 @@ class RemoteEngine:
         (params,) = match_params(sampling_params, 1, self._about.default_params)
         self._num_made += 1
         name = f"{self._num_made}" if request_id is None else request_id
-        return self._intake.request(name, parsed, params, priority=priority)
+        return self._input_processor.request(name, parsed, params, priority=priority)
 
     def submit(self, requests: Sequence[RequestState]) -> "RemoteStream":
         """See `AsyncEngine.submit`. Called on the event loop."""

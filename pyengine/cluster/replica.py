@@ -64,7 +64,7 @@ class Replica:
         """What an ingress has to know."""
         return About(
             description=self.engine.describe(),
-            facts=self.engine.facts,
+            model_limits=self.engine.model_limits,
             default_params=self.engine.get_default_sampling_params(),
             model_path=str(self.engine.model_path),
             tokenizer=self.engine.tokenizer,

@@ -17,7 +17,7 @@ from pyengine.attention.choice import Choice, explain_backends, select_backend
 from pyengine.attention.needs import AttentionNeeds, dtype_name, needs_of
 from pyengine.config import EngineSettings
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelFacts, model_facts
+from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaRecorder
@@ -135,9 +135,9 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         events=settings.event_hash_seed is not None,
         hash_seed=settings.event_hash_seed,
     )
-    facts = model_facts(loaded, pool, manager, most, asked)
+    model_limits = compute_model_limits(loaded, pool, manager, most, asked)
     limits = _runner_limits(
-        settings, facts.max_model_len, plan.block_size, plan.groups, loaded.num_heads
+        settings, model_limits.max_model_len, plan.block_size, plan.groups, loaded.num_heads
     )
     products = ProductChooser(settings.linear_backend, loaded.device, loaded.dtype)
     if team is None:
@@ -154,7 +154,7 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
             prefix_caching=settings.enable_prefix_caching,
         ),
         executor,
-        facts,
+        model_limits,
         tokenizer=loaded.tokenizer,
         seed=settings.seed,
     )
@@ -162,7 +162,7 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         costs = measured_costs(runner, plan.manager(), limits)
         heads = HeadDrafter(executor, plan.block_size) if loaded.heads is not None else None
         drafter = heads or _drafter(settings, executor, draft, plan)
-        most, vocab_size = limits.rows_per_seq - 1, facts.vocab_size
+        most, vocab_size = limits.rows_per_seq - 1, model_limits.vocab_size
         speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
         engine.speculate(speculator, heads)
     is_alone = team is None and executor.depth == 1
@@ -176,7 +176,7 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         **threads.describe(),
         **_about_linears(settings, products),
         **_about_attention(choice, needs, runner),
-        **_about_cache(plan, facts, settings),
+        **_about_cache(plan, model_limits, settings),
         "async_scheduling": executor.depth > 1,
         **_about_speculation(settings, limits),
         **({} if draft is None else draft.describe(draft.plan_cache(settings, plan))),
@@ -454,15 +454,17 @@ def _about_attention(choice: Choice, needs: AttentionNeeds, runner: Runner) -> d
     }
 
 
-def _about_cache(plan: CachePlan, facts: ModelFacts, settings: EngineSettings) -> dict[str, object]:
+def _about_cache(
+    plan: CachePlan, model_limits: ModelLimits, settings: EngineSettings
+) -> dict[str, object]:
     return {
         "block_size": plan.block_size,
         "num_blocks": plan.size.num_blocks,
         "kv_cache_bytes": plan.size.num_bytes,
         "kv_cache_reason": plan.size.reason,
         "layer_groups": str(plan.groups),
-        "max_model_len": facts.max_model_len,
-        "max_model_len_reason": facts.limited_by,
+        "max_model_len": model_limits.max_model_len,
+        "max_model_len_reason": model_limits.limited_by,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "in_flight_sharing": settings.in_flight_sharing,
         "partial_reuse": settings.partial_reuse,

@@ -20,7 +20,7 @@ from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.utils.openmp import release_threads
 
 
-class Frontend:
+class EngineClient:
     """A model, its KV cache and an engine that several callers share."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -73,7 +73,7 @@ class Frontend:
         it before there are any. Raises `InvalidRequestError` where no form can be kept:
         `llguidance` or a tokenizer is missing.
         """
-        self._engine.intake.grammars.prepare()
+        self._engine.input_processor.grammars.prepare()
 
     def compile_structured_outputs(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
@@ -83,7 +83,7 @@ class Frontend:
         Grammars of different tenants are compiled in turns. Raises `QueueFullError` if too many of
         this tenant wait; the future fails with `InvalidRequestError` for what cannot be served.
         """
-        return self._engine.intake.grammars.compile(structured_outputs, tenant)
+        return self._engine.input_processor.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> EngineStats:
         """The block manager's ledger and counters, and what the scheduler is at."""
@@ -124,7 +124,7 @@ class Frontend:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")
         name = token_hex(16) if request_id is None else request_id  # nobody can guess the next one
-        return self._engine.intake.request(name, prompt, params, priority=priority)
+        return self._engine.input_processor.request(name, prompt, params, priority=priority)
 
     def _end_processes(self) -> None:
         if self._team is not None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from pyengine.engine.input_processor import Intake, ModelFacts, refuse_taken
+from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
@@ -97,7 +97,7 @@ class Engine:
         manager: BlockManager,
         scheduler: Scheduler,
         executor: Executor,
-        facts: ModelFacts,
+        model_limits: ModelLimits,
         *,
         tokenizer: Any = None,
         seed: int = 0,
@@ -106,7 +106,7 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
-        self.intake = Intake(facts, kept, tokenizer=tokenizer, seed=seed)
+        self.input_processor = InputProcessor(model_limits, kept, tokenizer=tokenizer, seed=seed)
         self._requests: dict[str, RequestState] = {}
         """Unfinished ones, by id."""
         self._deadlines: list[tuple[float, int, RequestState]] = []
@@ -192,7 +192,7 @@ class Engine:
         sink: OutputSink | None = None,
     ) -> RequestState:
         """Make and queue a request; its outputs go to `sink`."""
-        state = self.intake.request(request_id, prompt, params, priority=priority)
+        state = self.input_processor.request(request_id, prompt, params, priority=priority)
         state.sink = sink
         self.add(state)
         return state

@@ -30,7 +30,7 @@ _PROMPT_LOGITS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelLimits:
     """What requests are checked against.
 
     `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
@@ -44,13 +44,13 @@ class ModelFacts:
     max_num_seqs: int
 
 
-def model_facts(
+def compute_model_limits(
     loaded: LoadedModel,
     settings: PoolSettings,
     manager: BlockManager,
     max_tokens: int,
     asked: int | None,
-) -> ModelFacts:
+) -> ModelLimits:
     """The longest sequence, and what sets it: the model's positions, the pool, or the caller.
 
     `asked` is the caller's `max_model_len`. Raises `ConfigurationError` if that cannot be had.
@@ -72,7 +72,7 @@ def model_facts(
             raise ConfigurationError(
                 f"max_model_len={wanted} does not fit: {limited_by}; give a larger num_blocks"
             )
-    return ModelFacts(
+    return ModelLimits(
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=longest,
@@ -81,53 +81,53 @@ def model_facts(
     )
 
 
-class Intake:
+class InputProcessor:
     """Checks requests against the model and makes them. Any thread may use it."""
 
     def __init__(
         self,
-        facts: ModelFacts,
+        limits: ModelLimits,
         prompt_logprobs: PromptLogprobCache,
         *,
         tokenizer: Any = None,
         seed: int = 0,
     ) -> None:
         """Requests without a seed draw theirs from `seed`, in the order in which they are made."""
-        self.facts = facts
+        self.limits = limits
         self._prompt_logprobs = prompt_logprobs
         self._tokenizer = tokenizer
         self._seeds = Random(seed)
         self._encoding = Lock()
-        self.grammars = Grammars(tokenizer, facts.vocab_size, facts.eos_token_ids)
+        self.grammars = Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> int:
         """The most tokens of output; `InvalidRequestError` for what cannot be served."""
-        facts, ids = self.facts, np.asarray(prompt.token_ids)
+        limits, ids = self.limits, np.asarray(prompt.token_ids)
         if not len(ids):
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
-        longest = facts.max_model_len - (params.max_tokens != 0)
+        longest = limits.max_model_len - (params.max_tokens != 0)
         if len(ids) > longest:
             condition = "with one token of output " if params.max_tokens != 0 else ""
             raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens; {condition}at most {longest} fit "
-                f"({facts.limited_by}); the maximum context length is {facts.max_model_len} "
+                f"({limits.limited_by}); the maximum context length is {limits.max_model_len} "
                 "tokens: shorten the prompt"
             )
-        if int(ids.min()) < 0 or int(ids.max()) >= facts.vocab_size:
-            position = int(((ids < 0) | (ids >= facts.vocab_size)).argmax())
+        if int(ids.min()) < 0 or int(ids.max()) >= limits.vocab_size:
+            position = int(((ids < 0) | (ids >= limits.vocab_size)).argmax())
             raise InvalidRequestError(
                 f"token id {ids[position]} at position {position} of the prompt is outside the "
-                f"vocabulary of {facts.vocab_size} tokens"
+                f"vocabulary of {limits.vocab_size} tokens"
             )
-        if params.n > facts.max_num_seqs:
+        if params.n > limits.max_num_seqs:
             raise InvalidRequestError(
                 f"n={params.n} completions of one prompt run at once, and max_num_seqs="
-                f"{facts.max_num_seqs}: ask for fewer, or raise max_num_seqs"
+                f"{limits.max_num_seqs}: ask for fewer, or raise max_num_seqs"
             )
-        params.check_vocabulary(facts.vocab_size)
-        left = facts.max_model_len - len(ids)
+        params.check_vocabulary(limits.vocab_size)
+        left = limits.max_model_len - len(ids)
         max_output = left if params.max_tokens is None else min(params.max_tokens, left)
-        params.check_sizes(len(ids), max_output, facts.vocab_size)
+        params.check_sizes(len(ids), max_output, limits.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 f"stop={list(params.stop)} needs a tokenizer, this model has none: "
@@ -155,11 +155,11 @@ class Intake:
                 f"priority={priority!r} is no number: smaller ones are served first, 0 is usual"
             )
         if params.truncate_prompt_tokens is not None:
-            kept = params.truncated(prompt.token_ids, self.facts.max_model_len - 1)
+            kept = params.truncated(prompt.token_ids, self.limits.max_model_len - 1)
             prompt = replace(prompt, token_ids=kept)
         max_output = self._check(prompt, params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        eos_ids = frozenset() if params.ignore_eos else self.facts.eos_token_ids
+        eos_ids = frozenset() if params.ignore_eos else self.limits.eos_token_ids
         ends = EndConditions(
             stop_ids=eos_ids | set(params.stop_token_ids) if params.stop_token_ids else eos_ids,
             eos_ids=eos_ids,
@@ -172,19 +172,21 @@ class Intake:
             prompt,
             params,
             max_tokens=len(prompt.token_ids) + ends.max_output,
-            max_chunk=max(1, _PROMPT_LOGITS // self.facts.vocab_size) if wants_logits else math.inf,
+            max_chunk=max(1, _PROMPT_LOGITS // self.limits.vocab_size)
+            if wants_logits
+            else math.inf,
             priority=priority,
         )
         state.tokenizer = self._tokenizer
-        top = params.num_prompt_logprobs(self.facts.vocab_size)
+        top = params.num_prompt_logprobs(self.limits.vocab_size)
         if top is not None:
             state.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         sampling = SamplingState(
             params,
             prompt.token_ids,
             seed=seed,
-            vocab_size=self.facts.vocab_size,
-            stop_ids=self.facts.eos_token_ids,
+            vocab_size=self.limits.vocab_size,
+            stop_ids=self.limits.eos_token_ids,
             bad_words=self._tokens_of(params.bad_words),
         )
         if params.structured_outputs is not None:

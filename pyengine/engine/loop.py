@@ -71,7 +71,7 @@ class SharedEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine itself; any thread may use its `intake`."""
+        """The engine itself; any thread may use its `input_processor`."""
         return self._engine
 
     @property

@@ -79,15 +79,15 @@ class Watched(Protocol):
     """What the metrics ask of an engine: `AsyncEngine` and `LLM` have it."""
 
     def stats(self) -> EngineStats:
-        """See `Frontend.stats`."""
+        """See `EngineClient.stats`."""
         ...
 
     def describe(self) -> dict[str, object]:
-        """See `Frontend.describe`."""
+        """See `EngineClient.describe`."""
         ...
 
     def observe(self, observer: Any) -> None:
-        """See `Frontend.observe`."""
+        """See `EngineClient.observe`."""
         ...
 
 

@@ -67,7 +67,9 @@ class Teller(Sink):
 def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str, RequestState]:
     states = {}
     for name in names:
-        state = stage.bench.engine.intake.request(name, Prompt(token_ids=PROMPTS[name]), params)
+        state = stage.bench.engine.input_processor.request(
+            name, Prompt(token_ids=PROMPTS[name]), params
+        )
         state.sink = Teller(stage)
         states[name] = state
     return states

@@ -8,7 +8,7 @@ import pytest
 
 from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
 from pyengine.executor.cuda_graphs import EagerRecorder
 from pyengine.executor.executor import Executor
@@ -90,7 +90,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
     recorder = EagerRecorder() if graphs else None
     runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, recorder=recorder)
     runner.capture()
-    facts = ModelFacts(
+    model_limits = ModelLimits(
         vocab_size=97,
         eos_token_ids=frozenset({2}),
         max_model_len=48 * 4,
@@ -98,7 +98,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
         max_num_seqs=8,
     )
     executor = Executor(runner, LazyQueue(), depth=depth)
-    engine = Engine(manager, Scheduler(manager, limits), executor, facts)
+    engine = Engine(manager, Scheduler(manager, limits), executor, model_limits)
     for name, (prompt, params) in enumerate(zip(*asked(60), strict=True)):
         engine.add_request(str(name), Prompt(token_ids=prompt), params)
     done: dict[str, RequestOutput] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.executor.executor import Executor, ThreadWork, Work
@@ -148,7 +148,7 @@ def make_bench(
     scheduler = Scheduler(blocks, limits, prefix_caching=caching)
     most = max_model_len or num_blocks * block_size
     runner = FakeRunner(num_blocks, block_size, groups=groups, width=-(-most // block_size))
-    facts = ModelFacts(
+    model_limits = ModelLimits(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         max_model_len=longest_sequence(blocks, max_num_batched_tokens, most),
@@ -156,5 +156,5 @@ def make_bench(
         limited_by=f"the KV pool holds {num_blocks} blocks of {block_size} tokens",
     )
     executor = Executor(runner, LazyQueue(), depth=depth)
-    engine = Engine(blocks, scheduler, executor, facts, tokenizer=tokenizer, seed=seed)
+    engine = Engine(blocks, scheduler, executor, model_limits, tokenizer=tokenizer, seed=seed)
     return Bench(blocks, scheduler, runner, engine)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pyengine.engine.core import Engine
-from pyengine.engine.input_processor import ModelFacts
+from pyengine.engine.input_processor import ModelLimits
 from pyengine.executor.executor import Executor
 from pyengine.executor.interface import Forward, StepLogits
 from pyengine.executor.memory_profile import longest_sequence
@@ -187,7 +187,7 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
     limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.seats)
     scheduler = WatchedScheduler(LookaheadManager(blocks, setting.lookahead), limits)
     runner = FaultyRunner(setting, scheduler, random)
-    facts = ModelFacts(
+    model_limits = ModelLimits(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         max_model_len=setting.max_model_len,
@@ -195,7 +195,7 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         limited_by="the pool",
     )
     executor = Executor(runner, LazyQueue(), depth=setting.depth)
-    engine = Engine(blocks, scheduler, executor, facts)
+    engine = Engine(blocks, scheduler, executor, model_limits)
     if setting.drafts:
         speculate(engine, MixedDrafter(random.getrandbits(32)), setting.drafts)
     return Bench(blocks, scheduler, runner, engine)

@@ -48,7 +48,7 @@ class Looked(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """See `Frontend.describe`."""
+        """See `EngineClient.describe`."""
         ...
 
 

@@ -71,12 +71,12 @@ class Likely(RandomDrafter):
 
 
 def samples(seeds: range) -> list[Sample]:
-    intake = make_bench().engine.intake
+    input_processor = make_bench().engine.input_processor
     made = []
     for seed in seeds:
         params = SamplingParams(temperature=1, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         prompt = Prompt(token_ids=[0, FIRST, 2, 0, FIRST])
-        made.append(intake.request(str(seed), prompt, params).samples[0])
+        made.append(input_processor.request(str(seed), prompt, params).samples[0])
     return made
 
 

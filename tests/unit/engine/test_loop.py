@@ -27,7 +27,9 @@ def request(
     bench: Bench, prompt: list[int], params: SamplingParams = GREEDY
 ) -> tuple[RequestState, Sink]:
     """A request that nobody has queued yet."""
-    state = bench.engine.intake.request(f"{next(_NAMES)}", Prompt(token_ids=prompt), params)
+    state = bench.engine.input_processor.request(
+        f"{next(_NAMES)}", Prompt(token_ids=prompt), params
+    )
     state.sink = sink = Sink(streams=False)
     return state, sink
 

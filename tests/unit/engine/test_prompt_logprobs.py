@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine import input_processor as intake
+from pyengine.engine import input_processor
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
@@ -161,7 +161,7 @@ def test_what_is_known_and_has_lost_its_keys_and_values_is_computed(
     prompt = list(range(40))
     bench = make_bench(16 * len(groups), BLOCK, groups=groups)
     bench.generate([prompt[:-1]], asked(max_tokens=1))
-    kept = bench.engine.intake._prompt_logprobs
+    kept = bench.engine.input_processor._prompt_logprobs
     assert len(kept) == 10
     bench.generate([[90 - at for at in range(30)]], asked(None))  # takes blocks from the end
     (found,) = bench.generate([prompt], asked(max_tokens=1))
@@ -237,7 +237,7 @@ def test_if_the_one_that_computes_for_others_goes_the_next_one_does(how: str, de
     for item in done.values():
         same(item, computed(prompt, asked(max_tokens=1)))
     assert work(bench) <= 40 + 16 * depth + 2
-    kept = bench.engine.intake._prompt_logprobs
+    kept = bench.engine.input_processor._prompt_logprobs
     assert not kept.pending  # nothing is kept of requests that are gone
     bench.assert_all_free()
 
@@ -285,7 +285,7 @@ def test_a_step_has_no_more_logits_of_prompts_than_the_cap(
     num_requests: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many prompts it computes, and whatever else is in it."""
-    monkeypatch.setattr(intake, "_PROMPT_LOGITS", 20 * VOCAB_SIZE)
+    monkeypatch.setattr(input_processor, "_PROMPT_LOGITS", 20 * VOCAB_SIZE)
     bench = make_bench(512, BLOCK, depth=depth, max_num_batched_tokens=256, max_num_seqs=16)
     seen: list[int] = []
     run = bench.runner.run
@@ -339,7 +339,7 @@ def test_in_a_tiny_pool_nothing_is_ever_taken_for_another(
         max_num_seqs=4,
         max_model_len=40,
     )
-    kept = bench.engine.intake._prompt_logprobs
+    kept = bench.engine.input_processor._prompt_logprobs
     expected: dict[str, RequestOutput] = {}
     num_cached = 0
     for number in range(200):
