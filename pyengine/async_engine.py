@@ -41,7 +41,7 @@ class AsyncEngine(EngineClient):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self._max_num_waiting = settings.max_num_waiting
-        self._thread = EngineThread(self._shared)
+        self._thread = EngineThread(self._engine_loop)
         self._lock, self._live = self._thread.lock, self._thread.live
         self._waiting: set[RequestState] = set()
         """Those that no step has computed yet, and some that have begun or ended since."""
@@ -107,7 +107,7 @@ class AsyncEngine(EngineClient):
         seconds: not for the thread of an event loop then. Any thread may do it. Raises
         `InvalidRequestError`.
         """
-        self._shared.refuse_fork()
+        self._engine_loop.refuse_fork()
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._default_params)
         state = self._request(parsed, params, request_id, priority=priority)
@@ -121,7 +121,7 @@ class AsyncEngine(EngineClient):
         `InvalidRequestError` for a request that was submitted before. A call that raises has
         changed nothing.
         """
-        self._shared.refuse_fork()
+        self._engine_loop.refuse_fork()
         with self._lock:
             self._refuse_new()
             refuse_submitted(requests)
@@ -133,13 +133,13 @@ class AsyncEngine(EngineClient):
             self._live.update({request.request_id: request for request in requests})
             if self._max_num_waiting is not None:
                 self._waiting.update(requests)
-            self._shared.submit(requests)
+            self._engine_loop.submit(requests)
         self._thread.wake()
         return stream
 
     def _leave(self, requests: Sequence[RequestState]) -> None:
         """Their caller reads no more."""
-        if self._shared.is_elsewhere:
+        if self._engine_loop.is_elsewhere:
             return
         with self._lock:
             for request in requests:
@@ -148,12 +148,12 @@ class AsyncEngine(EngineClient):
             self._waiting.difference_update(requests)
         unfinished = [request for request in requests if request.finished_time is None]
         if unfinished:
-            self._shared.abort(unfinished)
+            self._engine_loop.abort(unfinished)
             self._thread.wake()
 
     def check_room(self) -> None:
         """Raise what `submit` would raise for one more request, before that one is made."""
-        self._shared.refuse_fork()
+        self._engine_loop.refuse_fork()
         with self._lock:
             self._refuse_new()
             self._refuse_too_many(1)
@@ -192,14 +192,14 @@ class AsyncEngine(EngineClient):
 
         Returns whether it was there.
         """
-        self._shared.refuse_fork()
+        self._engine_loop.refuse_fork()
         with self._lock:
             state = self._live.get(request_id)
             if state is not None:
                 self._waiting.discard(state)
         if state is None or state.finished_time is not None:
             return False
-        self._shared.abort([state])
+        self._engine_loop.abort([state])
         self._thread.wake()
         return True
 
@@ -208,13 +208,13 @@ class AsyncEngine(EngineClient):
 
         After `timeout` seconds the others are ended, with the finish reason "abort".
         """
-        self._shared.refuse_fork()
+        self._engine_loop.refuse_fork()
         with self._lock:
             self._is_draining = True
         end = math.inf if timeout is None else monotonic() + timeout
         while (left := self._thread.unfinished()) and not self._engine.death:
             if monotonic() >= end:
-                self._shared.abort(left)
+                self._engine_loop.abort(left)
                 self._thread.wake()
                 return False
             await asyncio.sleep(min(0.01, max(0.0, end - monotonic())))
@@ -222,7 +222,7 @@ class AsyncEngine(EngineClient):
 
     async def between_steps(self, do: Callable[[], T]) -> T:
         """What `do` gives, called in the engine's thread between two steps; they wait for it."""
-        look = self._shared.look(lambda _: do())
+        look = self._engine_loop.look(lambda _: do())
         self._thread.wake()
         return await asyncio.wrap_future(look)
 
@@ -252,7 +252,7 @@ class AsyncEngine(EngineClient):
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` if no step can be run any more."""
-        self._shared.refuse_fork()
+        self._engine_loop.refuse_fork()
         if self._engine.death:
             raise EngineDeadError(self._engine.death)
         if not self._thread.is_alive and not self._thread.is_ending:
@@ -260,7 +260,7 @@ class AsyncEngine(EngineClient):
 
     def close(self) -> None:
         """End the engine: what runs is aborted. May be called more than once."""
-        if self._shared.is_elsewhere:  # the engine goes on where it was made
+        if self._engine_loop.is_elsewhere:  # the engine goes on where it was made
             return
         with self._lock:
             if self._thread.is_ending:

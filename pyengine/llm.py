@@ -180,10 +180,10 @@ class LLM(EngineClient):
         items = OutputCollector(state.params.output_kind, lambda _: wake.set())
         state.sink = items
         try:
-            self._shared.submit([state])
+            self._engine_loop.submit([state])
             is_over = False
             while not is_over:
-                self._shared.run_until(lambda: items.has_item, wake)
+                self._engine_loop.run_until(lambda: items.has_item, wake)
                 item = items.get()
                 if item is not None:
                     yield item
@@ -221,9 +221,9 @@ class LLM(EngineClient):
             state.sink = results
         left = len(states)
         try:
-            self._shared.submit(states)
+            self._engine_loop.submit(states)
             while left:
-                self._shared.run_until(lambda: bool(results), results.wake)
+                self._engine_loop.run_until(lambda: bool(results), results.wake)
                 for output in results.taken():
                     left -= 1
                     yield output
@@ -252,7 +252,7 @@ class LLM(EngineClient):
         unfinished = [state for state in states if state.finished_time is None]
         if unfinished:
             with held_interrupts():
-                self._shared.abort(unfinished)
+                self._engine_loop.abort(unfinished)
 
 
 class _Results:

@@ -11,7 +11,7 @@ from pyengine.config import EngineSettings
 from pyengine.engine.builder import build_engine
 from pyengine.engine.chat_template import ChatOptions, Message, render_chat
 from pyengine.engine.core import EngineObserver, EngineStats
-from pyengine.engine.loop import SharedEngine, refuse_engine_in_fork
+from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.errors import ConfigurationError, InvalidRequestError
@@ -31,7 +31,7 @@ class EngineClient:
         self.tokenizer: Any = parts.loaded.tokenizer
         self._manager = parts.manager
         self._engine = parts.engine
-        self._shared = SharedEngine(parts.engine, parts.threads)
+        self._engine_loop = EngineLoop(parts.engine, parts.threads)
         self._team = parts.team
         self._description = parts.description
         self._default_params = parts.default_params
@@ -87,7 +87,7 @@ class EngineClient:
 
     def stats(self) -> EngineStats:
         """The block manager's ledger and counters, and what the scheduler is at."""
-        return self._shared.stats()
+        return self._engine_loop.stats()
 
     def observe(self, observer: EngineObserver) -> None:
         """Tell `observer` of every request and step from now on, in the thread that runs it."""

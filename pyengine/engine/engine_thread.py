@@ -4,7 +4,7 @@ import atexit
 from queue import SimpleQueue
 from threading import Lock, Thread
 
-from pyengine.engine.loop import SharedEngine
+from pyengine.engine.loop import EngineLoop
 from pyengine.engine.output_stream import Mail
 from pyengine.engine.request import RequestState
 
@@ -13,20 +13,20 @@ _ENDING_TIME = 5.0
 
 
 class EngineThread:
-    """Runs the steps of a shared engine and calls the event loops of its readers.
+    """Runs the steps of an engine loop and calls the event loops of its readers.
 
     It has no reference to the `AsyncEngine`, so that one can be dropped; `end` may be called from a
     finalizer, wherever the garbage collector runs it.
     """
 
-    def __init__(self, shared: SharedEngine) -> None:
+    def __init__(self, loop: EngineLoop) -> None:
         self.lock = Lock()
         """Guards `live` and `is_ending`; held for moments."""
         self.live: dict[str, RequestState] = {}
         """Requests whose readers have not read their ends, by id."""
         self.is_ending = False
-        self.mail = Mail(lambda: shared.engine.is_running)
-        self._shared = shared
+        self.mail = Mail(lambda: loop.engine.is_running)
+        self._engine_loop = loop
         self._calls: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
 
@@ -52,7 +52,7 @@ class EngineThread:
 
     def end(self) -> None:
         """Let the thread end after the step that runs, without waiting for it."""
-        if not self._shared.is_elsewhere:  # a fork has no such thread
+        if not self._engine_loop.is_elsewhere:  # a fork has no such thread
             self.is_ending = True
             self.wake()
 
@@ -63,8 +63,8 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._shared.drive(lambda: self.is_ending, self._wait, self._hand_on)
-            self._shared.end(self.unfinished())
+            self._engine_loop.drive(lambda: self.is_ending, self._wait, self._hand_on)
+            self._engine_loop.end(self.unfinished())
             self.mail.deliver()
         finally:
             atexit.unregister(self.close)

@@ -47,7 +47,7 @@ def refuse_engine_in_fork() -> None:
         )
 
 
-class SharedEngine:
+class EngineLoop:
     """An engine that any thread may use: whoever waits for an answer runs the steps.
 
     Requests and aborts go into an inbox that is emptied between steps; outputs go to each

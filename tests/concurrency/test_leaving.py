@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.engine.loop import SharedEngine
+from pyengine.engine.loop import EngineLoop
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ class Stage:
         self.bench: Bench = make_bench(
             num_blocks, 4, depth=depth, max_num_seqs=8, max_model_len=20, tokenizer=letters()
         )
-        self.shared = SharedEngine(self.bench.engine)
+        self.shared = EngineLoop(self.bench.engine)
         self.at: Callable[[str], object] = lambda moment: None
         scheduler, runner = self.bench.scheduler, self.bench.runner
         schedule, run, commit = scheduler.schedule, runner.run, scheduler.commit

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from pyengine.engine.loop import SharedEngine, _Turn
+from pyengine.engine.loop import EngineLoop, _Turn
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import RequestState
 from pyengine.errors import BrokenLogitsError
@@ -41,12 +41,12 @@ def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None
         late.append(request(bench, [3]))
         shared.submit([late[-1][0]])
 
-    codes = {SharedEngine._fail_all.__code__}
+    codes = {EngineLoop._fail_all.__code__}
     bench = make_bench()
-    shared = SharedEngine(bench.engine)
+    shared = EngineLoop(bench.engine)
     for moment in moments(codes, submit):
         bench = make_bench()
-        shared = SharedEngine(bench.engine)
+        shared = EngineLoop(bench.engine)
         states = [request(bench, [at]) for at in range(3)]
         shared.submit([state for state, _ in states])
         with moment.watched():
@@ -82,7 +82,7 @@ class OddError(Exception):
 )
 def test_each_reader_has_an_exception_of_its_own(error: Exception) -> None:
     bench = make_bench()
-    shared = SharedEngine(bench.engine)
+    shared = EngineLoop(bench.engine)
     error.__cause__ = cause = RuntimeError("why")
     error.add_note("a note")
     states = [request(bench, [at]) for at in range(3)]
@@ -115,7 +115,7 @@ def fail(error: Exception) -> None:
 
 def test_readers_of_one_call_have_one_exception() -> None:
     bench = make_bench()
-    shared = SharedEngine(bench.engine)
+    shared = EngineLoop(bench.engine)
     (one, sink), (other, _) = request(bench, [1]), request(bench, [2])
     other.sink = sink
     told: list[Exception] = []
@@ -128,16 +128,16 @@ def test_readers_of_one_call_have_one_exception() -> None:
 def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stops() -> None:
     """At whatever moment: nobody has to come by for the blocks to be free."""
     bench = make_bench()
-    codes = {SharedEngine.run_until.__code__, SharedEngine.settle.__code__}
+    codes = {EngineLoop.run_until.__code__, EngineLoop.settle.__code__}
     left: list[RequestState] = []
 
     def give_up() -> None:
         shared.abort(left)
 
-    shared = SharedEngine(bench.engine)
+    shared = EngineLoop(bench.engine)
     for moment in moments(codes, give_up):
         bench = make_bench(max_model_len=200)
-        shared = SharedEngine(bench.engine)
+        shared = EngineLoop(bench.engine)
         (stays, sink), (goes, _) = request(bench, [1]), request(bench, [2], LONG)
         left[:] = [goes]
         shared.submit([stays, goes])
@@ -153,14 +153,14 @@ def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them() -> None
     """Whoever comes next takes them in, and nobody is told that his own id is in use."""
     bench = make_bench()
     codes = {
-        SharedEngine._read_inbox.__code__,
-        SharedEngine._add.__code__,
+        EngineLoop._read_inbox.__code__,
+        EngineLoop._add.__code__,
         type(bench.engine).add.__code__,
         type(bench.scheduler).add.__code__,
     }
     for moment in moments(codes, interrupt):
         bench = make_bench()
-        shared = SharedEngine(bench.engine)
+        shared = EngineLoop(bench.engine)
         states = [request(bench, [at]) for at in range(3)]
         shared.submit([state for state, _ in states])
         try:
@@ -178,7 +178,7 @@ def test_an_interrupt_while_requests_are_taken_in_does_no_harm_to_them() -> None
 @pytest.mark.parametrize("at", range(3))
 def test_a_fault_leaves_the_turn_free(at: int) -> None:
     bench = make_bench()
-    shared = SharedEngine(bench.engine)
+    shared = EngineLoop(bench.engine)
     state, sink = request(bench, [1])
     bench.runner.fault = Fault(at, KeyboardInterrupt())
     shared.submit([state])
