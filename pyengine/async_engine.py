@@ -127,7 +127,7 @@ class AsyncEngine(EngineClient):
             refuse_submitted(requests)
             refuse_taken(requests, self._live)
             self._refuse_too_many(len(requests))
-            stream = OutputStream(requests, self._thread.mail, self._leave)
+            stream = OutputStream(requests, self._thread.notifier, self._leave)
             for request in requests:
                 request.is_submitted = True
             self._live.update({request.request_id: request for request in requests})

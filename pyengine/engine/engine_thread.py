@@ -5,7 +5,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 
 from pyengine.engine.loop import EngineLoop
-from pyengine.engine.output_stream import Mail
+from pyengine.engine.output_stream import OutputNotifier
 from pyengine.engine.request import RequestState
 
 _ENDING_TIME = 5.0
@@ -25,7 +25,7 @@ class EngineThread:
         self.live: dict[str, RequestState] = {}
         """Requests whose readers have not read their ends, by id."""
         self.is_ending = False
-        self.mail = Mail(lambda: loop.engine.is_running)
+        self.notifier = OutputNotifier(lambda: loop.engine.is_running)
         self._engine_loop = loop
         self._calls: SimpleQueue[None] = SimpleQueue()  # reentrant, unlike an Event
         self._thread = Thread(target=self._run, name="pyengine-engine", daemon=True)
@@ -65,18 +65,18 @@ class EngineThread:
         try:
             self._engine_loop.drive(lambda: self.is_ending, self._wait, self._hand_on)
             self._engine_loop.end(self.unfinished())
-            self.mail.deliver()
+            self.notifier.deliver()
         finally:
             atexit.unregister(self.close)
 
     def _wait(self) -> None:
-        self.mail.deliver()
+        self.notifier.deliver()
         self._calls.get()
         self._forget_calls()
 
     def _hand_on(self) -> None:
         self._forget_calls()
-        self.mail.hand_on()
+        self.notifier.hand_on()
 
     def _forget_calls(self) -> None:
         """Take the calls so far: the inbox is read next."""

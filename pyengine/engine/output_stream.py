@@ -125,7 +125,7 @@ _TURN = 0.005
 """Seconds that the engine's thread waits at most for event loops, after a step."""
 
 
-class Mail:
+class OutputNotifier:
     """Which readers have something new: each event loop is called once after a step.
 
     Whoever observes the engine has seen the step by then: what an answer's reader looks up next, in
@@ -187,11 +187,11 @@ class OutputStream:
     def __init__(
         self,
         requests: Sequence[RequestState],
-        mail: Mail,
+        notifier: OutputNotifier,
         leave: Callable[[Sequence[RequestState]], object],
     ) -> None:
         self._requests = requests
-        self._mail = mail
+        self._notifier = notifier
         self._leave = leave
         self._loop: asyncio.AbstractEventLoop | None = None
         self._future: asyncio.Future[None] | None = None
@@ -209,7 +209,7 @@ class OutputStream:
         """There is something to read. Called in the engine's thread."""
         self._unread[collector] = None
         if self._loop is not None:  # else nobody waits yet, and will look before
-            self._mail.add(self._loop, self)
+            self._notifier.add(self._loop, self)
 
     def wake(self) -> None:
         """Called on the event loop."""
