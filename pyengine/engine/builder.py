@@ -35,7 +35,7 @@ from pyengine.executor.memory_profile import (
     plan_cache,
 )
 from pyengine.executor.model_runner import ModelRunner
-from pyengine.executor.tensor_parallel.distributed import Team
+from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.executor.tensor_parallel.ranks import RunnerSetup
 from pyengine.kv_cache import BlockManager, ConfigError
 from pyengine.kv_cache.layer_groups import LayerGroups
@@ -66,7 +66,7 @@ _DRAFTS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """An engine and what it stands on. `team` are the processes of a model that is divided.
+    """An engine and what it stands on. `worker_group` are the processes of a model that is divided.
 
     `default_params` serve requests that come without sampling parameters.
     """
@@ -74,7 +74,7 @@ class BuiltEngine:
     loaded: LoadedModel
     manager: BlockManager
     engine: Engine
-    team: Team | None
+    worker_group: WorkerGroup | None
     threads: ComputeThreads
     default_params: SamplingParams
     description: dict[str, object]
@@ -83,19 +83,22 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Load, size, choose, join. Raises as `LLM` does; nothing is left running if it fails."""
     _check(settings)
-    team, size = None, settings.tensor_parallel_size
+    worker_group, size = None, settings.tensor_parallel_size
     threads = compute_threads(settings.num_threads, size)
     if size != 1:
         source = resolve_source(settings.model, revision=settings.revision, token=settings.token)
-        team = Team(
+        worker_group = WorkerGroup(
             source,
             device=settings.device,
             dtype=settings.dtype,
             size=size,
             num_threads=threads.count,
         )
-    with team or nullcontext(), threads.used():  # if anything fails from here on, the workers end
-        return _join(settings, team, threads)
+    with (
+        worker_group or nullcontext(),
+        threads.used(),
+    ):  # if anything fails from here on, the workers end
+        return _join(settings, worker_group, threads)
 
 
 def _check(settings: EngineSettings) -> None:
@@ -109,8 +112,10 @@ def _check(settings: EngineSettings) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) -> BuiltEngine:
-    loaded = team.loaded if team else _load(settings)
+def _join(
+    settings: EngineSettings, worker_group: WorkerGroup | None, threads: ComputeThreads
+) -> BuiltEngine:
+    loaded = worker_group.loaded if worker_group else _load(settings)
     draft = load_draft(settings, loaded)  # before the memory that is left is looked at
     needs = needs_of(
         loaded.model,
@@ -120,7 +125,7 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         block_size=settings.asked_block_size,
     )
     choice = select_backend(settings.attention_backend, needs)
-    pool = _pool_settings(settings, choice, needs, loaded, team)
+    pool = _pool_settings(settings, choice, needs, loaded, worker_group)
     if draft is not None:
         pool = replace(pool, bytes_beside=draft.bytes_per_token * pool.block_size)
     most, asked = settings.max_num_batched_tokens, settings.max_model_len
@@ -140,10 +145,10 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         settings, model_limits.max_model_len, plan.block_size, plan.groups, loaded.num_heads
     )
     products = ProductChooser(settings.linear_backend, loaded.device, loaded.dtype)
-    if team is None:
+    if worker_group is None:
         runner: Runner = _runner(settings, loaded, choice, plan, limits, products)
     else:
-        runner = team.runner(_setup(choice, needs, plan, limits))
+        runner = worker_group.runner(_setup(choice, needs, plan, limits))
     executor = _executor(settings, runner, loaded.device)
     engine = Engine(
         manager,
@@ -165,7 +170,7 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         most, vocab_size = limits.rows_per_seq - 1, model_limits.vocab_size
         speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
         engine.speculate(speculator, heads)
-    is_alone = team is None and executor.depth == 1
+    is_alone = worker_group is None and executor.depth == 1
     threads = replace(
         threads,
         adapts=threads.adapts and is_alone and _any_threads_agree(settings, choice, products),
@@ -186,7 +191,7 @@ def _join(settings: EngineSettings, team: Team | None, threads: ComputeThreads) 
         loaded=loaded,
         manager=manager,
         engine=engine,
-        team=team,
+        worker_group=worker_group,
         threads=threads,
         default_params=params,
         description=description,
@@ -216,7 +221,7 @@ def _pool_settings(
     choice: Choice,
     needs: AttentionNeeds,
     loaded: LoadedModel,
-    team: Team | None,
+    worker_group: WorkerGroup | None,
 ) -> PoolSettings:
     """What is asked of the pool, and the memory it may take; the largest step has to fit, too."""
     pool = PoolSettings(
@@ -226,7 +231,9 @@ def _pool_settings(
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(settings.max_model_len or loaded.max_model_len, loaded.max_model_len),
-        available_memory=team.available_memory if team else available_memory(loaded.device),
+        available_memory=worker_group.available_memory
+        if worker_group
+        else available_memory(loaded.device),
     )
     one = LayerGroups.single(1)
     least = _runner_limits(settings, pool.max_model_len, pool.block_size, one, loaded.num_heads)

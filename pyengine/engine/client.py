@@ -32,7 +32,7 @@ class EngineClient:
         self._manager = parts.manager
         self._engine = parts.engine
         self._engine_loop = EngineLoop(parts.engine, parts.threads)
-        self._team = parts.team
+        self._worker_group = parts.worker_group
         self._description = parts.description
         self._default_params = parts.default_params
 
@@ -127,8 +127,8 @@ class EngineClient:
         return self._engine.input_processor.request(name, prompt, params, priority=priority)
 
     def _end_processes(self) -> None:
-        if self._team is not None:
-            self._team.close()
+        if self._worker_group is not None:
+            self._worker_group.close()
 
 
 @contextmanager

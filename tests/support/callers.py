@@ -28,7 +28,7 @@ class FakeModel:
             loaded=_Loaded(tokenizer),  # type: ignore[arg-type]
             manager=self.bench.manager,
             engine=self.bench.engine,
-            team=None,
+            worker_group=None,
             threads=compute_threads(None),
             default_params=SamplingParams(temperature=0, max_tokens=4),
             description={},

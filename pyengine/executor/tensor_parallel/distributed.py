@@ -30,10 +30,10 @@ from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.interface import Forward, Plan, StepLogits
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.executor.tensor_parallel.ranks import (
+    Barrier,
     Failed,
     Loaded,
     RankSetup,
-    Readiness,
     Report,
     RunnerSetup,
     StepAbandoned,
@@ -54,7 +54,7 @@ _OTHERS_FAIL_TOO = 4.0
 """Seconds for the workers to report, once rank 0 has failed within the forward pass."""
 
 
-class Team:
+class WorkerGroup:
     """All ranks of a model: the workers, and this process's part of the model, `loaded`.
 
     `device` and `dtype` are those of `load_model`. Nothing is started before the model's
@@ -153,16 +153,16 @@ class Team:
     def runner(self, setup: RunnerSetup) -> "DistributedRunner":
         """The runner of all ranks; once."""
         self._workers.send(setup)
-        readiness = Readiness()
-        runner = make_runner(self.loaded, setup, readiness)
+        barrier = Barrier()
+        runner = make_runner(self.loaded, setup, barrier)
         self._await()
-        return DistributedRunner(self, self._workers, runner, readiness, setup.block_size)
+        return DistributedRunner(self, self._workers, runner, barrier, setup.block_size)
 
     def close(self) -> None:
         """End the workers and leave the process group. Again it does nothing."""
         self._end()
 
-    def __enter__(self) -> "Team":
+    def __enter__(self) -> "WorkerGroup":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -171,7 +171,7 @@ class Team:
 
 
 class DistributedRunner:
-    """Runs a step on all ranks. Made by `Team.runner`.
+    """Runs a step on all ranks. Made by `WorkerGroup.runner`.
 
     If a step fails while all workers live, every rank leaves it and the error is raised here: the
     engine can roll the step back and go on. `WorkerError` has the traceback of a worker. If a
@@ -180,16 +180,16 @@ class DistributedRunner:
 
     def __init__(
         self,
-        team: Team,
+        worker_group: WorkerGroup,
         workers: Workers,
         runner: ModelRunner,
-        readiness: Readiness,
+        barrier: Barrier,
         block_size: int,
     ) -> None:
-        self._team = team
+        self._worker_group = worker_group
         self._workers = workers
         self._runner = runner
-        self._readiness = readiness
+        self._barrier = barrier
         self._block_size = block_size
 
     def prepare(self, plan: Plan, *, extra_rows: npt.NDArray[np.int64] | None = None) -> Forward:
@@ -209,7 +209,7 @@ class DistributedRunner:
         is_sent = False
         with self._workers.interrupts.held():
             try:
-                self._readiness.begin()
+                self._barrier.begin()
                 is_sent = True
                 self._workers.send(message)
                 logits = forward(sampled)
@@ -233,9 +233,9 @@ class DistributedRunner:
     def _leave_step(self, error: BaseException) -> None:
         """After a failure of rank 0: bring all ranks out of the step, or end the engine."""
         self._workers.check()
-        if self._readiness.is_asked:
+        if self._barrier.is_asked:
             try:
-                self._readiness.refuse()
+                self._barrier.refuse()
             except RuntimeError as lost:  # what gloo raises when another rank is gone
                 raise self._workers.death() from lost
             self._workers.reports()
@@ -259,7 +259,7 @@ class DistributedRunner:
 
     def close(self) -> None:
         """End the workers; later calls raise `EngineDeadError`."""
-        self._team.close()
+        self._worker_group.close()
 
 
 def _release(resources: ExitStack, owner: int) -> None:

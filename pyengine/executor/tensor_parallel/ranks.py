@@ -277,7 +277,7 @@ class StepAbandoned(Exception):
     """Another rank was not ready, and no rank has entered the forward pass."""
 
 
-class Readiness:
+class Barrier:
     """What this rank tells the others in the current step, and whether it did."""
 
     def __init__(self) -> None:
@@ -313,16 +313,16 @@ class AgreedBackend:
     supports_graphs = False
     shared_group = None
 
-    def __init__(self, backend: AttentionBackend, readiness: Readiness) -> None:
+    def __init__(self, backend: AttentionBackend, barrier: Barrier) -> None:
         self.name = backend.name
         self.reads_tables = backend.reads_tables
         self._backend = backend
-        self._readiness = readiness
+        self._barrier = barrier
 
     def plan(self, inputs: StepInputs) -> AttentionPlan:
         """Prepare a step, and wait until all ranks have: the last thing before the first layer."""
         plan = self._backend.plan(inputs)
-        self._readiness.confirm()
+        self._barrier.confirm()
         return plan
 
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
@@ -330,10 +330,10 @@ class AgreedBackend:
         raise ConfigurationError("tensor parallelism runs without CUDA graphs: enforce_eager=True")
 
 
-def make_runner(loaded: LoadedModel, setup: RunnerSetup, readiness: Readiness) -> ModelRunner:
+def make_runner(loaded: LoadedModel, setup: RunnerSetup, barrier: Barrier) -> ModelRunner:
     """A rank's runner, over its own pool: this process's part of every block."""
     specs = kv_cache_specs(loaded.config, setup.needs.cache_dtype, loaded.kv_shards)
     pool = KVPool(specs, setup.num_blocks, setup.block_size, loaded.device, setup.groups)
     needs = replace(setup.needs, device=loaded.device)
     backend = choose_backend(setup.attention_backend, needs).build(pool)
-    return ModelRunner(loaded, pool, AgreedBackend(backend, readiness), setup.limits)
+    return ModelRunner(loaded, pool, AgreedBackend(backend, barrier), setup.limits)

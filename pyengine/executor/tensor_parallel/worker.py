@@ -20,11 +20,11 @@ import torch
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.executor.tensor_parallel.ranks import (
     CARRY_ON,
+    Barrier,
     Done,
     Failed,
     Loaded,
     RankSetup,
-    Readiness,
     ReceivedPlan,
     Report,
     RunnerSetup,
@@ -49,9 +49,9 @@ ENDED, FAILED, ALONE = 0, 1, 3
 class Worker:
     """Serves one rank: steps in, reports out. The logits are rank 0's affair."""
 
-    def __init__(self, runner: ModelRunner, readiness: Readiness) -> None:
+    def __init__(self, runner: ModelRunner, barrier: Barrier) -> None:
         self._runner = runner
-        self._readiness = readiness
+        self._barrier = barrier
 
     @with_frame_room
     def serve(self, connection: Connection) -> int:
@@ -69,7 +69,7 @@ class Worker:
 
     def step(self, message: bytes) -> Report:
         """Compute one step, with the other ranks."""
-        self._readiness.begin()
+        self._barrier.begin()
         try:
             plan = ReceivedPlan(message, self._runner.buffers.arrays)
             self._runner.prepare(plan, extra_rows=plan.extra_rows)(None)
@@ -77,9 +77,9 @@ class Worker:
             return Done()
         except Exception:
             text = traceback.format_exc()
-            in_forward = not self._readiness.is_asked
+            in_forward = not self._barrier.is_asked
             if not in_forward:
-                self._readiness.refuse()
+                self._barrier.refuse()
             return Failed(text, in_forward)
         return Done()
 
@@ -127,8 +127,8 @@ def _start(setup: RankSetup, connection: Connection) -> Worker:
         )
     connection.send(Loaded(available_memory(loaded.device)))
     runner_setup: RunnerSetup = connection.recv()
-    readiness = Readiness()
-    return Worker(make_runner(loaded, runner_setup, readiness), readiness)
+    barrier = Barrier()
+    return Worker(make_runner(loaded, runner_setup, barrier), barrier)
 
 
 def _end_with(driver: int, folder: Path) -> None:

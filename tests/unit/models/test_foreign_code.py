@@ -19,9 +19,9 @@ from pathlib import Path
 try:
     if sys.argv[1] == "config":
         read_config(Path(sys.argv[2]))
-    elif sys.argv[1] == "team":
-        from pyengine.executor.tensor_parallel.distributed import Team
-        Team(sys.argv[2], device="cpu", size=2).close()
+    elif sys.argv[1] == "worker_group":
+        from pyengine.executor.tensor_parallel.distributed import WorkerGroup
+        WorkerGroup(sys.argv[2], device="cpu", size=2).close()
     else:
         load_model(sys.argv[2], device="cpu")
 except PyEngineError as error:
@@ -69,7 +69,7 @@ MODEL_MAP = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil
 TOKENIZER_MAP = {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}
 
 
-@pytest.mark.parametrize("what", ["model", "config", "team"])
+@pytest.mark.parametrize("what", ["model", "config", "worker_group"])
 def test_a_configuration_that_wants_code_is_refused(tmp_path, what):
     folder = tmp_path / "folder"
     save_tiny_model(folder)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pyengine.errors import ModelLoadError
-from pyengine.executor.tensor_parallel.distributed import Team
+from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.models.config import read_config
 from pyengine.models.loader import load_model
 from tests.support.forked import run_forked
@@ -161,16 +161,16 @@ def test_weights_that_one_process_has_are_refused_by_all(folder):
 
     change_weights(folder, spoil)
     with pytest.raises(ModelLoadError, match="hold NaN or infinity"):
-        Team(folder, device="cpu", size=2)
+        WorkerGroup(folder, device="cpu", size=2)
 
 
 @pytest.mark.slow
 def test_a_gguf_file_is_loaded_by_all_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
     write_tiny_gguf(tmp_path / "tiny.gguf")
-    with Team(tmp_path / "tiny.gguf", device="cpu", size=2) as team:
-        assert team.loaded.name == "tiny"
-    team.close()
+    with WorkerGroup(tmp_path / "tiny.gguf", device="cpu", size=2) as worker_group:
+        assert worker_group.loaded.name == "tiny"
+    worker_group.close()
 
 
 def test_weights_beyond_float16_are_named_with_the_dtype_that_holds_them(folder):

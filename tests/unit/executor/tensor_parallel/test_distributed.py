@@ -25,7 +25,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import Verdict
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
 from pyengine.executor.tensor_parallel import distributed
-from pyengine.executor.tensor_parallel.distributed import Team
+from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.executor.tensor_parallel.workers import WORKER
 from pyengine.models.loader import LoadedModel, load_model
 from tests.support import faulty_worker
@@ -175,8 +175,8 @@ def faults(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     control = tmp_path / "faults"
     control.write_text("calm")
     monkeypatch.setenv(faulty_worker.VARIABLE, str(control))
-    team = partial(Team, module="tests.support.faulty_worker")
-    monkeypatch.setattr(builder, "Team", team)
+    worker_group = partial(WorkerGroup, module="tests.support.faulty_worker")
+    monkeypatch.setattr(builder, "WorkerGroup", worker_group)
     faults = Faults(llama, control)
     yield faults
     faults.llm.close()
@@ -259,7 +259,7 @@ def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
 def test_a_worker_that_cannot_start_ends_it_too(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builder, "Team", partial(Team, module=f"{WORKER}_missing"))
+    monkeypatch.setattr(builder, "WorkerGroup", partial(WorkerGroup, module=f"{WORKER}_missing"))
     with pytest.raises(EngineDeadError, match=r"rank 1 .* ended by itself with status 1"):
         LLM(llama, **SETTINGS, tensor_parallel_size=2)
     assert "No module named" in capfd.readouterr().err
