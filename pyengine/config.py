@@ -155,7 +155,7 @@ class EngineSettings:
         None,
         "drafts of the next tokens, computed with decodes where that gains time; ngram: what came "
         "after the last few tokens before, in prompt and answer; suffix: in earlier answers, too; "
-        "mtp: what the model's own heads say; draft: what draft_model says",
+        "mtp: what the model's own MTP layers say; draft: what draft_model says",
         parse=str | None,
     )
     draft_model: str | Path | None = setting(
@@ -170,7 +170,7 @@ class EngineSettings:
     num_speculative_tokens: int | None = setting(
         None,
         "tokens drafted for a sequence and step at most; without it 7, and with mtp as many as the "
-        "model has heads",
+        "model has MTP layers",
         least=1,
     )
     max_model_len: int | None = setting(

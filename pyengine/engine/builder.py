@@ -44,7 +44,7 @@ from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.int8_linear import quantise_linears
 from pyengine.models.linear import can_pack, join_linears, pack_linears
 from pyengine.models.linear_kernels import ProductChooser
-from pyengine.models.loader import LoadedModel, load_model, with_heads
+from pyengine.models.loader import LoadedModel, load_model, with_mtp_layers
 from pyengine.models.norms import fuse_norms
 from pyengine.models.source import resolve_source
 from pyengine.sampling_params import SamplingParams
@@ -52,7 +52,7 @@ from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from pyengine.speculation.draft_model import DraftModel, LoadedDraft, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from pyengine.speculation.drafting import Speculator, measured_costs
-from pyengine.speculation.mtp import HeadDrafter
+from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import PayingDrafts
 from pyengine.utils.packaging import package_version
 
@@ -61,7 +61,8 @@ _log = logging.getLogger(__name__)
 _SOME_BLOCK_SIZE = 16
 """To check settings with, until the backend has said what it likes."""
 _DRAFTS = 7
-"""Tokens drafted at most for a sequence and step, where the model's heads do not say how many."""
+"""Tokens drafted at most for a sequence and step, where the model's MTP layers do not say how
+many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,7 @@ def _join(
     )
     model_limits = compute_model_limits(loaded, pool, manager, most, asked)
     limits = _runner_limits(
-        settings, model_limits.max_model_len, plan.block_size, plan.groups, loaded.num_heads
+        settings, model_limits.max_model_len, plan.block_size, plan.groups, loaded.num_mtp_layers
     )
     products = ProductChooser(settings.linear_backend, loaded.device, loaded.dtype)
     if worker_group is None:
@@ -155,7 +156,7 @@ def _join(
         Scheduler(
             manager,
             _scheduler_limits(settings),
-            replay=loaded.num_heads,
+            replay=loaded.num_mtp_layers,
             prefix_caching=settings.enable_prefix_caching,
         ),
         executor,
@@ -165,11 +166,11 @@ def _join(
     )
     if settings.speculation is not None:
         costs = measured_costs(runner, plan.manager(), limits)
-        heads = HeadDrafter(executor, plan.block_size) if loaded.heads is not None else None
-        drafter = heads or _drafter(settings, executor, draft, plan)
+        mtp = MTPDrafter(executor, plan.block_size) if loaded.mtp_layers is not None else None
+        drafter = mtp or _drafter(settings, executor, draft, plan)
         most, vocab_size = limits.rows_per_seq - 1, model_limits.vocab_size
         speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
-        engine.speculate(speculator, heads)
+        engine.speculate(speculator, mtp)
     is_alone = worker_group is None and executor.depth == 1
     threads = replace(
         threads,
@@ -236,7 +237,9 @@ def _pool_settings(
         else available_memory(loaded.device),
     )
     one = LayerGroups.single(1)
-    least = _runner_limits(settings, pool.max_model_len, pool.block_size, one, loaded.num_heads)
+    least = _runner_limits(
+        settings, pool.max_model_len, pool.block_size, one, loaded.num_mtp_layers
+    )
     check_step_fits(least, pool, loaded)
     if _is_to_be_profiled(settings, loaded):
         memory = _memory_left(settings, pool, choice, needs.cache_dtype, loaded)
@@ -261,7 +264,7 @@ def _load(settings: EngineSettings) -> LoadedModel:
     )
     if settings.quantization is not None:
         quantise_linears(loaded.model, loaded.device)
-    return with_heads(loaded) if settings.speculation == "mtp" else loaded
+    return with_mtp_layers(loaded) if settings.speculation == "mtp" else loaded
 
 
 def _is_to_be_profiled(settings: EngineSettings, loaded: LoadedModel) -> bool:
@@ -281,7 +284,7 @@ def _memory_left(
     specs = cache_specs(loaded, kv_dtype)
     smallest = KVPool(specs, 1, pool.block_size, loaded.device)
     longest, groups = pool.max_model_len, smallest.groups
-    limits = _runner_limits(settings, longest, pool.block_size, groups, loaded.num_heads)
+    limits = _runner_limits(settings, longest, pool.block_size, groups, loaded.num_mtp_layers)
     backend = choice.build(smallest)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, smallest, backend, limits, recorder=recorder)
@@ -292,9 +295,13 @@ def _memory_left(
 
 
 def _runner_limits(
-    settings: EngineSettings, longest: int, block_size: int, groups: LayerGroups, num_heads: int
+    settings: EngineSettings,
+    longest: int,
+    block_size: int,
+    groups: LayerGroups,
+    num_mtp_layers: int,
 ) -> RunnerLimits:
-    drafts = settings.num_speculative_tokens or num_heads or _DRAFTS
+    drafts = settings.num_speculative_tokens or num_mtp_layers or _DRAFTS
     return RunnerLimits(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
@@ -308,7 +315,7 @@ def _recorder(
     settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
 ) -> CudaRecorder | None:
     """What captures decode steps, where that can be had; None: they run eagerly."""
-    graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.heads is None
+    graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.mtp_layers is None
     return CudaRecorder() if graphs and not settings.enforce_eager else None
 
 
@@ -328,8 +335,8 @@ def _runner(
         fuse_norms(loaded.model)
     if can_pack(loaded.device, loaded.dtype):
         pack_linears(loaded.model, products)
-        if loaded.heads is not None:
-            pack_linears(loaded.heads.layers, products)
+        if loaded.mtp_layers is not None:
+            pack_linears(loaded.mtp_layers.layers, products)
     elif loaded.device.type == "cuda":
         join_linears(loaded.model)
     recorder = _recorder(settings, loaded, backend)

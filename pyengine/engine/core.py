@@ -32,7 +32,7 @@ from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafting import Drafting, Speculator
-from pyengine.speculation.mtp import HeadDrafter
+from pyengine.speculation.mtp import MTPDrafter
 
 _log = logging.getLogger(__name__)
 
@@ -156,12 +156,12 @@ class Engine:
         """Tell `observer` of every request and step from now on."""
         self._observers.append(observer)
 
-    def speculate(self, speculator: Speculator, heads: HeadDrafter | None = None) -> None:
+    def speculate(self, speculator: Speculator, mtp: MTPDrafter | None = None) -> None:
         """From now on let decodes compute drafts: they may give several tokens in a step.
 
-        `heads` is the drafter, where it is the model's own heads.
+        `mtp` is the drafter, where it is the model's own MTP layers.
         """
-        self._drafting = Drafting(speculator, self._scheduler, heads)
+        self._drafting = Drafting(speculator, self._scheduler, mtp)
 
     def add(self, state: RequestState) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
@@ -290,8 +290,8 @@ class Engine:
             if self._drafting is not None and not self._faults.is_searching:
                 self._drafting.extend(step)
             batch = self._batches.batch(step)
-            heads = self._drafting.head_step(step) if self._drafting is not None else None
-            return self._executor.submit(step, batch, before, heads)
+            mtp = self._drafting.mtp_step(step) if self._drafting is not None else None
+            return self._executor.submit(step, batch, before, mtp)
         except BaseException as error:
             num_tokens = step.plan.num_tokens
             samples = cast(list[Sample], step.jobs)

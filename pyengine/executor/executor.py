@@ -10,7 +10,7 @@ import torch
 from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
 from pyengine.executor.input_batch import Batch
-from pyengine.executor.interface import DraftRow, HeadRunner, HeadStep, Runner
+from pyengine.executor.interface import DraftRow, MTPRunner, MTPStep, Runner
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingPromptLogprobs, TokenLogprobs
 from pyengine.sampling.sampler import PendingSample, Sampled, Sampler
@@ -165,19 +165,19 @@ class Executor:
         step: ScheduledStep,
         batch: Batch,
         before: SubmittedStep | None,
-        heads: HeadStep | None = None,
+        mtp: MTPStep | None = None,
     ) -> SubmittedStep:
         """Put a step into the queue, behind `before` if that is still in it.
 
         The plan and the batch are read now; nothing is waited for. What goes wrong on the device
-        is raised by `SubmittedStep.result`. `heads` is for a model that has some.
+        is raised by `SubmittedStep.result`. `mtp` is for a model that has some.
         """
         extra = batch.prompt_rows()
-        if heads is None:
+        if mtp is None:
             forward = self.runner.prepare(step.plan, extra_rows=extra)
         else:
-            runner = cast(HeadRunner, self.runner)
-            forward = runner.prepare(step.plan, extra_rows=extra, heads=heads)
+            runner = cast(MTPRunner, self.runner)
+            forward = runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
         masks = self._masks.masks(batch.sampling.matchers, batch.sampling.vocab_size)
         if masks is not None and (batch.sampling.draws is not None or self._device.type != "cpu"):
             masks.begin()  # else `TokenMasks.largest` needs few of them
@@ -197,8 +197,8 @@ class Executor:
         return SubmittedStep(step, batch, self._queue.submit(work))
 
     def draft(self, plan: StepPlan, asked: Sequence[DraftRow]) -> list[list[int]]:
-        """What the model's heads say comes next in these decodes of a plan. Waits for it."""
-        return self.run(cast(HeadRunner, self.runner).prepare_drafts(plan, asked))
+        """What the model's MTP layers say comes next in these decodes of a plan. Waits for it."""
+        return self.run(cast(MTPRunner, self.runner).prepare_drafts(plan, asked))
 
     def run(self, work: Callable[[], T]) -> T:
         """Do something behind the steps that are in the queue, and wait for it."""

@@ -81,7 +81,7 @@ class StepStates:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadState:
+class HiddenState:
     """The states of one token, one for each head to go on from: a row of a step's."""
 
     step: StepStates
@@ -89,15 +89,15 @@ class HeadState:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadStep:
-    """What a step is to the heads of a model (see `runner.heads`).
+class MTPStep:
+    """What a step is to the MTP layers of a model (see `executor/mtp.py`).
 
     `before` are the states of the token before each sequence's first one; None where they are not
     known, or there is none. `rows`, int64 `[K]`, are those among the step's tokens whose states
     go into `after`.
     """
 
-    before: Sequence[HeadState | None]
+    before: Sequence[HiddenState | None]
     rows: npt.NDArray[np.int64]
     after: StepStates
 
@@ -111,22 +111,22 @@ class DraftRow:
 
     row: int
     token_id: int
-    before: HeadState
+    before: HiddenState
     count: int
 
 
-class HeadRunner(Runner, Protocol):
-    """A model with heads that predict further tokens."""
+class MTPRunner(Runner, Protocol):
+    """A model with MTP layers that predict further tokens."""
 
     def prepare(
         self,
         plan: Plan,
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
-        heads: HeadStep | None = None,
+        mtp: MTPStep | None = None,
     ) -> Forward:
-        """See `Runner.prepare`. The heads compute the same tokens, from and to states of `heads`;
-        without it nothing is known before the step, and nothing kept."""
+        """See `Runner.prepare`. The MTP layers compute the same tokens, from and to states of
+        `mtp`; without it nothing is known before the step, and nothing kept."""
         ...
 
     def prepare_drafts(

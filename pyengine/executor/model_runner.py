@@ -18,8 +18,8 @@ from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
 from pyengine.executor.cuda_graphs import DecodeGraphs, Recorder, graph_sizes
 from pyengine.executor.input_buffers import BufferNeeds, InputBuffers, RunnerLimits
-from pyengine.executor.interface import DraftRow, Forward, HeadStep, Plan, StepLogits
-from pyengine.executor.mtp import DraftInputs, Heads
+from pyengine.executor.interface import DraftRow, Forward, MTPStep, Plan, StepLogits
+from pyengine.executor.mtp import DraftInputs, MTPLayers
 from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
@@ -27,7 +27,7 @@ from pyengine.models.rotary import settle_rotary, take_over_rotations
 
 
 class ModelRunner:
-    """Runs a model over its KV pool. See `Runner`, and `HeadRunner` for a model with heads.
+    """Runs a model over its KV pool. See `Runner`, and `MTPRunner` for a model with MTP layers.
 
     The model is switched to paged attention for good: it attends over `pool` from then on,
     and plain calls of it are refused.
@@ -57,9 +57,9 @@ class ModelRunner:
         """Those that the next step is written into."""
         self._other_buffers = InputBuffers(limits, size, device, needs, beside=self.buffers)
         _switch_to_paged_attention(self._model)
-        self._heads = Heads(loaded, pool) if loaded.heads is not None else None
-        self._num_heads = loaded.num_heads
-        self._draft_buffers = InputBuffers(limits, size, device) if self._heads else None
+        self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
+        self._num_mtp_layers = loaded.num_mtp_layers
+        self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
         self._recorder = recorder
         self._longest = limits.max_blocks_per_seq * size
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -116,9 +116,9 @@ class ModelRunner:
         plan: Plan,
         *,
         extra_rows: npt.NDArray[np.int64] | None = None,
-        heads: HeadStep | None = None,
+        mtp: MTPStep | None = None,
     ) -> Forward:
-        """See `HeadRunner.prepare`."""
+        """See `MTPRunner.prepare`."""
         copies = plan.copies()
         extra = extra_rows if extra_rows is not None and len(extra_rows) else None
         padding = self.graphs.padding(plan) if extra is None else None
@@ -139,8 +139,8 @@ class ModelRunner:
                     rows = torch.cat([inputs.logits_indices, rows])
                     inputs = replace(inputs, logits_indices=rows)
                 logits = self._forward(inputs, self._backend.plan(inputs))
-            if self._heads is not None:
-                self._heads.extend(inputs, heads)
+            if self._mtp is not None:
+                self._mtp.extend(inputs, mtp)
             behind = num_samples if extra is not None else len(logits)  # else padding, if anything
             return StepLogits(logits[:num_samples], logits[behind:])
 
@@ -153,9 +153,9 @@ class ModelRunner:
     def prepare_drafts(
         self, plan: Plan, asked: Sequence[DraftRow]
     ) -> Callable[[], list[list[int]]]:
-        """See `HeadRunner.prepare_drafts`."""
-        heads, buffers = self._heads, self._draft_buffers
-        assert heads is not None and buffers is not None
+        """See `MTPRunner.prepare_drafts`."""
+        mtp, buffers = self._mtp, self._draft_buffers
+        assert mtp is not None and buffers is not None
         copies = plan.copies()
         arrays = buffers.fill(plan).buffers.arrays
         rows = [request.row for request in asked]
@@ -170,7 +170,7 @@ class ModelRunner:
         def draft() -> list[list[int]]:
             with on_device(self._pool.device):
                 self._pool.copy_blocks(copies)  # once more with the step, which changes nothing
-                return heads.draft(inputs)
+                return mtp.draft(inputs)
 
         return draft
 
@@ -189,7 +189,7 @@ class ModelRunner:
                 logits_to_keep=inputs.logits_indices,
                 paged=context,
             ).logits[0]
-        num_layers = self._pool.num_layers - self._num_heads
+        num_layers = self._pool.num_layers - self._num_mtp_layers
         if context.attended != num_layers:
             raise ConfigurationError(
                 f"{type(self._model).__name__} attended in {context.attended} of "

@@ -1,17 +1,18 @@
-"""A model's own heads as drafters: their keys and values, and the tokens that they say come next.
+"""A model's own MTP layers as drafters: their keys and values, and the tokens that they say come
+next.
 
-Layer i of the heads has, at position j, the token t_j and the state before it: of layer i - 1 at
-position j - 1, and for the first one the model's last hidden state there. It predicts t_(j + 1).
+Layer i of the MTP layers has, at position j, the token t_j and the state before it: of layer i - 1
+at position j - 1, and for the first one the model's last hidden state there. It predicts t_(j + 1).
 Its keys and values of the pair go into slot j, in one more layer of the block that holds t_j: they
-follow from the tokens up to j, as all in that block does, so prefixes are shared as without heads.
-Layer i begins at position i + 1, and sees no key before.
+follow from the tokens up to j, as all in that block does, so prefixes are shared as without MTP
+layers. Layer i begins at position i + 1, and sees no key before.
 
-Two passes. With each step the heads compute its tokens, as any other layer does: so their keys and
-values are those of the tokens that stand, whatever drafts were tried. And when a token is known,
-they go on from there: what keys and values they make of drafts is written over with the step that
-computes those positions.
+Two passes. With each step the MTP layers compute its tokens, as any other layer does: so their keys
+and values are those of the tokens that stand, whatever drafts were tried. And when a token is
+known, they go on from there: what keys and values they make of drafts is written over with the step
+that computes those positions.
 
-Heads attend by the gather backend, one layer beside the many of the model.
+MTP layers attend by the gather backend, one layer beside the many of the model.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ import torch
 from pyengine.attention.backend import StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.gather import GatherBackend
-from pyengine.executor.interface import HeadState, HeadStep
+from pyengine.executor.interface import HiddenState, MTPStep
 from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
@@ -45,23 +46,23 @@ class DraftInputs:
     token_ids: Int64Array
     positions: Int64Array
     tables: npt.NDArray[np.int32]
-    before: Sequence[HeadState | None]
+    before: Sequence[HiddenState | None]
     counts: Int64Array
 
 
-class Heads:
-    """The heads of a model over the last layers of its KV pool."""
+class MTPLayers:
+    """The MTP layers of a model over the last layers of its KV pool."""
 
     def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
-        self._heads: Any = loaded.heads
+        self._layers: Any = loaded.mtp_layers
         self._pool = pool
         self._backend = GatherBackend(pool)
-        self._count = loaded.num_heads
+        self._count = loaded.num_mtp_layers
         self._size = loaded.config.get_text_config().hidden_size
         self._dtype = loaded.dtype
-        self._heads.tie_with_main_model(loaded.model)
-        self._heads.config._attn_implementation = register_paged_attention()
-        for layer, head in enumerate(self._heads.layers, pool.num_layers - self._count):
+        self._layers.tie_with_main_model(loaded.model)
+        self._layers.config._attn_implementation = register_paged_attention()
+        for layer, head in enumerate(self._layers.layers, pool.num_layers - self._count):
             for module in head.modules():
                 if getattr(module, "layer_idx", None) is not None:
                     module.layer_idx = layer
@@ -72,7 +73,7 @@ class Heads:
         self._hidden = output.last_hidden_state[0]
 
     @torch.inference_mode()
-    def extend(self, inputs: StepInputs, step: HeadStep | None) -> None:
+    def extend(self, inputs: StepInputs, step: MTPStep | None) -> None:
         """Compute the keys and values of a step's tokens, which the model has just computed.
 
         `step` says which states they follow, and takes those that others will.
@@ -90,7 +91,7 @@ class Heads:
 
     @torch.inference_mode()
     def draft(self, asked: DraftInputs) -> list[list[int]]:
-        """The tokens that the heads say come next, each the most probable one.
+        """The tokens that the MTP layers say come next, each the most probable one.
 
         The first layer goes on from the known token, each further one from the draft of the one
         before it; beyond the last layer that one goes on with itself.
@@ -113,7 +114,7 @@ class Heads:
             rows = previous.shape[1]
             inputs = self._inputs(ids[:, -rows:], first, asked.tables[:, alive])
             states = self._layer(layer, previous.flatten(0, 1), inputs).view_as(previous)
-            drawn = self._heads._project_to_logits(states[:, -1]).argmax(-1)
+            drawn = self._layers._project_to_logits(states[:, -1]).argmax(-1)
             found[torch.from_numpy(alive), number] = drawn.cpu()
             ids = torch.cat([ids, drawn[:, None]], 1)
         return [
@@ -123,7 +124,7 @@ class Heads:
     def _layer(self, layer: int, previous: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """One layer over the tokens of `inputs`, `[T]`: its states `[T, hidden]`."""
         plan = self._backend.plan(inputs, first_key=layer + 1)
-        states: torch.Tensor = self._heads.forward_layer(
+        states: torch.Tensor = self._layers.forward_layer(
             layer,
             previous[None],
             inputs.positions[None],
@@ -157,7 +158,7 @@ class Heads:
             host_block_tables=tables,
         )
 
-    def _gathered(self, wanted: Sequence[HeadState | None]) -> torch.Tensor:
+    def _gathered(self, wanted: Sequence[HiddenState | None]) -> torch.Tensor:
         """Those states, `[B, layers, hidden]`; zeros for what is not there."""
         shape = (len(wanted), self._count, self._size)
         out = torch.zeros(shape, dtype=self._dtype, device=self._pool.device)

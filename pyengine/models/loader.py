@@ -50,14 +50,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 class LoadedModel:
     """A causal language model of transformers, ready to run.
 
-    `tokenizer` is None for a folder without one: then prompts are token ids. `eos_token_ids`
-    end a generation. `max_model_len` is the number of positions, `vocab_size` the number of
-    token ids that the model knows. Where the model is divided over processes, this is one
-    process's part, which has 1 / `kv_shards` of the KV heads. `dtype_reason` says why the weights
-    are of `dtype`. `default_sampling` holds the fields
-    of `SamplingParams` that the model's generation_config.json sets. `heads` predict tokens after
-    the next one; None where they were not asked for.
-    """
+    `tokenizer` is None for a folder without one: then prompts are token ids. `eos_token_ids` end a
+    generation. `max_model_len` is the number of positions, `vocab_size` the number of token ids
+    that the model knows. Where the model is divided over processes, this is one process's part,
+    which has 1 / `kv_shards` of the KV heads. `dtype_reason` says why the weights are of `dtype`.
+    `default_sampling` holds the fields of `SamplingParams` that the model's generation_config.json
+    sets. `mtp_layers` predict tokens after the next one; None where they were not asked for."""
 
     model: Any
     tokenizer: Any
@@ -71,7 +69,7 @@ class LoadedModel:
     dtype_reason: str = ""
     kv_shards: int = 1
     default_sampling: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    heads: Any = None
+    mtp_layers: Any = None
 
     @property
     def config(self) -> Any:
@@ -79,14 +77,15 @@ class LoadedModel:
         return self.model.config
 
     @property
-    def num_heads(self) -> int:
-        """How many heads predict tokens after the next one."""
-        return 0 if self.heads is None else len(self.heads.layers)
+    def num_mtp_layers(self) -> int:
+        """How many MTP layers predict tokens after the next one."""
+        return 0 if self.mtp_layers is None else len(self.mtp_layers.layers)
 
     @property
     def cached_configs(self) -> list[Any]:
-        """Configurations of the layers that keep keys and values, in order: its own, its heads'."""
-        return [self.config] if self.heads is None else [self.config, self.heads.config]
+        """Configurations of the layers that keep keys and values, in order: its own, its MTP
+        layers'."""
+        return [self.config] if self.mtp_layers is None else [self.config, self.mtp_layers.config]
 
 
 def load_model(
@@ -321,10 +320,10 @@ def _load_tokenizer(folder: Path) -> Any:
         return tokenizer
 
 
-def with_heads(loaded: LoadedModel) -> LoadedModel:
-    """The same model with its heads.
+def with_mtp_layers(loaded: LoadedModel) -> LoadedModel:
+    """The same model with its MTP layers.
 
-    Raises `ConfigurationError` for a model that has none, and `ModelLoadError` for heads that are
+    Raises `ConfigurationError` for a model that has none, and `ModelLoadError` for layers that are
     damaged or of an unsupported kind.
     """
     text = loaded.config.get_text_config()
@@ -333,20 +332,20 @@ def with_heads(loaded: LoadedModel) -> LoadedModel:
     layers = [f".layers.{layer}." for layer in range(first, first + count)]
     if not any(layer in name for layer in layers for name in names):
         raise ConfigurationError(
-            f"speculation='mtp': {loaded.name} has no heads that predict further tokens: neither "
-            f"its configuration nor its files go beyond its {first} layers; use 'ngram', "
+            f"speculation='mtp': {loaded.name} has no MTP layers, which predict further tokens: "
+            f"neither its configuration nor its files go beyond its {first} layers; use 'ngram', "
             "'suffix', or none"
         )
-    with quiet_transformers(), load_errors(f"the MTP heads in {loaded.path} could not be loaded"):
-        heads = _load_mtp_layers(loaded.model, first, count)
-    refuse_not_finite(heads, loaded.path)
-    return replace(loaded, heads=heads)
+    with quiet_transformers(), load_errors(f"the MTP layers in {loaded.path} could not be loaded"):
+        mtp_layers = _load_mtp_layers(loaded.model, first, count)
+    refuse_not_finite(mtp_layers, loaded.path)
+    return replace(loaded, mtp_layers=mtp_layers)
 
 
 def _load_mtp_layers(model: Any, first: int, count: int) -> Any:
     """transformers' `MtpModel` over a model.
 
-    transformers finds the heads by names that the model's class ignores, which are those of
+    transformers finds the layers by names that the model's class ignores, which are those of
     released checkpoints: here by the numbers of their layers, of whatever model of that kind.
     """
     import transformers
@@ -354,11 +353,11 @@ def _load_mtp_layers(model: Any, first: int, count: int) -> Any:
 
     if not hasattr(MtpModel, "forward_layer"):
         raise ConfigurationError(
-            f"speculation='mtp': transformers {transformers.__version__} cannot run a single head "
+            f"speculation='mtp': transformers {transformers.__version__} cannot run a single layer "
             "(MtpModel.forward_layer): install transformers 5.20 or later"
         )
     ours = [rf"model\.layers\.{layer}\." for layer in range(first, first + count)]
     known = model._keys_to_ignore_on_load_unexpected or []
     model._keys_to_ignore_on_load_unexpected = [*known, *ours]
-    heads: Any = MtpModel.from_pretrained(model, device_map={"": model.device})
-    return heads.eval()
+    layers: Any = MtpModel.from_pretrained(model, device_map={"": model.device})
+    return layers.eval()

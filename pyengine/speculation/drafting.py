@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.executor.input_buffers import RunnerLimits
-from pyengine.executor.interface import HeadStep, Runner
+from pyengine.executor.interface import MTPStep, Runner
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.sampler import Sampler
@@ -20,7 +20,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler
 from pyengine.speculation.drafters import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
-from pyengine.speculation.mtp import HeadDrafter
+from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import Curve, Policy, StepCosts, StepSize
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ class Drafting:
     """The engine's side of speculation."""
 
     def __init__(
-        self, speculator: Speculator, scheduler: Scheduler, heads: HeadDrafter | None = None
+        self, speculator: Speculator, scheduler: Scheduler, mtp: MTPDrafter | None = None
     ) -> None:
-        """`heads` is the speculator's drafter, where that is the model's own heads."""
+        """`mtp` is the speculator's drafter, where that is the model's own MTP layers."""
         self._speculator = speculator
         self._scheduler = scheduler
-        self._heads = heads
+        self._mtp = mtp
         self._asked: frozenset[Sample] = frozenset()
         """For whom drafts were looked for when the newest step was planned."""
         self.num_drafts = 0
@@ -136,8 +136,8 @@ class Drafting:
         """See who else has to wait for what `step`, which runs, gives: those who then get drafts.
 
         They are looked for without that token, which is not known yet; where they were when `step`
-        was planned, there are none. Heads cannot go on without it: whoever they draft for waits.
-        """
+        was planned, there are none. MTP layers cannot go on without it: whoever they draft for
+        waits."""
         samples = [
             sequence
             for sequence in cast("list[Sample]", step.sampling_jobs)
@@ -145,7 +145,7 @@ class Drafting:
             and sequence.finish_reason is None
             and not sequence.waits_for_tokens
         ]
-        if self._heads is not None:
+        if self._mtp is not None:
             for sample in samples:
                 sample.wants_drafts = True
             return
@@ -161,19 +161,20 @@ class Drafting:
             for sequence in cast("tuple[Sample, ...]", step.decodes)
             if sequence.speculates and sequence.is_known
         ]
-        if self._heads is not None:
-            self._heads.step = step
+        if self._mtp is not None:
+            self._mtp.step = step
         self._asked = frozenset(samples)
         self._scheduler.draft(step, self._found(samples, step))
 
-    def head_step(self, step: ScheduledStep) -> HeadStep | None:
-        """What a step that is about to run is to the model's heads; None if they do not draft."""
-        return None if self._heads is None else self._heads.trail.extend(step)
+    def mtp_step(self, step: ScheduledStep) -> MTPStep | None:
+        """What a step that is about to run is to the model's MTP layers; None if they do not
+        draft."""
+        return None if self._mtp is None else self._mtp.history.extend(step)
 
     def fork(self, sample: "Sample", others: "Sequence[Sample]") -> None:
         """`others` go on from where `sample` stands."""
-        if self._heads is not None:
-            self._heads.trail.fork(sample, others)
+        if self._mtp is not None:
+            self._mtp.history.fork(sample, others)
 
     def give_up(self, sample: "Sample", reason: object) -> None:
         """Let a sample go on without drafts."""

@@ -1,4 +1,5 @@
-"""The model's own heads as a drafter: which states a sample goes on from, and what they say."""
+"""The model's own MTP layers as a drafter: which states a sample goes on from, and what they
+say."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from pyengine.executor.executor import Executor
-from pyengine.executor.interface import DraftRow, HeadState, HeadStep, StepStates
+from pyengine.executor.interface import DraftRow, HiddenState, MTPStep, StepStates
 from pyengine.scheduler.batch import Job, ScheduledStep
 from pyengine.speculation.drafters import Context, Draft
 
@@ -28,8 +29,8 @@ class _Span:
     count: int
 
 
-class StateTrail:
-    """Where the states stand that each sample's heads go on from.
+class HiddenStateHistory:
+    """Where the states stand that each sample's MTP layers go on from.
 
     Every step leaves those of each sample's last tokens. The next step of it says by its position
     which of them were accepted. Two steps may be rolled back, so of each sample the states of three
@@ -39,18 +40,18 @@ class StateTrail:
     def __init__(self) -> None:
         self._spans: dict[Context, deque[_Span]] = {}
 
-    def before(self, sample: Job, position: int) -> HeadState | None:
+    def before(self, sample: Job, position: int) -> HiddenState | None:
         """The states of its token before `position`; None if they are not known."""
         for span in reversed(self._spans.get(cast("Sample", sample), ())):
             if span.first <= position - 1 < span.first + span.count:
-                return HeadState(span.step, span.row + position - 1 - span.first)
+                return HiddenState(span.step, span.row + position - 1 - span.first)
         return None
 
-    def extend(self, step: ScheduledStep) -> HeadStep:
-        """What a step is to the heads; those after it can go on from its states."""
+    def extend(self, step: ScheduledStep) -> MTPStep:
+        """What a step is to the MTP layers; those after it can go on from its states."""
         after, end = StepStates(), 0
         rows: list[int] = []
-        before: list[HeadState | None] = []
+        before: list[HiddenState | None] = []
         for job in step.decodes:
             first, count = job.num_computed - 1, 1 + len(step.drafts.get(job, ()))
             before.append(self.before(job, first))
@@ -62,7 +63,7 @@ class StateTrail:
             before.append(self.before(entry.job, entry.start))
             self._keep(entry.job, _Span(after, len(rows), entry.end - 1, 1))
             rows.append(end - 1)
-        return HeadStep(before, np.array(rows, dtype=np.int64), after)
+        return MTPStep(before, np.array(rows, dtype=np.int64), after)
 
     def _keep(self, job: Job, span: _Span) -> None:
         spans = self._spans.setdefault(cast("Sample", job), deque(maxlen=1 + _OPEN_STEPS))
@@ -80,11 +81,11 @@ class StateTrail:
         self._spans.pop(sample, None)
 
 
-class HeadDrafter:
-    """Drafts by the model's heads, for samples that a step is about to decode."""
+class MTPDrafter:
+    """Drafts by the model's MTP layers, for samples that a step is about to decode."""
 
     def __init__(self, executor: Executor, block_size: int) -> None:
-        self.trail = StateTrail()
+        self.history = HiddenStateHistory()
         self._executor = executor
         self._block_size = block_size
         self.step: ScheduledStep | None = None
@@ -98,7 +99,7 @@ class HeadDrafter:
         asked: list[tuple[int, DraftRow]] = []
         for at, sample in enumerate(cast("Sequence[Sample]", contexts)):
             position = sample.num_computed - 1
-            before = self.trail.before(sample, position)
+            before = self.history.before(sample, position)
             if before is not None:
                 count = min(most[at], self._block_size - position % self._block_size)
                 asked.append((at, DraftRow(places[sample], sample.token_ids[-1], before, count)))
@@ -110,4 +111,4 @@ class HeadDrafter:
 
     def forget(self, context: Context) -> None:
         """See `Drafter.forget`."""
-        self.trail.forget(context)
+        self.history.forget(context)

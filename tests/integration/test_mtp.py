@@ -1,4 +1,5 @@
-"""A model's own heads as drafters: the tokens are those without, and the heads' cache is exact."""
+"""A model's own MTP layers as drafters: the tokens are those without, and the MTP layers' cache is
+exact."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,10 +18,10 @@ from pyengine.engine.request import RequestState
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.speculation.drafters import Context, Draft
 from pyengine.speculation.drafting import Speculator
-from pyengine.speculation.mtp import HeadDrafter
+from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import EveryDraft
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
-from tests.support.mtp import LAYERS, Reference, save_with_heads
+from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
 from tests.unit.executor.hand_made import random_model
@@ -42,18 +43,18 @@ def can_run() -> None:
 def made(
     can_run: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """A folder, and the number of heads."""
-    family, heads = request.param
+    """A folder, and the number of MTP layers."""
+    family, mtp_layers = request.param
     path = tmp_path_factory.mktemp(family)
-    save_with_heads(family, path, heads, vocab_size=VOCAB)
+    save_with_mtp_layers(family, path, mtp_layers, vocab_size=VOCAB)
     save_byte_level(path, VOCAB)
-    return path, heads
+    return path, mtp_layers
 
 
-def keen(llm: LLM, drafts: int) -> HeadDrafter:
-    """Let an engine compute every draft of its heads; returns the drafter."""
+def keen(llm: LLM, drafts: int) -> MTPDrafter:
+    """Let an engine compute every draft of its MTP layers; returns the drafter."""
     engine = llm._engine
-    drafter = HeadDrafter(engine._executor, engine._manager.block_size)
+    drafter = MTPDrafter(engine._executor, engine._manager.block_size)
     speculator = Speculator(drafter, EveryDraft(), most=drafts, vocab_size=VOCAB)
     engine.speculate(speculator, drafter)
     return drafter
@@ -74,16 +75,16 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
 
 
 def test_the_tokens_are_those_without(made: Any) -> None:
-    folder, heads = made
+    folder, mtp_layers = made
     plain = answers(served(folder, **ROOMY))
     tight = {"num_blocks": BlockManager(1, 4).blocks_for(64, 48), "block_size": 4}
     uncached = {**tight, "enable_prefix_caching": False}
     for setup, is_ahead, drafts in (
-        (ROOMY, False, heads),
-        (ROOMY, True, heads + 3),
-        (tight, False, heads + 3),
-        (tight, True, heads),
-        (uncached, True, heads + 3),
+        (ROOMY, False, mtp_layers),
+        (ROOMY, True, mtp_layers + 3),
+        (tight, False, mtp_layers + 3),
+        (tight, True, mtp_layers),
+        (uncached, True, mtp_layers + 3),
     ):
         llm = mtp(folder, **setup, async_scheduling=is_ahead, num_speculative_tokens=drafts)
         same(plain, answers(llm))
@@ -96,11 +97,11 @@ def test_the_tokens_are_those_without(made: Any) -> None:
 
 def test_drafts_are_those_of_transformers(made: Any) -> None:
     """Also behind prefix hits, chunks, rejected drafts and forks."""
-    folder, heads = made
-    reference = Reference(folder, heads)
+    folder, mtp_layers = made
+    reference = Reference(folder, mtp_layers)
     llm = served(folder, **ROOMY, speculation="mtp", max_num_batched_tokens=12)
-    assert llm.describe()["num_speculative_tokens"] == heads
-    drafter = keen(llm, heads)
+    assert llm.describe()["num_speculative_tokens"] == mtp_layers
+    drafter = keen(llm, mtp_layers)
     seen: list[tuple[list[int], Sequence[int]]] = []
     propose = drafter.propose
 
@@ -109,7 +110,7 @@ def test_drafts_are_those_of_transformers(made: Any) -> None:
         for context, count, draft in zip(contexts, most, drafts, strict=True):
             tokens = [*map(int, context.request.prompt_token_ids), *context.token_ids]
             left = 4 - (len(tokens) - 1) % 4
-            assert len(draft.tokens) == min(count, left, heads)
+            assert len(draft.tokens) == min(count, left, mtp_layers)
             seen.append((tokens, draft.tokens))
         return drafts
 
@@ -126,12 +127,12 @@ def test_drafts_are_those_of_transformers(made: Any) -> None:
 def test_tokens_are_those_of_transformers_generate(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, heads = made
-    model = Reference(folder, heads).model
-    patterns = [rf"model\.layers\.{index}\." for index in range(LAYERS, LAYERS + heads)]
+    folder, mtp_layers = made
+    model = Reference(folder, mtp_layers).model
+    patterns = [rf"model\.layers\.{index}\." for index in range(LAYERS, LAYERS + mtp_layers)]
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", patterns)
     model.generation_config.eos_token_id = None
-    llm = mtp(folder, num_speculative_tokens=heads)
+    llm = mtp(folder, num_speculative_tokens=mtp_layers)
     asked = prompts(4)[:3]
     outputs = llm.generate(asked, GREEDY, use_tqdm=False)
     for prompt, output in zip(asked, outputs, strict=True):
@@ -141,13 +142,14 @@ def test_tokens_are_those_of_transformers_generate(
         assert theirs[0, len(prompt) :].tolist() == output.outputs[0].token_ids
 
 
-def head_cache(llm: LLM, state: RequestState, heads: int) -> list[torch.Tensor]:
-    """Keys and values of a request's heads, at all positions that are computed and have some."""
+def mtp_cache(llm: LLM, state: RequestState, mtp_layers: int) -> list[torch.Tensor]:
+    """Keys and values of a request's MTP layers, at all positions that are computed and have
+    some."""
     job, pool = state.samples[0], llm._engine._executor.runner._pool  # type: ignore[attr-defined]
     table = list(job.sequence.block_table)
     return [
         tensor[table].flatten(0, 1)[1 + layer : job.num_computed]
-        for layer in range(heads)
+        for layer in range(mtp_layers)
         for kept in (pool.keys, pool.values)
         for tensor in [kept[LAYERS + layer]]
     ]
@@ -163,44 +165,44 @@ def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> RequestState:
 
 
 def test_the_heads_cache_is_the_same_with_and_without_a_hit(made: Any) -> None:
-    folder, heads = made
+    folder, mtp_layers = made
     prompt = prompts(1, seed=5)[0] * 3
     alone = run_to_middle(plain := mtp(folder), prompt)
-    expected = head_cache(plain, alone, heads)
-    for settings in ({}, {"max_num_batched_tokens": 7}, {"num_speculative_tokens": heads + 2}):
+    expected = mtp_cache(plain, alone, mtp_layers)
+    for settings in ({}, {"max_num_batched_tokens": 7}, {"num_speculative_tokens": mtp_layers + 2}):
         llm = mtp(folder, **settings)
         llm.generate([prompt[: len(prompt) // 2], prompt], GREEDY, use_tqdm=False)
         cached = llm.stats().counters["cached_tokens"]
         state = run_to_middle(llm, prompt)
         assert llm.stats().counters["cached_tokens"] > cached
-        for left, right in zip(expected, head_cache(llm, state, heads), strict=True):
+        for left, right in zip(expected, mtp_cache(llm, state, mtp_layers), strict=True):
             shared = min(len(left), len(right))
             assert shared >= len(prompt) + 8
             torch.testing.assert_close(left[:shared], right[:shared], atol=1e-4, rtol=1e-3)
 
 
 def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
-    folder, heads = made
+    folder, mtp_layers = made
     llm = mtp(folder)
     engine, prompt = llm._engine, list(range(3, 23))  # five blocks of four
     llm.generate([prompt], GREEDY, use_tqdm=False)
     before = llm.stats().ledger
     state = engine.add_request("hit", Prompt(token_ids=prompt), GREEDY)
-    assert engine.step().num_tokens == heads
+    assert engine.step().num_tokens == mtp_layers
     ledger = llm.stats().ledger
     assert ledger.active == 5 and ledger.free == before.free
-    assert state.num_cached_tokens == len(prompt) - heads
+    assert state.num_cached_tokens == len(prompt) - mtp_layers
     engine.abort([state])
 
 
 def test_stale_heads_cost_acceptance_only(made: Any) -> None:
-    folder, heads = made
+    folder, mtp_layers = made
     asked = prompts(8, seed=2)
     plain = served(folder, **ROOMY).generate(asked, GREEDY, use_tqdm=False)
     llm = mtp(folder)
     same(plain, llm.generate(asked, GREEDY, use_tqdm=False))
     pool = llm._engine._executor.runner._pool  # type: ignore[attr-defined]
-    for layer in range(LAYERS, LAYERS + heads):
+    for layer in range(LAYERS, LAYERS + mtp_layers):
         pool.keys[layer].normal_(std=9)
         pool.values[layer].normal_(std=9)
     same(plain, llm.generate(asked, GREEDY, use_tqdm=False))
@@ -211,22 +213,22 @@ def test_stale_heads_cost_acceptance_only(made: Any) -> None:
 
 def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"'mtp': .* has no heads .*'ngram'"):
+    with pytest.raises(ConfigurationError, match=r"'mtp': .* has no MTP layers.*'ngram'"):
         served(tmp_path, **ROOMY, speculation="mtp")
 
 
 def test_a_transformers_that_is_too_old_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_with_heads("glm4_moe", tmp_path, 1)
+    save_with_mtp_layers("glm4_moe", tmp_path, 1)
     monkeypatch.delattr(MtpModel, "forward_layer", raising=False)
-    with pytest.raises(ConfigurationError, match=r"transformers [\d.]+ cannot run a single head"):
+    with pytest.raises(ConfigurationError, match=r"transformers [\d.]+ cannot run a single layer"):
         served(tmp_path, **ROOMY, speculation="mtp")
 
 
 @pytest.mark.usefixtures("can_run")
 def test_heads_that_are_not_whole_are_refused(tmp_path: Path) -> None:
-    save_with_heads("glm4_moe", tmp_path, 1)
+    save_with_mtp_layers("glm4_moe", tmp_path, 1)
     path = tmp_path / "model.safetensors"
     whole = load_file(path)
     for spoil, words in SPOILT.items():
@@ -243,7 +245,7 @@ def _without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Ten
 
 
 SPOILT: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
-    "none": (lambda tensors: _without(tensors, f"layers.{LAYERS}."), "has no heads"),
+    "none": (lambda tensors: _without(tensors, f"layers.{LAYERS}."), "has no MTP layers"),
     "half": (lambda tensors: _without(tensors, "eh_proj"), "eh_proj"),
     "broken": (
         lambda tensors: {
@@ -317,7 +319,7 @@ def waited(llm: LLM) -> list[int]:
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_nobody_starves_beside_heads(tmp_path: Path, is_ahead: bool) -> None:
     """256 sequences with seven drafts each are the whole budget of 2,048 tokens."""
-    save_with_heads("deepseek_v3", tmp_path, 1, vocab_size=VOCAB)
+    save_with_mtp_layers("deepseek_v3", tmp_path, 1, vocab_size=VOCAB)
     sizes: dict[str, Any] = {
         "num_blocks": RUNNING * 7 + 3 * 7,
         "block_size": 4,

@@ -1,4 +1,4 @@
-"""Small random models with heads that predict further tokens, saved as released ones are."""
+"""Small random models with MTP layers that predict further tokens, saved as released ones are."""
 
 import json
 from pathlib import Path
@@ -29,14 +29,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_with_heads(family: str, folder: Path, heads: int, **settings: Any) -> None:
-    """Save a model whose heads are often right: what follows a token hangs mostly on that token.
+def save_with_mtp_layers(family: str, folder: Path, mtp_layers: int, **settings: Any) -> None:
+    """Save a model whose MTP layers are often right: what follows a token hangs mostly on that
+    token.
 
-    The heads' layers are saved as the layers after the last, by the same names as the others.
+    The MTP layers are saved as the layers after the last, by the same names as the others.
     """
     sizes = {**SHAPES[family], **settings}
     model = random_model(
-        family, **sizes, num_hidden_layers=LAYERS + heads, num_nextn_predict_layers=heads
+        family, **sizes, num_hidden_layers=LAYERS + mtp_layers, num_nextn_predict_layers=mtp_layers
     )
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -45,7 +46,7 @@ def save_with_heads(family: str, folder: Path, heads: int, **settings: Any) -> N
     model.save_pretrained(folder)
     path, size = folder / "model.safetensors", model.config.hidden_size
     tensors = load_file(path)
-    for layer in range(LAYERS, LAYERS + heads):
+    for layer in range(LAYERS, LAYERS + mtp_layers):
         both = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size) / size**0.5], 1)
         norms = {name: 1 + 0.1 * torch.randn(size) for name in ("enorm", "hnorm")}
         tensors |= {f"model.layers.{layer}.{name}.weight": item for name, item in norms.items()}
@@ -58,25 +59,25 @@ def save_with_heads(family: str, folder: Path, heads: int, **settings: Any) -> N
 
 
 class Reference:
-    """transformers' own model and heads, without a cache from one call to the next."""
+    """transformers' own model and MTP layers, without a cache from one call to the next."""
 
-    def __init__(self, folder: Path, heads: int) -> None:
+    def __init__(self, folder: Path, mtp_layers: int) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
-        layers = range(LAYERS, LAYERS + heads)
+        layers = range(LAYERS, LAYERS + mtp_layers)
         model._keys_to_ignore_on_load_unexpected = [
             rf"model\.layers\.{layer}\." for layer in layers
         ]
         self.model = model.eval()
-        self.heads: Any = MtpModel.from_pretrained(model).eval()
+        self.mtp_layers: Any = MtpModel.from_pretrained(model).eval()
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int]) -> list[int]:
         """What each head says comes next after `tokens`."""
         ids = torch.tensor([tokens])
         hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state
-        found, _, _ = self.heads(
+        found, _, _ = self.mtp_layers(
             input_ids=ids[:, 1:],
             last_hidden_states=hidden,
             attention_mask=None,
