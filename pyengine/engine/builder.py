@@ -53,7 +53,7 @@ from pyengine.speculation.draft_model import DraftModel, LoadedDraft, load_draft
 from pyengine.speculation.drafters import Drafter, NgramDrafter, SuffixDrafter
 from pyengine.speculation.drafting import Speculator, measured_costs
 from pyengine.speculation.mtp import MTPDrafter
-from pyengine.speculation.policy import PayingDrafts
+from pyengine.speculation.policy import DraftPolicy
 from pyengine.utils.packaging import package_version
 
 _log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _join(
         mtp = MTPDrafter(executor, plan.block_size) if loaded.mtp_layers is not None else None
         drafter = mtp or _drafter(settings, executor, draft, plan)
         most, vocab_size = limits.rows_per_seq - 1, model_limits.vocab_size
-        speculator = Speculator(drafter, PayingDrafts(costs), most=most, vocab_size=vocab_size)
+        speculator = Speculator(drafter, DraftPolicy(costs), most=most, vocab_size=vocab_size)
         engine.speculate(speculator, mtp)
     is_alone = worker_group is None and executor.depth == 1
     threads = replace(

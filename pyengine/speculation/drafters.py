@@ -49,14 +49,14 @@ class Context(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may come next, in order, and how well they are founded.
+    """Tokens that may come next, in order.
 
-    `support` is how many tokens before them the drafter has seen in front of the same ones: those
-    of the same support are right about equally often.
+    `match_length` is how many tokens before them the drafter has seen before the same ones: drafts
+    of equal match length are right about equally often.
     """
 
     tokens: Sequence[int] = ()
-    support: int = 0
+    match_length: int = 0
 
 
 NO_DRAFT = Draft()
@@ -193,8 +193,8 @@ class SuffixDrafter:
         """See `Drafter.propose`."""
         drafts = []
         for context, count in zip(contexts, most, strict=True):
-            tokens, support = self._suffixes.guess(self._grown(context), count)
-            drafts.append(Draft(tokens, support) if tokens else NO_DRAFT)
+            tokens, match_length = self._suffixes.guess(self._grown(context), count)
+            drafts.append(Draft(tokens, match_length) if tokens else NO_DRAFT)
         return drafts
 
     def _grown(self, context: Context) -> int:

@@ -21,7 +21,7 @@ from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler
 from pyengine.speculation.drafters import NO_DRAFT, ComputingDrafter, Context, Draft, Drafter
 from pyengine.speculation.mtp import MTPDrafter
-from pyengine.speculation.policy import Curve, Policy, StepCosts, StepSize
+from pyengine.speculation.policy import Curve, DraftPolicy, StepCosts, StepSize
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Sample
@@ -37,7 +37,9 @@ class Speculator:
     nothing else: the log says so once for each sample.
     """
 
-    def __init__(self, drafter: Drafter, policy: Policy, *, most: int, vocab_size: int) -> None:
+    def __init__(
+        self, drafter: Drafter, policy: DraftPolicy, *, most: int, vocab_size: int
+    ) -> None:
         """At most `most` tokens are drafted for a sample and step."""
         self._drafter = drafter
         self._policy = policy
@@ -73,7 +75,7 @@ class Speculator:
     def keep(
         self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
-        """See `Policy.keep`."""
+        """See `DraftPolicy.keep`."""
         return self._policy.keep(contexts, drafts, step)
 
     def give_up(self, context: Context, reason: object) -> None:

@@ -5,16 +5,16 @@ the engine started. Drafts are taken in the order of what they bring, as long as
 rise. How often drafts are right is counted for each request, and also where none were computed:
 what a draft said is compared with what came.
 
-What a request may lose is bounded, whatever these rates say: the time of its drafts is charged to
-it, in tokens that could have been generated meanwhile. A draft that comes true pays one back, and a
-hundredth is let off for each token. In debt by a token, a request gets no drafts. So n tokens of a
-request whose drafts never come true take the time of 1.01 n + 1 tokens, and of the one step in
-which it ran into debt.
+What a request may lose is bounded, whatever these rates say. The time of its drafts is added to its
+penalty, in tokens that could have been generated meanwhile. A correct draft takes one token off,
+and each generated token a hundredth (the decay). At a penalty of one token a request gets no
+drafts. So n tokens of a request whose drafts are always wrong take the time of 1.01 n + 1 tokens,
+and of the one step in which the penalty was reached.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,33 +33,6 @@ class StepSize:
     num_tokens: int
     num_decodes: int
     num_drawn: int = 0
-
-
-class Policy(Protocol):
-    """Decides which drafts of a step are worth computing."""
-
-    def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
-    ) -> Sequence[int]:
-        """How many tokens of each draft are computed beside a step."""
-        ...
-
-    def forget(self, context: Context) -> None:
-        """The sample has ended. It may never have been seen."""
-        ...
-
-
-class EveryDraft:
-    """Keeps all there is."""
-
-    def keep(
-        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
-    ) -> Sequence[int]:
-        """See `Policy.keep`."""
-        return [len(draft.tokens) for draft in drafts]
-
-    def forget(self, context: Context) -> None:
-        """See `Policy.forget`."""
 
 
 class Curve:
@@ -104,10 +77,10 @@ _PRIOR = 0.6
 _PRIOR_WEIGHT = 8.0
 _REQUEST_WEIGHT = 4.0
 """Tokens of a request that count as much as all other requests together."""
-_CREDIT = 1.0
-"""Tokens that a request may be in debt by."""
-_LET_OFF = 0.01
-"""Of a request's debt, for each token: so much is spent on looking again."""
+_MAX_PENALTY = 1.0
+"""In tokens."""
+_PENALTY_DECAY = 0.01
+"""For each generated token: so much is spent on trying again."""
 _DECAY = 0.9
 _GLOBAL_DECAY = 0.99
 
@@ -126,32 +99,32 @@ class _Rate:
         self.tries = self.tries * self._decay + tries
 
 
-class _Followed:
-    """A request's own rate, its debt, and the last draft for it with the number of tokens it had
+class _DraftRecord:
+    """A request's own rate, its penalty, and its last draft with the number of tokens it had
     then."""
 
-    __slots__ = ("debt", "draft", "length", "rate")
+    __slots__ = ("draft", "length", "penalty", "rate")
 
     def __init__(self, length: int) -> None:
         self.rate = _Rate(_DECAY)
-        self.debt = 0.0
+        self.penalty = 0.0
         self.draft = NO_DRAFT
         self.length = length
 
 
-class PayingDrafts:
-    """Keeps the drafts that pay; none where nothing is gained."""
+class DraftPolicy:
+    """Decides which drafts of a step are worth computing: none where nothing is gained."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._rates: dict[int, _Rate] = {}
-        """By support."""
-        self._followed: dict[Context, _Followed] = {}
+        """By match length."""
+        self._records: dict[Context, _DraftRecord] = {}
 
     def keep(
         self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
     ) -> Sequence[int]:
-        """See `Policy.keep`."""
+        """How many tokens of each draft are computed beside a step."""
         kept = [0] * len(drafts)
         hopeful: list[int] = []
         firsts: list[float] = []
@@ -171,7 +144,7 @@ class PayingDrafts:
         counts = np.add.reduceat(chosen, ends - lengths, dtype=np.int64)
         for at, count in zip(hopeful, counts.tolist(), strict=True):
             kept[at] = count
-            self._followed[contexts[at]].debt += count * prices[contexts[at].is_drawn]
+            self._records[contexts[at]].penalty += count * prices[contexts[at].is_drawn]
         return kept
 
     def _most_gained(
@@ -204,42 +177,42 @@ class PayingDrafts:
 
     def _chance(self, context: Context, draft: Draft) -> float:
         """How likely each token of a draft is, if those before it are right; 0 where there is none,
-        and where it is too much in debt."""
+        and where its penalty is too high."""
         tokens = context.token_ids
-        followed = self._followed.get(context)
-        if followed is None:
-            followed = self._followed[context] = _Followed(len(tokens))
-        elif followed.debt or len(followed.draft.tokens):
-            self._compare(followed, tokens)
-        followed.draft, followed.length = draft, len(tokens)
-        if followed.debt >= _CREDIT or not len(draft.tokens):
+        record = self._records.get(context)
+        if record is None:
+            record = self._records[context] = _DraftRecord(len(tokens))
+        elif record.penalty or len(record.draft.tokens):
+            self._compare(record, tokens)
+        record.draft, record.length = draft, len(tokens)
+        if record.penalty >= _MAX_PENALTY or not len(draft.tokens):
             return 0.0
-        known, own = self._rate(draft.support), followed.rate
+        known, own = self._rate(draft.match_length), record.rate
         common = known.hits / known.tries
         return (common * _REQUEST_WEIGHT + own.hits) / (_REQUEST_WEIGHT + own.tries)
 
-    def _compare(self, followed: _Followed, tokens: Sequence[int]) -> None:
+    def _compare(self, record: _DraftRecord, tokens: Sequence[int]) -> None:
         """Count how far the last draft was right, as far as what came since tells."""
-        let_off = _LET_OFF * (len(tokens) - followed.length)
-        followed.debt = max(0.0, followed.debt - let_off)
+        decay = _PENALTY_DECAY * (len(tokens) - record.length)
+        record.penalty = max(0.0, record.penalty - decay)
         hits = tries = 0
-        for drafted, came in zip(followed.draft.tokens, tokens[followed.length :], strict=False):
+        for drafted, came in zip(record.draft.tokens, tokens[record.length :], strict=False):
             tries += 1
             if drafted != came:
                 break
             hits += 1
         if tries:
-            followed.debt = max(0.0, followed.debt - hits)
-            followed.rate.add(hits, tries)
-            self._rate(followed.draft.support).add(hits, tries)
+            record.penalty = max(0.0, record.penalty - hits)
+            record.rate.add(hits, tries)
+            self._rate(record.draft.match_length).add(hits, tries)
 
-    def _rate(self, support: int) -> _Rate:
-        rate = self._rates.get(support)
+    def _rate(self, match_length: int) -> _Rate:
+        rate = self._rates.get(match_length)
         if rate is None:
             prior = _Rate(_GLOBAL_DECAY, _PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
-            rate = self._rates[support] = prior
+            rate = self._rates[match_length] = prior
         return rate
 
     def forget(self, context: Context) -> None:
-        """See `Policy.forget`."""
-        self._followed.pop(context, None)
+        """The sample has ended. It may never have been seen."""
+        self._records.pop(context, None)

@@ -19,8 +19,8 @@ from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.speculation.drafters import Context, Draft
 from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.mtp import MTPDrafter
-from pyengine.speculation.policy import EveryDraft
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
+from tests.support.drafters import EveryDraft
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level

@@ -2,17 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any, cast
 
 from pyengine.engine.core import Engine
 from pyengine.speculation.drafters import Context, Draft, Drafter
 from pyengine.speculation.drafting import Speculator
-from pyengine.speculation.policy import EveryDraft
+from pyengine.speculation.policy import StepSize
 from tests.support.fake_runner import VOCAB_SIZE, continued
+
+
+class EveryDraft:
+    """A policy that computes every draft."""
+
+    def keep(
+        self, contexts: Sequence[Context], drafts: Sequence[Draft], step: StepSize
+    ) -> Sequence[int]:
+        return [len(draft.tokens) for draft in drafts]
+
+    def forget(self, context: Context) -> None:
+        pass
 
 
 def speculate(engine: Engine, drafter: Drafter, most: int = 5, vocab: int = VOCAB_SIZE) -> None:
     """Let an engine compute every draft that it can be given."""
-    engine.speculate(Speculator(drafter, EveryDraft(), most=most, vocab_size=vocab))
+    engine.speculate(Speculator(drafter, cast(Any, EveryDraft()), most=most, vocab_size=vocab))
 
 
 class RandomDrafter:

@@ -45,7 +45,7 @@ def test_it_finds_what_a_search_finds(seed: int) -> None:
         for text, count, draft in zip(texts, most, drafts, strict=True):
             tokens = [*text.request.prompt_token_ids, *text.token_ids]
             assert list(draft.tokens) == searched(tokens, count, lengths)
-            assert draft.support in (0, *lengths)
+            assert draft.match_length in (0, *lengths)
             found += len(draft.tokens) > 0
             text.token_ids += [random.randrange(3) for _ in range(random.randint(0, 3))]
     assert found > 10

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from pyengine.speculation.drafters import Draft
-from pyengine.speculation.policy import Curve, PayingDrafts, StepCosts, StepSize
+from pyengine.speculation.policy import Curve, DraftPolicy, StepCosts, StepSize
 from tests.unit.speculation.test_ngram import Text
 
 LINEAR = StepCosts(Curve([1, 2, 33], [0.045, 0.0468, 0.0468 + 31 * 0.0018]))
@@ -22,7 +22,7 @@ def test_costs_are_straight_lines_that_never_fall() -> None:
 
 def trained(right: float, *, steps: int, costs: StepCosts = LINEAR, batch: int = 1) -> list[int]:
     """Drafts kept per step, of 7 each that are right so often, for `batch` requests."""
-    random, policy = Random(1), PayingDrafts(costs)
+    random, policy = Random(1), DraftPolicy(costs)
     texts = [Text([1, 2]) for _ in range(batch)]
     kept: list[int] = []
     for _ in range(steps):
@@ -61,7 +61,7 @@ def test_where_rows_cost_as_much_as_steps_nothing_is_kept_for_long() -> None:
 
 def test_it_comes_back_when_drafts_are_right_again() -> None:
     """What was not computed is compared with what came, too."""
-    policy, text = PayingDrafts(LINEAR), Text([1, 2])
+    policy, text = DraftPolicy(LINEAR), Text([1, 2])
 
     def step(token: int) -> int:
         (count,) = policy.keep([text], [Draft([7] * 7, 3)], StepSize(1, 1))
@@ -75,7 +75,7 @@ def test_it_comes_back_when_drafts_are_right_again() -> None:
 
 
 def test_a_request_with_good_drafts_is_served_before_one_with_bad_ones() -> None:
-    policy = PayingDrafts(LINEAR)
+    policy = DraftPolicy(LINEAR)
     good, bad = Text([1]), Text([2])
     counts: Sequence[int] = ()
     for _ in range(100):
@@ -95,7 +95,7 @@ def test_what_a_request_loses_whose_drafts_are_never_right_is_bounded(seed: int)
     sizes = [1, *sorted(random.sample(range(2, 300), 6))]
     seconds = sorted(random.uniform(0.02, 0.2) for _ in sizes)
     costs = StepCosts(Curve(sizes, seconds), Curve([0, 9], [0.0, random.uniform(0, 0.01)]))
-    policy = PayingDrafts(costs)
+    policy = DraftPolicy(costs)
     bad = [Text([1]) for _ in range(random.choice([1, 2, 8, 32]))]
     good = [Text([2]) for _ in range(random.choice([0, 1, 8]))]
     everybody = [*bad, *good]
@@ -127,14 +127,14 @@ def test_what_a_request_loses_whose_drafts_are_never_right_is_bounded(seed: int)
 def test_a_draft_that_is_drawn_is_charged_for_it() -> None:
     """Where drawing a row takes as long as computing two, fewer of the same drafts pay."""
     costs = StepCosts(LINEAR.tokens, Curve([0, 8], [0.0, 8 * 0.0036]))
-    policy, draft = PayingDrafts(costs), Draft([7] * 7, 3)
+    policy, draft = DraftPolicy(costs), Draft([7] * 7, 3)
     greedy, drawn = Text([1]), Text([2])
     drawn.is_drawn = True
     few, many = policy.keep([drawn, greedy], [draft] * 2, StepSize(2, 2, 1))
     assert 0 < few < many
     ratio = policy._followed[drawn].debt / few / (policy._followed[greedy].debt / many)
     assert ratio == pytest.approx(3, rel=0.01)
-    alone = PayingDrafts(costs)
+    alone = DraftPolicy(costs)
     assert alone.keep([drawn], [draft], StepSize(1, 1, 1))[0] < 7
     assert alone.keep([drawn], [Draft()], StepSize(1, 1, 1)) == [0]
 
@@ -143,14 +143,14 @@ def test_drawn_rows_make_time_cheaper_for_all() -> None:
     """A step that takes longer anyway may be made longer by a greedy draft."""
     costs = StepCosts(Curve([1, 2], [1.0, 1.5]), Curve([0, 1], [0.0, 4.0]))
     draft = [Draft([7], 3)]
-    assert PayingDrafts(costs).keep([Text([1])], draft, StepSize(2, 2, 0)) == [0]
-    assert PayingDrafts(costs).keep([Text([1])], draft, StepSize(2, 2, 1)) == [1]
+    assert DraftPolicy(costs).keep([Text([1])], draft, StepSize(2, 2, 0)) == [0]
+    assert DraftPolicy(costs).keep([Text([1])], draft, StepSize(2, 2, 1)) == [1]
 
 
 def test_a_prompt_beside_it_does_not_make_time_cheap() -> None:
     """Rows that are free in a small step are not in one that computes a prompt."""
     costs = StepCosts(Curve([1, 16, 64, 128], [1.0, 1.0, 4.0, 8.0]))
-    policy = PayingDrafts(costs)
+    policy = DraftPolicy(costs)
     text, draft = Text([1]), Draft([7] * 7, 3)
     assert policy.keep([text], [draft], StepSize(1, 1)) == [7]
     (beside,) = policy.keep([text], [draft], StepSize(101, 1))

@@ -8,7 +8,7 @@ import pytest
 
 from pyengine.speculation.drafters import Context, Draft
 from pyengine.speculation.drafting import Speculator
-from pyengine.speculation.policy import EveryDraft
+from tests.support.drafters import EveryDraft
 from tests.unit.speculation.test_ngram import Text
 
 VOCAB = 50
