@@ -28,7 +28,7 @@ from pyengine.attention.dispatch import (
     register_paged_attention,
     running,
 )
-from pyengine.models.linear import join_linears
+from pyengine.models.linear import fuse_linears
 from pyengine.models.rotary import take_over_rotations
 from pyengine.models.transformers_calls import quiet_transformers
 
@@ -99,7 +99,7 @@ def model(family: str, layers: int) -> Any:
 def as_on_cuda(made: Any) -> Any:
     """Fused as an engine does it there."""
     take_over_rotations(made)
-    join_linears(made)
+    fuse_linears(made)
     return made
 
 

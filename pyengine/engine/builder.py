@@ -42,7 +42,7 @@ from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory
 from pyengine.kv_cache.pool import KVPool, PoolSettings, resolve_kv_cache_dtype
 from pyengine.models.int8_linear import quantise_linears
-from pyengine.models.linear import can_pack, join_linears, pack_linears
+from pyengine.models.linear import can_prepack, fuse_linears, prepack_linears
 from pyengine.models.linear_kernels import ProductChooser
 from pyengine.models.loader import LoadedModel, load_model, with_mtp_layers
 from pyengine.models.norms import fuse_norms
@@ -333,12 +333,12 @@ def _runner(
     if loaded.device.type == "cpu":
         keep_freed_memory()
         fuse_norms(loaded.model)
-    if can_pack(loaded.device, loaded.dtype):
-        pack_linears(loaded.model, products)
+    if can_prepack(loaded.device, loaded.dtype):
+        prepack_linears(loaded.model, products)
         if loaded.mtp_layers is not None:
-            pack_linears(loaded.mtp_layers.layers, products)
+            prepack_linears(loaded.mtp_layers.layers, products)
     elif loaded.device.type == "cuda":
-        join_linears(loaded.model)
+        fuse_linears(loaded.model)
     recorder = _recorder(settings, loaded, backend)
     runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
     runner.take_over_rotations()

@@ -63,7 +63,7 @@ class Encoding:
     def multiply(
         self, numbers: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """What `encode` gave times a packed weight, float32 `[R, N]`; `scales` are `[N]`.
+        """What `encode` gave times a prepacked weight, float32 `[R, N]`; `scales` are `[N]`.
 
         The sum of both halves is exact below 2^24, and has the same bits as an undivided digit's.
         """
@@ -237,7 +237,7 @@ class Int8Embedding(nn.Module):
 
 
 _layers: "WeakValueDictionary[int, Int8Linear]" = WeakValueDictionary()
-"""A compiled graph cannot hold a packed weight: it holds the number of the layer that does."""
+"""A compiled graph cannot hold a prepacked weight: it holds the number of the layer that does."""
 
 
 def _int8_product(numbers: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:

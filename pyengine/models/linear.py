@@ -32,7 +32,7 @@ GATED = ("gate_proj", "up_proj")
 """Names of layers of one parent that see the same input."""
 
 
-class _Joint:
+class _FusedProduct:
     """The product of several layers, and what of it has not been asked for yet.
 
     Not a module: setting an attribute of one takes microseconds.
@@ -57,29 +57,29 @@ class _Joint:
         return part
 
 
-class JoinedLinear(nn.Module):
+class FusedLinear(nn.Module):
     """One of several linear layers that are computed together."""
 
-    def __init__(self, linear: nn.Linear, joint: _Joint, place: int) -> None:
+    def __init__(self, linear: nn.Linear, fused_product: _FusedProduct, place: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._joint, self._place = joint, place
-        self.product = joint.product  # where those who walk over modules find it
+        self._fused, self._place = fused_product, place
+        self.product = fused_product.product  # where those who walk over modules find it
 
     @property
     def weight(self) -> Any:
         """That of all of them: opaque, for its dtype."""
-        return self._joint.product.weight
+        return self._fused.product.weight
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`; not contiguous."""
-        return self._joint.part(rows, self._place)
+        return self._fused.part(rows, self._place)
 
 
-def join_linears(model: nn.Module) -> int:
+def fuse_linears(model: nn.Module) -> int:
     """Join what sees the same input, on a device where a product more is a launch more.
 
-    Returns how many layers `model` has of those that can be joined.
+    Returns how many layers `model` has of those that can be fused.
     """
     return replace_linears(
         model, lambda module: type(module) is nn.Linear, lambda linear: linear, (ATTENTION, GATED)
@@ -94,7 +94,7 @@ def replace_linears(
 ) -> int:
     """Replace every linear layer that `takes` takes by what is `made` of it; returns how many.
 
-    Those of a parent whose names stand `together` are joined first. Weights are given back one
+    Those of a parent whose names stand `together` are fused first. Weights are given back one
     by one, where nothing else holds them.
     """
     num_replaced = 0
@@ -104,9 +104,11 @@ def replace_linears(
         for group in together:
             linears: list[Any] = [getattr(parent, name) for name in group if name in names]
             if len(linears) == len(group) and _go_together(linears):
-                joint = _Joint(made(_joined(linears)), [linear.out_features for linear in linears])
+                fused_product = _FusedProduct(
+                    made(_concatenated(linears)), [linear.out_features for linear in linears]
+                )
                 for place, name in enumerate(group):
-                    setattr(parent, name, JoinedLinear(linears[place], joint, place))
+                    setattr(parent, name, FusedLinear(linears[place], fused_product, place))
                     names.remove(name)
         for name in names:
             setattr(parent, name, made(getattr(parent, name)))
@@ -119,7 +121,7 @@ def _go_together(linears: Sequence[nn.Linear]) -> bool:
 
 
 @torch.no_grad()
-def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+def _concatenated(linears: Sequence[nn.Linear]) -> nn.Linear:
     """A layer with the outputs of all of them, one after the other."""
     first, num_outputs = linears[0], sum(linear.out_features for linear in linears)
     whole = nn.Linear(first.in_features, num_outputs, bias=first.bias is not None, device="meta")
@@ -136,7 +138,7 @@ def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
 _numbers = count()
 
 
-class PackedLinear(nn.Module):
+class PrepackedLinear(nn.Module):
     """Computes what `linear` does, by oneDNN; its weight is a copy in oneDNN's layout.
 
     `weight` is opaque then: it has a shape and a dtype, and no arithmetic of its own. With the
@@ -161,7 +163,7 @@ class PackedLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         if torch.compiler.is_compiling():
-            found: torch.Tensor = torch.ops.pyengine.packed_linear(
+            found: torch.Tensor = torch.ops.pyengine.prepacked_linear(
                 rows, self.number, self.out_features
             )
             return found
@@ -172,14 +174,14 @@ class PackedLinear(nn.Module):
         found: torch.Tensor = self._multiply(rows, self.weight, self.bias, after, [], "")
         return found
 
-    def multiply_gated(self, rows: torch.Tensor, gate: "PackedLinear") -> torch.Tensor:
+    def multiply_gated(self, rows: torch.Tensor, gate: "PrepackedLinear") -> torch.Tensor:
         """`silu(gate(rows)) * self(rows)`, outside a graph."""
         gates = gate.multiply(rows, "swish")
         found: torch.Tensor = self._multiply_by(rows, gates, self.weight, self.bias, "mul")
         return found
 
 
-class PackedMLP(nn.Module):
+class PrepackedMLP(nn.Module):
     """Computes `down(silu(gate(rows)) * up(rows))`, as transformers' `LlamaMLP` does.
 
     In bfloat16 the gate is rounded after the SiLU only.
@@ -188,31 +190,33 @@ class PackedMLP(nn.Module):
     def __init__(self, mlp: nn.Module, product: Product = "onednn") -> None:
         super().__init__()
         layers: dict[str, Any] = dict(mlp.named_children())
-        self.gate_proj = PackedLinear(layers["gate_proj"], product)
-        self.up_proj = PackedLinear(layers["up_proj"], product)
-        self.down_proj = PackedLinear(layers["down_proj"], product)
+        self.gate_proj = PrepackedLinear(layers["gate_proj"], product)
+        self.up_proj = PrepackedLinear(layers["up_proj"], product)
+        self.down_proj = PrepackedLinear(layers["down_proj"], product)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., hidden]`."""
         up, gate = self.up_proj, self.gate_proj
         gated: torch.Tensor
         if torch.compiler.is_compiling():
-            gated = torch.ops.pyengine.packed_gated(rows, up.number, gate.number, up.out_features)
+            gated = torch.ops.pyengine.prepacked_gated(
+                rows, up.number, gate.number, up.out_features
+            )
         else:
             gated = up.multiply_gated(rows, gate)
         found: torch.Tensor = self.down_proj(gated)
         return found
 
 
-_layers: "WeakValueDictionary[int, PackedLinear]" = WeakValueDictionary()
-"""A compiled graph cannot hold a packed weight: it holds the number of the layer that does."""
+_layers: "WeakValueDictionary[int, PrepackedLinear]" = WeakValueDictionary()
+"""A compiled graph cannot hold a prepacked weight: it holds the number of the layer that does."""
 
 
-def _packed_linear(rows: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
+def _prepacked_linear(rows: torch.Tensor, number: int, _out_features: int) -> torch.Tensor:
     return _layers[number].multiply(rows)
 
 
-def _packed_gated(rows: torch.Tensor, up: int, gate: int, _out_features: int) -> torch.Tensor:
+def _prepacked_gated(rows: torch.Tensor, up: int, gate: int, _out_features: int) -> torch.Tensor:
     return _layers[up].multiply_gated(rows, _layers[gate])
 
 
@@ -222,18 +226,18 @@ def _shape(rows: torch.Tensor, *numbers: int) -> torch.Tensor:
 
 # Not `custom_op`, which costs several microseconds more for each of some hundred layers.
 torch.library.define(
-    "pyengine::packed_linear", "(Tensor rows, int number, int out_features) -> Tensor"
+    "pyengine::prepacked_linear", "(Tensor rows, int number, int out_features) -> Tensor"
 )
-torch.library.impl("pyengine::packed_linear", "CPU")(_packed_linear)
-torch.library.register_fake("pyengine::packed_linear")(_shape)
+torch.library.impl("pyengine::prepacked_linear", "CPU")(_prepacked_linear)
+torch.library.register_fake("pyengine::prepacked_linear")(_shape)
 torch.library.define(
-    "pyengine::packed_gated", "(Tensor rows, int up, int gate, int out_features) -> Tensor"
+    "pyengine::prepacked_gated", "(Tensor rows, int up, int gate, int out_features) -> Tensor"
 )
-torch.library.impl("pyengine::packed_gated", "CPU")(_packed_gated)
-torch.library.register_fake("pyengine::packed_gated")(_shape)
+torch.library.impl("pyengine::prepacked_gated", "CPU")(_prepacked_gated)
+torch.library.register_fake("pyengine::prepacked_gated")(_shape)
 
 
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
     """True if a model's layers can multiply by oneDNN there."""
     return device.type == "cpu" and onednn_supports(dtype)
 
@@ -247,11 +251,11 @@ def always_onednn(_shape: LayerShape, _weights: Sequence[torch.Tensor]) -> Produ
     return "onednn"
 
 
-def pack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
+def prepack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
     """Let every `nn.Linear` of `model` multiply as `choose` says; returns how many there are.
 
     Query, key and value become one (`models/linear.py`), a gated MLP with its SiLU a
-    `PackedMLP`.
+    `PrepackedMLP`.
     Weights are copied one by one, and released where nothing else holds them: an embedding that
     is tied to one stays as it was.
     """
@@ -267,14 +271,14 @@ def pack_linears(model: nn.Module, choose: Choose = always_onednn) -> int:
                 if product == "torch":
                     unchanged.update(child.children())
                 else:
-                    setattr(parent, name, PackedMLP(child, product))
+                    setattr(parent, name, PrepackedMLP(child, product))
 
     def replaced(linear: nn.Linear) -> nn.Module:
         weight = linear.weight
         is_tied = weight.data_ptr() in embedded
         size = linear.in_features, linear.out_features
         product = choose(LayerShape(*size, weight.dtype, is_tied=is_tied), [weight])
-        return linear if product == "torch" else PackedLinear(linear, product)
+        return linear if product == "torch" else PrepackedLinear(linear, product)
 
     def is_left(module: nn.Module) -> bool:
         return _is_linear(module) and module not in unchanged

@@ -29,7 +29,7 @@ from pyengine.attention.gather import GatherBackend
 from pyengine.attention.varlen import FlashAttnBackend, VarlenBackend
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool, kv_cache_specs
 from pyengine.models.int8_linear import Int8Linear, digits
-from pyengine.models.linear import PackedLinear
+from pyengine.models.linear import PrepackedLinear
 from pyengine.models.rotary import take_over_rotations
 from tests.gpu.models import FAMILIES, random_model
 from tests.unit.attention import fake_kernels
@@ -144,7 +144,7 @@ def _stand_in_serves(name: str, config: Any, specs: Sequence[KVCacheSpec]) -> bo
 @pytest.mark.parametrize("lead", [(1, 5), (1, 1), (7,)])
 @torch.inference_mode()
 def test_products_give_the_strides_that_their_fakes_promise(lead: tuple[int, ...]) -> None:
-    gate, up = (PackedLinear(nn.Linear(32, 48)) for _ in range(2))
+    gate, up = (PrepackedLinear(nn.Linear(32, 48)) for _ in range(2))
     products = Int8Linear(nn.Linear(32, 48))
     numbers, _ = digits(torch.randn(6, 32), products.encoding)
     for rows in (
@@ -154,8 +154,8 @@ def test_products_give_the_strides_that_their_fakes_promise(lead: tuple[int, ...
     ):
         ours = torch.ops.pyengine
         calls = [
-            (ours.packed_linear.default, (rows, up.number, 48)),
-            (ours.packed_gated.default, (rows, up.number, gate.number, 48)),
+            (ours.prepacked_linear.default, (rows, up.number, 48)),
+            (ours.prepacked_gated.default, (rows, up.number, gate.number, 48)),
             (ours.int8_product.default, (numbers, products._number, 48)),
             (ours.kept.default, (rows,)),
         ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyengine.models.linear import ATTENTION, GATED, JoinedLinear, join_linears, replace_linears
+from pyengine.models.linear import ATTENTION, GATED, FusedLinear, fuse_linears, replace_linears
 from tests.unit.executor.hand_made import random_model
 
 
@@ -101,7 +101,7 @@ def test_plain_layers_are_joined_for_gpus_and_say_the_same():
     model: Any = random_model("llama")
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     expected = model(tokens).logits
-    assert join_linears(model) == 3 * 7 + 1
+    assert fuse_linears(model) == 3 * 7 + 1
     assert sum(type(module) is nn.Linear for module in model.modules()) == 3 * 4 + 1
     torch.testing.assert_close(model(tokens).logits, expected)
 
@@ -122,5 +122,5 @@ def test_a_model_says_the_same_and_gives_its_weights_back(family):
     torch.testing.assert_close(model(tokens).logits, expected)
     assert all(product.calls == 1 for product in products(model))
     layer = model.model.layers[0].self_attn.k_proj
-    assert isinstance(layer, JoinedLinear)
+    assert isinstance(layer, FusedLinear)
     assert layer.weight.dtype == torch.float32

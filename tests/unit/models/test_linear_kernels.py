@@ -99,10 +99,10 @@ _GENERIC_MKL = {
 
 _CHOICE = """
 import torch
-from pyengine.models.linear import can_pack
+from pyengine.models.linear import can_prepack
 from pyengine.models.linear_kernels import LayerShape, choose_product
 assert torch.backends.cpu.get_cpu_capability() != "AVX512"
-assert can_pack(torch.device("cpu"), torch.float32)
+assert can_prepack(torch.device("cpu"), torch.float32)
 shape = LayerShape(640, 8192, torch.float32)
 print(choose_product(shape, [torch.rand(8192, 640)]).product)
 """

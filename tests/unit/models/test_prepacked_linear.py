@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pyengine.models import linear as packed
-from pyengine.models.linear import PackedLinear, PackedMLP, can_pack, pack_linears
+from pyengine.models.linear import PrepackedLinear, PrepackedMLP, can_prepack, prepack_linears
 from pyengine.models.linear_kernels import LayerShape, onednn_supports
 from tests.unit.executor.hand_made import random_model
 
@@ -24,7 +24,7 @@ ROUNDED = pytest.param(
     torch.bfloat16,
     1e-2,
     id="bfloat16",
-    marks=pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="no bfloat16 here"),
+    marks=pytest.mark.skipif(not can_prepack(CPU, torch.bfloat16), reason="no bfloat16 here"),
 )
 
 
@@ -38,7 +38,7 @@ def test_it_multiplies_as_the_layer_it_replaces(shape, bias, dtype, error, produ
     plain, rows = nn.Linear(24, 17, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            found = PackedLinear(plain, product)(rows)
+            found = PrepackedLinear(plain, product)(rows)
             torch.testing.assert_close(found, plain(rows), atol=error, rtol=error)
             assert found.shape == (*shape[:-1], 17)
             assert found.dtype == dtype
@@ -55,14 +55,14 @@ def test_every_linear_of_a_model_is_replaced_and_its_weight_given_back(dtype, _e
         plain = (model(tokens).logits - exact).abs().mean()
         kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
         embedding = model.get_input_embeddings().weight.clone()
-        assert pack_linears(model) == 3 * 7 + 1
+        assert prepack_linears(model) == 3 * 7 + 1
         gc.collect()
         assert kept() is None
         assert (model(tokens).logits - exact).abs().mean() <= 1.1 * plain + 1e-5  # rounded less
     assert torch.equal(model.get_input_embeddings().weight, embedding)
     assert model.lm_head.weight.dtype == dtype
     assert model.lm_head.weight.shape == embedding.shape
-    assert pack_linears(model) == 0
+    assert prepack_linears(model) == 0
 
 
 @needs_onednn
@@ -82,9 +82,9 @@ def test_gated_mlps_do_all_at_once_where_they_are_the_usual_ones(family, setting
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
         expected = model(tokens).logits
-        pack_linears(model)
+        prepack_linears(model)
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
-    assert sum(isinstance(module, PackedMLP) for module in model.modules()) == num_gated
+    assert sum(isinstance(module, PrepackedMLP) for module in model.modules()) == num_gated
 
 
 @needs_onednn
@@ -97,9 +97,9 @@ def test_an_mlp_that_does_something_else_stays():
             return 2 * super().forward(rows)
 
     model.model.layers[0].mlp.__class__ = Doubled
-    pack_linears(model)
+    prepack_linears(model)
     mlps = [layer.mlp for layer in model.model.layers]
-    assert [isinstance(mlp, PackedMLP) for mlp in mlps] == [False, True, True]
+    assert [isinstance(mlp, PrepackedMLP) for mlp in mlps] == [False, True, True]
 
 
 @needs_onednn
@@ -108,7 +108,7 @@ def test_a_graph_holds_the_layer_by_its_number():
     plain = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
     rows = torch.randn(5, 8)
     expected = plain(rows).detach()
-    assert pack_linears(plain) == 2
+    assert prepack_linears(plain) == 2
     torch._dynamo.reset()
     graph = torch.compile(plain, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
@@ -121,7 +121,7 @@ def test_a_graph_holds_a_gated_mlp_too(product):
     model: Any = random_model("llama")
     mlp, rows = model.model.layers[0].mlp, torch.randn(5, model.config.hidden_size)
     expected = mlp(rows).detach()
-    pack_linears(model, lambda _shape, _weights: product)
+    prepack_linears(model, lambda _shape, _weights: product)
     torch._dynamo.reset()
     graph = torch.compile(model.model.layers[0].mlp, fullgraph=True, backend="aot_eager")
     with torch.inference_mode():
@@ -132,7 +132,7 @@ def test_a_graph_holds_a_gated_mlp_too(product):
 def test_layers_are_forgotten_with_their_model():
     gc.collect()
     before = len(packed._layers)
-    layer = PackedLinear(nn.Linear(3, 3))
+    layer = PrepackedLinear(nn.Linear(3, 3))
     assert len(packed._layers) == before + 1
     del layer
     gc.collect()
@@ -145,16 +145,16 @@ def test_what_is_no_plain_linear_stays():
 
     model = nn.ModuleList([Own(2, 2), nn.Embedding(2, 2), nn.Linear(2, 2, dtype=torch.float16)])
     before = list(model)
-    assert pack_linears(model) == 0
+    assert prepack_linears(model) == 0
     assert list(model) == before
 
 
 def test_the_name_of_an_instruction_set_does_not_decide(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert can_pack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
-    assert can_pack(CPU, torch.bfloat16) == onednn_supports(torch.bfloat16)
-    assert not can_pack(CPU, torch.float16)
-    assert not can_pack(torch.device("cuda"), torch.float32)
+    assert can_prepack(CPU, torch.float32) == torch.backends.mkldnn.is_available()
+    assert can_prepack(CPU, torch.bfloat16) == onednn_supports(torch.bfloat16)
+    assert not can_prepack(CPU, torch.float16)
+    assert not can_prepack(torch.device("cuda"), torch.float32)
 
 
 @needs_onednn
@@ -171,13 +171,13 @@ def test_layers_use_the_product_that_was_chosen_for_their_shape():
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
         expected = model(tokens).logits
-        assert pack_linears(model, choose) == 3 * 7 + 1
+        assert prepack_linears(model, choose) == 3 * 7 + 1
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
     gated = LayerShape(hidden, middle, torch.float32, is_gated=True)
     assert asked[gated] == 3 * hidden * middle
     assert asked[head] == hidden * model.config.vocab_size
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
-    assert type(model.lm_head) is PackedLinear
+    assert type(model.lm_head) is PrepackedLinear
 
 
 @needs_onednn
@@ -187,7 +187,7 @@ def test_a_tied_head_may_keep_the_weight_of_the_embedding():
     tokens = torch.tensor([[3, 9, 27, 81, 50]])
     with torch.no_grad():
         expected = model(tokens).logits
-        pack_linears(model, lambda shape, _: "onednn-unpacked" if shape.is_tied else "torch")
+        prepack_linears(model, lambda shape, _: "onednn-unpacked" if shape.is_tied else "torch")
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
-    assert type(model.lm_head) is PackedLinear
+    assert type(model.lm_head) is PrepackedLinear
     assert model.lm_head.weight.data_ptr() == embedding.data_ptr()
