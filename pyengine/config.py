@@ -181,7 +181,7 @@ class EngineSettings:
     )
     max_num_waiting: int | None = setting(
         None,
-        "requests that may wait for a seat; more are refused; without it any number",
+        "requests that may wait for a slot; more are refused; without it any number",
         hidden=True,
         least=1,
     )

@@ -50,7 +50,7 @@ class FaultFinder:
     is found within 2 steps beside the one that failed when it has just come, otherwise within
     log2(n) + 2. The last suspect runs alone: whoever has come since may be at fault as well, or a
     step may fail by chance. If it fails once more, it is at fault. Where no step can be made
-    without the others (they hold the blocks or the seats), one is made of all; if that fails,
+    without the others (they hold the blocks or the slots), one is made of all; if that fails,
     everybody who was in it is suspected from then on.
 
     Bad requests that come together would be found in a row, without a step that goes well, as they

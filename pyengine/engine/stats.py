@@ -66,7 +66,7 @@ def view_of(
 def _view(state: RequestState, *, is_running: bool) -> RequestView:
     num_prompt, samples = len(state.prompt_token_ids), state.samples
     first = samples[0]
-    if len(samples) == 1 or first.num_seats > 1:
+    if len(samples) == 1 or first.num_slots > 1:
         num_output = first.num_tokens - num_prompt
     else:
         num_output = sum([sample.num_tokens - num_prompt for sample in samples])

@@ -16,7 +16,7 @@ class Request:
     `namespace` separates its blocks from those of other namespaces. Requests are served by
     `priority`, smaller first, and by arrival where that is equal. With `read_cache` off every
     prompt token is computed, also what the cache holds, but for `readable_tokens`. `num_samples`
-    completions will run once the prompt is computed: it is admitted when there are seats for all of
+    completions will run once the prompt is computed: it is admitted when there are slots for all of
     them. It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step
     computes at most `max_chunk` tokens of prompts that have such a bound, all of them together.
     """
@@ -67,7 +67,7 @@ class Job:
         "index",
         "is_running",
         "num_computed",
-        "num_seats",
+        "num_slots",
         "num_tokens",
         "order",
         "request",
@@ -86,7 +86,7 @@ class Job:
         """Made by the scheduler when it is queued or forked."""
         self.order: tuple[float, int, int] = (request.priority, 0, index)
         """Priority, position in the order of submission, and among its samples."""
-        self.num_seats = request.num_samples if index == 0 else 1
+        self.num_slots = request.num_samples if index == 0 else 1
         """Sequences that run for it: itself, and the samples that are to be forked from it."""
         self.num_tokens = len(request.prompt_token_ids)
         """Prompt and output, the tokens that open steps sample included."""
@@ -114,7 +114,7 @@ class Job:
         So it is where tokens change what comes after them, where new samples are forked, and
         where drafts follow.
         """
-        return self.waits_for_tokens or self.num_seats > 1 or self.wants_drafts
+        return self.waits_for_tokens or self.num_slots > 1 or self.wants_drafts
 
 
 @dataclass(slots=True, eq=False)

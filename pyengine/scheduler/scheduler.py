@@ -164,7 +164,7 @@ class Scheduler:
         They stand on its prompt's blocks; each has its own first token. A partial last block is
         copied when they part.
         """
-        parent.num_seats = 1
+        parent.num_slots = 1
         prompt = parent.num_tokens - 1
         for job, token in samples:
             job.sequence = parent.sequence.fork(prompt)
@@ -241,13 +241,13 @@ class Scheduler:
         """One token for every job that has one left to compute: they come first (promise 4)."""
         jobs, sequences = self._current_decodes(step.is_ahead, out)
         while jobs:
-            misfits = step.plan.decode(sequences)
-            if not misfits:
+            rejected = step.plan.decode(sequences)
+            if not rejected:
                 step.add_decodes(jobs)
                 return
-            unplanned = set(misfits)
+            unplanned = set(rejected)
             step.add_decodes(tuple(job for at, job in enumerate(jobs) if at not in unplanned))
-            left = [jobs[at] for at in misfits]
+            left = [jobs[at] for at in rejected]
             victim = self._make_room(step, left[0])
             jobs = tuple(job for job in left if job is not victim)
             sequences = [job.sequence for job in jobs]
@@ -299,16 +299,16 @@ class Scheduler:
         return step.plan.prefill(job.sequence, most, reserve=reserve, replay=replay or None)
 
     def _admit(self, step: ScheduledStep, without: Collection[Job]) -> NoRoom | NoBudget | None:
-        """Waiting jobs in their order, as long as whole prompts, budget and seats suffice.
+        """Waiting jobs in their order, as long as whole prompts, budget and slots suffice.
 
-        What the first one was short of that was not admitted; None if that was a seat, or all were.
+        What the first one was short of that was not admitted; None if that was a slot, or all were.
         """
         candidates = self._candidates(step, without)
         job = next(candidates, None)
         if job is None:
             return None
-        seats = self._limits.max_num_seqs - sum([job.num_seats for job in self._running])
-        if job.num_seats > seats:
+        slots = self._limits.max_num_seqs - sum([job.num_slots for job in self._running])
+        if job.num_slots > slots:
             return None
         begun = {id(entry.job) for entry in step.chunks if not entry.samples}
         reserve = sum(  # a job that decodes has all its blocks
@@ -316,7 +316,7 @@ class Scheduler:
             for job in self._running
             if job.num_uncomputed > 1 or id(job) in begun
         )
-        while job is not None and job.num_seats <= seats:
+        while job is not None and job.num_slots <= slots:
             attached = self._attach(job)
             answer = self._prefill(step, job, reserve)
             if not isinstance(answer, Prefilled):
@@ -325,7 +325,7 @@ class Scheduler:
             insort(self._running, job, key=_by_order)
             self._waiting.discard(job)
             job.is_running = True
-            seats -= job.num_seats
+            slots -= job.num_slots
             num_cached = attached.num_tokens + answer.num_cached_tokens
             entry = step.add_prefill(job, answer.num_tokens, num_cached)
             entry.num_attached, entry.num_attached_blocks = attached
@@ -444,9 +444,9 @@ class Scheduler:
         job = self._waiting.first()
         if step.is_ahead or job is None:
             raise _NoPlanAheadError
-        if job.num_seats > self._limits.max_num_seqs:
+        if job.num_slots > self._limits.max_num_seqs:
             raise StalledError(
-                f"request {job.request.request_id!r} runs {job.num_seats} samples at once, and "
+                f"request {job.request.request_id!r} runs {job.num_slots} samples at once, and "
                 f"since a step was too large for the device's memory only "
                 f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or make room "
                 "on the device",

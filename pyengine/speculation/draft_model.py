@@ -249,9 +249,9 @@ class DraftModel:
     ) -> dict[Context, int]:
         """The most probable next token of each; none where there is no room."""
         with self._step(self._most) as plan:
-            misfits = set(plan.decode([forks[context] for context in contexts]))
+            rejected = set(plan.decode([forks[context] for context in contexts]))
             fitting = [
-                each_context for at, each_context in enumerate(contexts) if at not in misfits
+                each_context for at, each_context in enumerate(contexts) if at not in rejected
             ]
             tokens: list[int] = []
             if fitting:

@@ -205,11 +205,11 @@ class Binding(RuleBasedStateMachine):
         ready = [k for k in self.idle_ones() if len(k.tokens) - k.computed == 1]
         ready = ready[pick % (len(ready) + 1) :]
         left, available = plan.budget_left, self.manager.ledger().available
-        misfits = plan.decode([known.handle for known in ready])
+        rejected = plan.decode([known.handle for known in ready])
         for position, known in enumerate(ready):
             grows = known.computed // self.block_size >= len(known.table)
             fits = left > 0 and (not grows or available > 0)
-            assert fits == (position not in misfits)
+            assert fits == (position not in rejected)
             if fits:
                 left, available = left - 1, available - grows
                 before = (known.computed, known.table)

@@ -37,7 +37,7 @@ class Setting:
     block_size: int
     groups: tuple[int | None, ...]
     budget: int
-    seats: int
+    slots: int
     caching: bool
     sharing: bool
     hash_bits: int
@@ -63,7 +63,7 @@ class Setting:
             block_size=random.randint(1, 8),
             groups=groups,
             budget=budget,
-            seats=random.randint(1, min(budget, 8)),
+            slots=random.randint(1, min(budget, 8)),
             caching=random.random() < 0.85,
             sharing=random.random() < 0.8,
             hash_bits=random.choice([128, 128, 2]),
@@ -184,14 +184,14 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         in_flight_sharing=setting.sharing,
         hash_bits=setting.hash_bits,
     )
-    limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.seats)
+    limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.slots)
     scheduler = WatchedScheduler(LookaheadManager(blocks, setting.lookahead), limits)
     runner = FaultyRunner(setting, scheduler, random)
     model_limits = ModelLimits(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         max_model_len=setting.max_model_len,
-        max_num_seqs=setting.seats,
+        max_num_seqs=setting.slots,
         limited_by="the pool",
     )
     executor = Executor(runner, LazyQueue(), depth=setting.depth)

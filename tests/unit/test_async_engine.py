@@ -226,7 +226,7 @@ def test_a_deadline_ends_what_waits_and_what_runs(monkeypatch: pytest.MonkeyPatc
                 assert (one.finish_reason, one.stop_reason) == ("abort", "deadline")
                 assert one.token_ids == continued([prompt], len(one.token_ids))
             assert outputs[0].outputs[0].token_ids
-            assert outputs[1].outputs[0].token_ids == []  # there was no seat
+            assert outputs[1].outputs[0].token_ids == []  # there was no slot
             assert outputs[1].metrics.scheduled_time is None
             later = await last_of(engine.generate([3], GREEDY, deadline=monotonic() + 60))
             assert later.outputs[0].token_ids == continued([3], 8)

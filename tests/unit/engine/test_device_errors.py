@@ -38,10 +38,10 @@ OutOfMemory: TypeAlias = Callable[[str], BaseException]
 
 
 def small_device(
-    fits: int, *, depth: int = 1, seats: int = 16, error: OutOfMemory = on_a_device
+    fits: int, *, depth: int = 1, slots: int = 16, error: OutOfMemory = on_a_device
 ) -> Bench:
     """A device on which a step of more than `fits` tokens runs out of memory."""
-    bench = make_bench(256, 4, max_num_batched_tokens=64, max_num_seqs=seats, depth=depth)
+    bench = make_bench(256, 4, max_num_batched_tokens=64, max_num_seqs=slots, depth=depth)
     run = bench.runner.run
 
     def limited(sizes: tuple[int, int, int], *rest: object) -> StepLogits:

@@ -5,9 +5,9 @@ from pyengine.scheduler.batch import Job, Request, ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 
 
-def make(num_blocks: int = 32, budget: int = 32, seats: int = 4) -> Scheduler:
+def make(num_blocks: int = 32, budget: int = 32, slots: int = 4) -> Scheduler:
     manager = BlockManager(num_blocks, 4)
-    limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=seats)
+    limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=slots)
     return Scheduler(manager, limits)
 
 
@@ -98,7 +98,7 @@ def test_it_waits_where_somebody_must_be_preempted() -> None:
 
 def test_it_waits_where_a_chunk_finds_no_room() -> None:
     """One decodes and grows; the other computes one token of its prompt a step."""
-    scheduler = make(num_blocks=5, budget=2, seats=2)
+    scheduler = make(num_blocks=5, budget=2, slots=2)
     asked: list[str] = []
     make_room = scheduler._make_room
 

@@ -16,10 +16,10 @@ class Service:
     """A scheduler whose requests give one token each: only prompts take blocks."""
 
     def __init__(
-        self, num_blocks: int, groups: tuple[int | None, ...], *, budget: int, seats: int = 8
+        self, num_blocks: int, groups: tuple[int | None, ...], *, budget: int, slots: int = 8
     ) -> None:
         self.manager = BlockManager(num_blocks, 4, groups=groups)
-        limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=seats)
+        limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=slots)
         self.scheduler = Scheduler(self.manager, limits)
 
     def add(self, lengths: list[int]) -> None:

@@ -28,8 +28,8 @@ def cache(manager: BlockManager, prompt: list[int]) -> None:
     sequence.free()
 
 
-def make(manager: BlockManager, budget: int = 1024, seats: int = 16) -> Scheduler:
-    limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=seats)
+def make(manager: BlockManager, budget: int = 1024, slots: int = 16) -> Scheduler:
+    limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=slots)
     return Scheduler(manager, limits)
 
 
@@ -112,7 +112,7 @@ def test_promise_3_admits_only_what_fits_beside_the_admitted() -> None:
 
 def test_promise_4_one_step_one_budget_decodes_first() -> None:
     manager = BlockManager(64, 4)
-    scheduler = make(manager, budget=16, seats=4)
+    scheduler = make(manager, budget=16, slots=4)
     add(scheduler, "a", tokens(9))
     assert planned(scheduler) == [("a", 9)]
     add(scheduler, "b", tokens(40, start=30))

@@ -1,4 +1,4 @@
-"""Seats: a request with several samples is admitted when all of them may run at once."""
+"""Slots: a request with several samples is admitted when all of them may run at once."""
 
 from random import Random
 
@@ -11,8 +11,8 @@ from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledErro
 from tests.support.engines import make_bench
 
 
-class Seats:
-    """A scheduler of four seats, whose prompts of 16 tokens take two steps."""
+class Slots:
+    """A scheduler of four slots, whose prompts of 16 tokens take two steps."""
 
     def __init__(self, budget: int = 8) -> None:
         limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=4)
@@ -31,8 +31,8 @@ class Seats:
         assert step is not None
         self.scheduler.commit(step, [1] * len(step.sampling_jobs))
         for job in step.sampling_jobs:
-            if job.num_seats > 1:
-                others = [(Job(job.request, at), 1) for at in range(1, job.num_seats)]
+            if job.num_slots > 1:
+                others = [(Job(job.request, at), 1) for at in range(1, job.num_slots)]
                 self.scheduler.fork(job, others)
         assert self.scheduler.num_running <= 4
         return "".join(dict.fromkeys(job.request.request_id for job in step.jobs))
@@ -46,15 +46,15 @@ class Seats:
         ({"a": 2, "b": 2, "c": 1}, "ab"),
         ({"a": 1, "b": 1, "c": 2, "d": 1}, "abc"),
         ({"a": 4, "b": 1}, "a"),
-        ({"a": 1, "b": 4, "c": 1}, "a"),  # nobody passes one that waits for seats
+        ({"a": 1, "b": 4, "c": 1}, "a"),  # nobody passes one that waits for slots
     ],
 )
 def test_those_that_come_together_share_the_seats(samples: dict[str, int], admitted: str) -> None:
-    seats = Seats(budget=256)
+    slots = Slots(budget=256)
     for name, num_samples in samples.items():
-        seats.add(name, num_samples)
-    assert seats.step() == admitted
-    assert seats.step() == admitted
+        slots.add(name, num_samples)
+    assert slots.step() == admitted
+    assert slots.step() == admitted
 
 
 @pytest.mark.parametrize(("second", "is_admitted"), [(1, True), (2, False), (4, False)])
@@ -63,24 +63,24 @@ def test_seats_are_held_before_and_after_the_samples_are_forked(
     steps: int, second: int, is_admitted: bool
 ) -> None:
     """The first request, of three samples, computes its prompt for two steps; then they decode."""
-    seats = Seats()
-    seats.add("a", 3)
+    slots = Slots()
+    slots.add("a", 3)
     for _ in range(steps):
-        seats.step()
-    seats.scheduler.limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=4)
-    seats.add("b", second)
-    assert seats.step() == ("ab" if is_admitted else "a")
-    running = [job for job in seats.scheduler.running if job.request.request_id == "a"]
-    seats.scheduler.finish(running[:2])
-    seats.step()
-    assert seats.jobs["b"].is_running == (second <= 3 or not running[2:])
+        slots.step()
+    slots.scheduler.limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=4)
+    slots.add("b", second)
+    assert slots.step() == ("ab" if is_admitted else "a")
+    running = [job for job in slots.scheduler.running if job.request.request_id == "a"]
+    slots.scheduler.finish(running[:2])
+    slots.step()
+    assert slots.jobs["b"].is_running == (second <= 3 or not running[2:])
 
 
 def test_one_that_needs_more_seats_than_there_are_is_named() -> None:
-    seats = Seats()
-    seats.add("a", 5)
+    slots = Slots()
+    slots.add("a", 5)
     with pytest.raises(StalledError, match="runs 5 samples at once"):
-        seats.scheduler.schedule()
+        slots.scheduler.schedule()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
