@@ -399,9 +399,9 @@ class Engine:
         finished = self._finish(ended) if ended else []
         for state in dict.fromkeys([rows.samples[row].state for row in rows.loud]):
             if state.sink is not None and state.sink.streams:
-                news = state.take_news()
-                if news is not None:
-                    state.sink.put(news)
+                delta = state.take_delta()
+                if delta is not None:
+                    state.sink.put(delta)
         unwanted = [
             len(request.samples) for request in rows.beginners if not request.samples[0].max_output
         ]
@@ -470,7 +470,7 @@ class Engine:
             self._drafting.forget(state.samples)
         sink = state.sink
         if sink is not None:
-            output = state.take_news() if sink.streams else state.output()
+            output = state.take_delta() if sink.streams else state.output()
             if output is not None:
                 sink.put(output)
         for observer in self._observers:

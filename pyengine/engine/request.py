@@ -54,7 +54,7 @@ class Sample(Job):
         "_detokenizer",
         "_drops_last",
         "_ends",
-        "_is_told",
+        "_is_end_emitted",
         "_logprobs",
         "_num_decoded",
         "_num_taken",
@@ -82,7 +82,7 @@ class Sample(Job):
         self._cumulative = 0.0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._num_taken = self._num_decoded = 0
-        self._is_told = self._drops_last = False
+        self._is_end_emitted = self._drops_last = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -207,12 +207,12 @@ class Sample(Job):
             stop_reason=self.stop_reason,
         )
 
-    def take_news(self) -> CompletionOutput | None:
+    def take_delta(self) -> CompletionOutput | None:
         """What has come since it was last called; None if that is nothing."""
         first, end = self._num_taken, len(self.token_ids)
-        if self._is_told or (first == end and self.finish_reason is None):
+        if self._is_end_emitted or (first == end and self.finish_reason is None):
             return None
-        self._is_told = self.finish_reason is not None
+        self._is_end_emitted = self.finish_reason is not None
         self._num_taken = end
         text, wants_logprobs = self._text(), self.params.logprobs is not None
         return CompletionOutput(
@@ -346,10 +346,10 @@ class RequestState(Request):
         """All of it so far; the samples as they are now."""
         return self._with([sample.output() for sample in self.samples])
 
-    def take_news(self) -> RequestOutput | None:
+    def take_delta(self) -> RequestOutput | None:
         """What has come since it was last called; None if that is nothing."""
-        news = [sample.take_news() for sample in self.samples]
-        outputs = [output for output in news if output is not None]
+        deltas = [sample.take_delta() for sample in self.samples]
+        outputs = [output for output in deltas if output is not None]
         return self._with(outputs) if outputs else None
 
     def _with(self, outputs: list[CompletionOutput]) -> RequestOutput:

@@ -87,10 +87,10 @@ def _looks_at_numbers(module: nn.Module) -> bool:
 def _short_positions(module: Any) -> int | None:
     """Up to how many positions its usual frequencies serve; None: it does not say."""
     parameters = getattr(module.config, "rope_parameters", None) or {}
-    told = parameters.get("original_max_position_embeddings")
-    if told is None and "dynamic" in _kind(module):
-        told = getattr(module, "original_max_seq_len", None)
-    return None if told is None else int(told)
+    longest = parameters.get("original_max_position_embeddings")
+    if longest is None and "dynamic" in _kind(module):
+        longest = getattr(module, "original_max_seq_len", None)
+    return None if longest is None else int(longest)
 
 
 def _kind(module: Any) -> str:

@@ -121,7 +121,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pyengine-grammars")
         self._vocabulary: Any = None
         """`llguidance.LLTokenizer`, once it was needed."""
-        self._told: dict[str, Any] = {}
+        self._checker_setup: dict[str, Any] = {}
         """What checkers are told of it."""
         self._idle: list[_Checker] = []
 
@@ -228,13 +228,13 @@ class Grammars:
                 self._vocabulary = LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=ends or None
                 )
-                self._told = {
+                self._checker_setup = {
                     "tokenizer": text,
                     "n_vocab": self._vocab_size,
                     "eos_token": ends,
                     "limits": _LIMITS,
                 }
-        return _Checker(self._told)
+        return _Checker(self._checker_setup)
 
 
 def _text_of(tokenizer: Any) -> str:

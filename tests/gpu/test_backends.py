@@ -64,37 +64,37 @@ def first_use(place: Place, backend: str) -> Numbers:
 
 def oracle_is_right(place: Place, family: str) -> Numbers:
     """The float32 oracle against a plain forward pass, and what rounding does to it."""
-    told = oracle(place, family, DTYPE)
+    expected = oracle(place, family, DTYPE)
     plain = [Answer(logprobs, (), ()) for logprobs in plain_prompt_logprobs(place, family)]
-    ours = [Answer(item.prompt, (), ()) for item in told.exact]
+    ours = [Answer(item.prompt, (), ()) for item in expected.exact]
     found = compare(ours, plain, FLOAT32_BOUND)
     assert not found.wrong, found.wrong
     assert found.num_positions > 0
     return {
         "error": rounded(found.prompt_error),
         "bound": FLOAT32_BOUND,
-        "rounding": rounded(told.rounding.largest),
+        "rounding": rounded(expected.rounding.largest),
     }
 
 
 def narrow_window_is_noticed(place: Place) -> Numbers:
     """If not, the bounds are worth nothing."""
-    told = oracle(place, "mistral", DTYPE)
+    expected = oracle(place, "mistral", DTYPE)
     narrow = place.model("mistral", "narrow", sliding_window=WINDOW - 1)
     answers = ask(place.llm(narrow, DTYPE, ORACLE, block_size=16), WITH_PROMPT)
-    found, _ = told.compare(answers)
+    found, _ = expected.compare(answers)
     assert found.wrong
-    return {"error": rounded(found.largest), "bound": rounded(told.bounds.same)}
+    return {"error": rounded(found.largest), "bound": rounded(expected.bounds.same)}
 
 
 def choice(place: Place, family: str) -> Numbers:
     """The backend and why, the format, what runs ahead."""
     from pyengine import LLM
 
-    told = LLM(place.model(family), device=place.device, max_num_seqs=4).describe()
-    assert told["attention_backend"] in backends()
+    expected = LLM(place.model(family), device=place.device, max_num_seqs=4).describe()
+    assert expected["attention_backend"] in backends()
     wanted = ("attention_reason", "block_size", "dtype", "async_scheduling", "cuda_graphs")
-    return {key: told[key] for key in ("attention_backend", *wanted) if key in told}
+    return {key: expected[key] for key in ("attention_backend", *wanted) if key in expected}
 
 
 def backend_is_right(place: Place, family: str, backend: str) -> Numbers:
@@ -103,17 +103,17 @@ def backend_is_right(place: Place, family: str, backend: str) -> Numbers:
     dtype, llm = place.first_served(
         lambda kind: place.llm(folder, kind, backend, max_num_batched_tokens=CHUNK)
     )
-    told = oracle(place, family, dtype)
-    found = [told.compare(ask(llm, params)) for params in (WITH_PROMPT, GREEDY)]
+    expected = oracle(place, family, dtype)
+    found = [expected.compare(ask(llm, params)) for params in (WITH_PROMPT, GREEDY)]
     same, exact = zip(*found, strict=True)
     numbers = {
         "dtype": dtype,
         "error": rounded(max(item.largest for item in same)),
-        "bound": rounded(told.bounds.same),
+        "bound": rounded(expected.bounds.same),
         "error_float32": rounded(max(item.largest for item in exact)),
-        "bound_float32": rounded(told.bounds.exact),
+        "bound_float32": rounded(expected.bounds.exact),
         "mean_float32": rounded(exact[0].prompt_mean),
-        "bound_mean": rounded(told.bounds.mean),
+        "bound_mean": rounded(expected.bounds.mean),
         "near_ties": sum(len(item.near_ties) for item in same),
     }
     for against, ones in (("the oracle", same), ("float32", exact)):

@@ -37,21 +37,21 @@ def test_processes_beside_a_live_llm(method: str, size: int, tiny_folder: Path) 
         user, check=False, cwd=ROOT, capture_output=True, text=True, timeout=300, env=several
     )
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    answer = told.pop("parent")
+    reply = json.loads(done.stdout)
+    answer = reply.pop("parent")
     assert answer.startswith("[")
-    assert told.pop("stream") == told.pop("parent again") == answer
-    assert told.pop("amid a stream") == "[]"
-    own, argument = told.pop("own"), told.pop("argument")
+    assert reply.pop("stream") == reply.pop("parent again") == answer
+    assert reply.pop("amid a stream") == "[]"
+    own, argument = reply.pop("own"), reply.pop("argument")
     if method == "fork":
         assert WAY_OUT in own
-        for said in (argument, *told.values()):
+        for said in (argument, *reply.values()):
             assert "EngineDeadError: this engine belongs to process" in said
             assert "'spawn', and make a new engine in it" in said
     else:
         assert own == answer
         assert "LLM cannot be pickled or copied" in argument
-        assert not told
+        assert not reply
 
 
 @pytest.mark.soak

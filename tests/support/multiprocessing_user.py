@@ -36,7 +36,7 @@ def nothing(*_: Any) -> list[int]:
     return []
 
 
-def told(work: Callable[..., list[int]], *arguments: Any) -> str:
+def reply(work: Callable[..., list[int]], *arguments: Any) -> str:
     try:
         return repr(work(*arguments))
     except Exception as error:
@@ -44,7 +44,7 @@ def told(work: Callable[..., list[int]], *arguments: Any) -> str:
 
 
 def send(pipe: Any, work: Callable[..., list[int]], *arguments: Any) -> None:
-    pipe.send(told(work, *arguments))
+    pipe.send(reply(work, *arguments))
 
 
 class User:
@@ -78,17 +78,17 @@ class User:
 
     def deeds(self) -> dict[str, str]:
         llm = LIVE[0]
-        found = {"parent": told(answer, llm), "argument": told(self.process, answer, llm)}
+        found = {"parent": reply(answer, llm), "argument": reply(self.process, answer, llm)}
         if self.context.get_start_method() == "fork":  # the others have no globals of the parent
             found["global"] = self.process(by_name)
-            found["pool"] = told(self.pool)
-            found["executor"] = told(self.executor)
+            found["pool"] = reply(self.pool)
+            found["executor"] = reply(self.executor)
         found["own"] = self.process(own, self.folder)
         stream = llm.stream([3, 4, 5], GREEDY)
         next(stream)
         found["amid a stream"] = self.process(nothing)
         found["stream"] = repr(list(stream)[-1].outputs[0].token_ids)
-        found["parent again"] = told(answer, llm)
+        found["parent again"] = reply(answer, llm)
         return found
 
 

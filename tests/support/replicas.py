@@ -45,8 +45,8 @@ class Lossy:
 
     async def follow(self) -> AsyncGenerator[News]:
         async with aclosing(self._until_lost(self.replica.follow())) as several:
-            async for news in several:
-                yield news
+            async for delta in several:
+                yield delta
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
         self.num_requests += 1

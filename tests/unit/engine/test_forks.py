@@ -1,4 +1,4 @@
-"""A fork has a copy of an engine that it cannot use: it is told so, and the parent goes on."""
+"""A fork has a copy of an engine that it cannot use: it is reply so, and the parent goes on."""
 
 import asyncio
 import copy
@@ -34,25 +34,25 @@ def in_a_fork(act: Callable[[], object], seconds: int = 20) -> str:
     child = os.fork()
     if child == 0:
         try:
-            told = repr(act())
+            reply = repr(act())
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(theirs, told.encode())
+            reply = f"{type(error).__name__}: {error}"
+        os.write(theirs, reply.encode())
         os._exit(0)
     os.close(theirs)
     timer = threading.Timer(seconds, os.kill, (child, 9))
     timer.start()
     with open(ours, "rb") as answer:
-        told = answer.read().decode()
+        reply = answer.read().decode()
     os.waitpid(child, 0)
     timer.cancel()
-    return told or "hangs"
+    return reply or "hangs"
 
 
-def assert_refused(told: str) -> None:
-    assert told.startswith("EngineDeadError: "), told
-    assert f"belongs to process {os.getpid()}" in told
-    assert "'spawn', and make a new engine in it" in told
+def assert_refused(reply: str) -> None:
+    assert reply.startswith("EngineDeadError: "), reply
+    assert f"belongs to process {os.getpid()}" in reply
+    assert "'spawn', and make a new engine in it" in reply
 
 
 def test_an_llm_is_refused_in_a_fork_and_goes_on_in_the_parent(model: FakeModel) -> None:
@@ -76,19 +76,19 @@ def test_an_llm_is_refused_in_a_fork_and_goes_on_in_the_parent(model: FakeModel)
 
 def test_a_fork_does_not_wait_for_a_thread_that_is_not_there(model: FakeModel) -> None:
     """The thread that drove in the parent is not in the child, and its lock is held for ever."""
-    llm, told = model.llm(), []
+    llm, reply = model.llm(), []
     run = model.bench.runner.run
 
     def forks(*step: Any) -> Any:
-        if not told:
-            told.append(in_a_fork(lambda: llm.generate([[5]], GREEDY, use_tqdm=False)))
-            told.append(in_a_fork(llm.close))
+        if not reply:
+            reply.append(in_a_fork(lambda: llm.generate([[5]], GREEDY, use_tqdm=False)))
+            reply.append(in_a_fork(llm.close))
         return run(*step)
 
     model.bench.runner.run = forks  # type: ignore[method-assign]
     (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
-    assert_refused(told[0])
-    assert told[1] == "None"
+    assert_refused(reply[0])
+    assert reply[1] == "None"
     assert output.outputs[0].token_ids == continued([1, 2], 8)
 
 
@@ -228,7 +228,7 @@ def test_a_fork_may_make_its_own(model: FakeModel) -> None:
 
 def test_but_not_an_llm_whose_threads_it_does_not_have(model: FakeModel) -> None:
     model.llm()
-    told = in_a_fork(model.llm)
-    assert told.startswith("ConfigurationError: ")
-    assert f"a fork of process {os.getpid()}, which has made an engine" in told
-    assert "'spawn', and make the engine in it" in told
+    reply = in_a_fork(model.llm)
+    assert reply.startswith("ConfigurationError: ")
+    assert f"a fork of process {os.getpid()}, which has made an engine" in reply
+    assert "'spawn', and make the engine in it" in reply
