@@ -9,7 +9,7 @@ from typing import Any
 
 from pyengine.errors import InvalidRequestError, ModelLoadError
 from pyengine.models.checkpoint_files import WeightHeaders, check_weights
-from pyengine.models.transformers_calls import code_asked_for, foreign_code, load_errors, read_json
+from pyengine.models.transformers_calls import code_asked_for, load_errors, read_json, remote_code
 from pyengine.sampling_params import SamplingParams
 
 _PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -42,7 +42,7 @@ def read_config(folder: Path, headers: WeightHeaders | None = None) -> Any:
         _refuse_pipes(folder)
         check_sizes(settings, headers or check_weights(folder), path)
         if asked and settings.get("model_type") not in CONFIG_MAPPING:
-            raise foreign_code(path, asked)
+            raise remote_code(path, asked)
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config._attn_implementation = config._experts_implementation = None
         _refuse_unknown_quantisation(config, path)
@@ -117,11 +117,11 @@ def _refuse_unpageable(config: Any, folder: Path) -> None:
             "has at least one layer"
         )
     layer_types = set(getattr(text, "layer_types", None) or ())
-    foreign = sorted(layer_types - _PAGEABLE_LAYERS)
-    if foreign:
+    unsupported = sorted(layer_types - _PAGEABLE_LAYERS)
+    if unsupported:
         raise ModelLoadError(
-            f"the model in {folder} ({config.model_type}) has layers of type {', '.join(foreign)}; "
-            f"supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
+            f"the model in {folder} ({config.model_type}) has layers of type "
+            f"{', '.join(unsupported)}; supported are {', '.join(sorted(_PAGEABLE_LAYERS))}"
         )
 
 

@@ -32,11 +32,11 @@ from pyengine.models.placement import choose_dtype, kv_shards, resolve_device
 from pyengine.models.source import ModelSource, resolve_source
 from pyengine.models.transformers_calls import (
     code_asked_for,
-    foreign_code,
     load_errors,
     paused_gc,
     quiet_transformers,
     read_json,
+    remote_code,
 )
 
 _log = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ def _load_tokenizer(folder: Path) -> Any:
     if asked := code_asked_for(settings, "AutoTokenizer"):
         named = str(settings.get("tokenizer_class")).removesuffix("Fast")
         if not (hasattr(transformers, named) or hasattr(transformers, f"{named}Fast")):
-            raise foreign_code(path, asked)
+            raise remote_code(path, asked)
     with load_errors(f"the tokenizer in {folder} could not be loaded"):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         wanted = sorted({*(tokenizer.vocab_files_names or {}).values()})

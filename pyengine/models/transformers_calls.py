@@ -10,7 +10,7 @@ from typing import Any
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
 
 _LONGEST_REASON = 1500
-"""Characters of a foreign error's text that are passed on."""
+"""Characters of another library's error text that are passed on."""
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def code_asked_for(settings: dict[str, Any], purpose: str) -> str:
     return ", ".join(sorted({str(name) for name in names if name}))
 
 
-def foreign_code(path: Path, asked: str) -> ModelLoadError:
+def remote_code(path: Path, asked: str) -> ModelLoadError:
     """The refusal of a model whose file at `path` cannot do without Python of its own."""
     return ModelLoadError(
         f"{path} asks for Python code of its own ({asked}), and pyengine never runs code out of "

@@ -8,7 +8,7 @@ import torch
 
 from pyengine import LLM, SamplingParams
 from pyengine.errors import ConfigurationError, ModelLoadError, PyEngineError
-from tests.unit.models.test_foreign_code import MODEL_MAP, add_code
+from tests.unit.models.test_remote_code import MODEL_MAP, add_code
 from tests.unit.models.tiny import save_tiny_model, save_tiny_tokenizer
 
 HUGE = (2**31 - 1, 10**12, 2**63 - 1)

@@ -1,4 +1,4 @@
-"""A fork has a copy of an engine that it cannot use: it is reply so, and the parent goes on."""
+"""A fork has a copy of an engine that it cannot use: it is refused, and the parent goes on."""
 
 import asyncio
 import copy

@@ -157,14 +157,14 @@ def test_an_expression_that_never_ends_is_refused_and_others_go_on(
 MINUTES = r"""
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from pyengine.engine import untrusted_calls as foreign
+from pyengine.engine import untrusted_calls
 
 tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[ab]+[ab]+!!"), "isolated")
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-foreign._SECONDS = 0.5
+untrusted_calls._SECONDS = 0.5
 try:
-    foreign.encode_text("ab" * 2000 + "!", tokenizer.encode)
+    untrusted_calls.encode_text("ab" * 2000 + "!", tokenizer.encode)
 except ValueError as error:
     print(error)
 """
