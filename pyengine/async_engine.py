@@ -14,7 +14,7 @@ from pyengine.engine.engine_thread import EngineThread
 from pyengine.engine.input_processor import ModelLimits, refuse_submitted, refuse_taken
 from pyengine.engine.output_stream import OutputStream
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.engine.stats import EngineView
 from pyengine.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
 from pyengine.outputs import RequestOutput
@@ -43,7 +43,7 @@ class AsyncEngine(EngineClient):
         self._max_num_waiting = settings.max_num_waiting
         self._thread = EngineThread(self._engine_loop)
         self._lock, self._live = self._thread.lock, self._thread.live
-        self._waiting: set[RequestState] = set()
+        self._waiting: set[Request] = set()
         """Those that no step has computed yet, and some that have begun or ended since."""
         self._is_draining = False
         self._thread.start()
@@ -100,7 +100,7 @@ class AsyncEngine(EngineClient):
         cache_salt: str | None = None,
         priority: float = 0,
         deadline: float | None = None,
-    ) -> RequestState:
+    ) -> Request:
         """A request as `generate` takes it, checked and not queued yet. For `submit`, once.
 
         It takes the time that reading the prompt takes, and with `structured_outputs` up to
@@ -110,11 +110,11 @@ class AsyncEngine(EngineClient):
         self._engine_loop.refuse_fork()
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._default_params)
-        state = self._request(parsed, params, request_id, priority=priority)
-        state.deadline = _checked_deadline(deadline)
-        return state
+        request = self._request(parsed, params, request_id, priority=priority)
+        request.deadline = _checked_deadline(deadline)
+        return request
 
-    def submit(self, requests: Sequence[RequestState]) -> OutputStream:
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Queue requests that were made by `request`, all or none of them, at once.
 
         Whoever does not read the stream to its end closes it. Raises what `generate` raises, and
@@ -137,7 +137,7 @@ class AsyncEngine(EngineClient):
         self._thread.wake()
         return stream
 
-    def _leave(self, requests: Sequence[RequestState]) -> None:
+    def _leave(self, requests: Sequence[Request]) -> None:
         """Their caller reads no more."""
         if self._engine_loop.is_elsewhere:
             return
@@ -174,9 +174,9 @@ class AsyncEngine(EngineClient):
             )
 
     @staticmethod
-    def _waits(request: RequestState) -> bool:
+    def _waits(request: Request) -> bool:
         """Whether no step has computed anything of a request; not so after a preemption."""
-        has_begun = request.scheduled_time is not None or request.samples[0].is_running
+        has_begun = request.scheduled_time is not None or request.sequences[0].is_running
         return not has_begun and request.finished_time is None
 
     def _refuse_new(self) -> None:
@@ -194,12 +194,12 @@ class AsyncEngine(EngineClient):
         """
         self._engine_loop.refuse_fork()
         with self._lock:
-            state = self._live.get(request_id)
-            if state is not None:
-                self._waiting.discard(state)
-        if state is None or state.finished_time is not None:
+            request = self._live.get(request_id)
+            if request is not None:
+                self._waiting.discard(request)
+        if request is None or request.finished_time is not None:
             return False
-        self._engine_loop.abort([state])
+        self._engine_loop.abort([request])
         self._thread.wake()
         return True
 

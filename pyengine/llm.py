@@ -25,7 +25,7 @@ from pyengine.engine.prompts import (
     text_from,
     tokens_of,
 )
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.errors import InvalidRequestError, RequestFailedError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
@@ -105,8 +105,8 @@ class LLM(EngineClient):
         its `error` says why. Leaving the loop early ends the others.
         """
         parsed = [parse_prompt(prompt, self.tokenizer) for prompt in as_list(prompts)]
-        states = self._requests(parsed, sampling_params, priority)
-        return self._results(states)
+        requests = self._requests(parsed, sampling_params, priority)
+        return self._results(requests)
 
     def chat(  # noqa: PLR0913
         self,
@@ -175,12 +175,12 @@ class LLM(EngineClient):
         """The text of token ids. Raises `InvalidRequestError` where the model has no tokenizer."""
         return text_from(token_ids, self.tokenizer, skip_special_tokens=skip_special_tokens)
 
-    def _stream(self, state: RequestState) -> Iterator[RequestOutput]:
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
         wake = Event()
-        items = OutputCollector(state.params.output_kind, lambda _: wake.set())
-        state.sink = items
+        items = OutputCollector(request.params.output_kind, lambda _: wake.set())
+        request.sink = items
         try:
-            self._engine_loop.submit([state])
+            self._engine_loop.submit([request])
             is_over = False
             while not is_over:
                 self._engine_loop.run_until(lambda: items.has_item, wake)
@@ -189,14 +189,14 @@ class LLM(EngineClient):
                     yield item
                     is_over = item.finished
         finally:
-            self._abandon([state])
+            self._abandon([request])
 
     def _requests(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Priorities,
-    ) -> list[RequestState]:
+    ) -> list[Request]:
         """A request for each prompt, all of them checked."""
         params = match_params(sampling_params, len(prompts), self._default_params)
         several = priority if isinstance(priority, Sequence) else repeat(priority, len(prompts))
@@ -206,37 +206,37 @@ class LLM(EngineClient):
                 f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or "
                 "one for each"
             )
-        states = [
+        requests = [
             self._request(prompt, param, priority=priority)
             for prompt, param, priority in zip(prompts, params, priorities, strict=True)
         ]
-        for place, state in enumerate(states):
-            state.place = place
-        return states
+        for place, request in enumerate(requests):
+            request.place = place
+        return requests
 
-    def _results(self, states: list[RequestState]) -> Iterator[RequestOutput]:
+    def _results(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Run requests; each one's output when it has ended."""
         results = _Results()
-        for state in states:
-            state.sink = results
-        left = len(states)
+        for request in requests:
+            request.sink = results
+        left = len(requests)
         try:
-            self._engine_loop.submit(states)
+            self._engine_loop.submit(requests)
             while left:
                 self._engine_loop.run_until(lambda: bool(results), results.wake)
                 for output in results.taken():
                     left -= 1
                     yield output
         finally:
-            self._abandon(states)
+            self._abandon(requests)
 
-    def _run(self, states: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         done: dict[int, RequestOutput] = {}
-        with _Progress(len(states), self._engine, use_tqdm) as progress:
-            for output in self._results(states):
+        with _Progress(len(requests), self._engine, use_tqdm) as progress:
+            for output in self._results(requests):
                 done[output.index] = output
                 progress.update(output)
-        outputs = [done[place] for place in range(len(states))]
+        outputs = [done[place] for place in range(len(requests))]
         failed = [each_output for each_output in outputs if each_output.error is not None]
         if failed:
             raise RequestFailedError(
@@ -247,9 +247,9 @@ class LLM(EngineClient):
             )
         return outputs
 
-    def _abandon(self, states: list[RequestState]) -> None:
+    def _abandon(self, requests: list[Request]) -> None:
         """Whatever happened (Ctrl-C too, a second one as well), none is left behind."""
-        unfinished = [state for state in states if state.finished_time is None]
+        unfinished = [request for request in requests if request.finished_time is None]
         if unfinished:
             with held_interrupts():
                 self._engine_loop.abort(unfinished)

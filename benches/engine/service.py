@@ -16,7 +16,7 @@ import torch
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import parse_prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.interface import Forward, StepLogits
@@ -83,7 +83,7 @@ class Reader:
 
     streams = True
 
-    def __init__(self, states: dict[str, RequestState]) -> None:
+    def __init__(self, states: dict[str, Request]) -> None:
         self._states = states
 
     def put(self, output: RequestOutput) -> None:
@@ -119,7 +119,7 @@ class Service:
         self._runner = StubRunner(runner_limits, size.vocab_size)
         self._executor = Executor(self._runner)
         self._tokenizer = size.tokenizer
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, Request] = {}
         self._engine = Engine(
             manager, self._scheduler, self._executor, model_limits, tokenizer=size.tokenizer
         )

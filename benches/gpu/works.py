@@ -24,7 +24,7 @@ from pyengine import LLM, SamplingParams
 from pyengine.engine import builder
 from pyengine.engine.core import Engine
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 
 Figures = dict[str, Any]
 WINDOWS, WARM_STEPS, MOST_SECONDS = 3, 4, 8.0
@@ -154,7 +154,7 @@ def tokens_needed(count: int, context: int, steps: int) -> int:
 def decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[Decoding]:
     """Prompts of one length that decode at once, for so many steps; none is left behind."""
     engine, count, context = llm._engine, len(prompts), len(prompts[0])
-    states: list[RequestState] = []
+    states: list[Request] = []
     params = out(tokens_needed(count, context, steps) - context)
     work, given = Decoding(engine, count, context), 0
     try:

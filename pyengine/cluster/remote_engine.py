@@ -17,7 +17,7 @@ from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import PromptLike, match_params, parse_prompt, salted
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -128,7 +128,7 @@ class RemoteEngine:
         *,
         cache_salt: str | None = None,
         priority: float = 0,
-    ) -> RequestState:
+    ) -> Request:
         """See `AsyncEngine.request`."""
         parsed = salted(parse_prompt(prompt, self.tokenizer), cache_salt)
         (params,) = match_params(sampling_params, 1, self._about.default_params)
@@ -136,7 +136,7 @@ class RemoteEngine:
         name = f"{self._num_made}" if request_id is None else request_id
         return self._input_processor.request(name, parsed, params, priority=priority)
 
-    def submit(self, requests: Sequence[RequestState]) -> "RemoteStream":
+    def submit(self, requests: Sequence[Request]) -> "RemoteStream":
         """See `AsyncEngine.submit`. Called on the event loop."""
         self.check_room()
         refuse_taken(requests, self._live)
@@ -196,7 +196,7 @@ class RemoteEngine:
             raise NoReplicaError("no replica takes requests now: try again later")
 
 
-def _call(state: RequestState) -> RemoteRequest:
+def _call(state: Request) -> RemoteRequest:
     return RemoteRequest(
         key=uuid4().hex,
         request_id=state.request_id,
@@ -210,7 +210,7 @@ def _call(state: RequestState) -> RemoteRequest:
 class _Remote:
     """A request on its way: what of it was read."""
 
-    def __init__(self, state: RequestState, place: int) -> None:
+    def __init__(self, state: Request, place: int) -> None:
         self.state = state
         self.place = place
         self.has_begun = False

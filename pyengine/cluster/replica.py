@@ -13,7 +13,7 @@ from pyengine.cluster.fleet import News
 from pyengine.cluster.messages import CacheKind, Load, ReplicaInfo
 from pyengine.config import EngineSettings
 from pyengine.engine.core import StepResult
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.server.dashboard.page import PoolWatch
 from pyengine.server.metrics import EngineMetrics
 
@@ -50,10 +50,10 @@ class Replica:
             cached_tokens=counters["cached_tokens"],
         )
 
-    def on_arrival(self, request: RequestState) -> None:
+    def on_arrival(self, request: Request) -> None:
         """Nothing."""
 
-    def on_finish(self, request: RequestState) -> None:
+    def on_finish(self, request: Request) -> None:
         """Nothing: the step says it."""
 
     def on_step(self, result: StepResult) -> None:

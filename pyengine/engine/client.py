@@ -13,7 +13,7 @@ from pyengine.engine.chat_template import ChatOptions, Message, render_chat
 from pyengine.engine.core import EngineObserver, EngineStats
 from pyengine.engine.loop import EngineLoop, refuse_engine_in_fork
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, InvalidRequestError
 from pyengine.kv_cache import TraceError
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
@@ -119,7 +119,7 @@ class EngineClient:
         request_id: Any = None,
         *,
         priority: float = 0,
-    ) -> RequestState:
+    ) -> Request:
         """A request that was checked and is not queued yet."""
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequestError(f"request_id={request_id!r}: it must be text, or None")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from time import monotonic
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
-from pyengine.engine.request import OutputSink, RequestState, Sample
+from pyengine.engine.request import OutputSink, Request, SequenceState
 from pyengine.engine.stats import EngineView, view_of
 from pyengine.errors import (
     BrokenLogitsError,
@@ -42,18 +42,18 @@ class StepResult:
     """What a step gave: how many tokens, to whom, and the requests that it ended."""
 
     num_new_tokens: int = 0
-    finished: list[RequestState] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens whose KV it computed, those of prompts and of decodes."""
-    rows: Sequence[Sample] = ()
-    """Who got a token; the very same object in steps that decode the same samples. One that had
+    rows: Sequence[SequenceState] = ()
+    """Who got a token; the very same object in steps that decode the same sequences. One that had
     been aborted or had ended in the step before is in it and got none."""
-    begun: list[RequestState] = field(default_factory=list)
+    begun: list[Request] = field(default_factory=list)
     """Requests whose prompt it completed: they have their first token, if they asked for any."""
-    ended: list[Sample] = field(default_factory=list)
+    ended: list[SequenceState] = field(default_factory=list)
     """Samples that it ended, also of requests that go on."""
     num_drafted: int = 0
-    """Of the new tokens, those that were drafted and right: beyond one for each sample."""
+    """Of the new tokens, those that were drafted and right: beyond one for each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class EngineStats:
 class EngineObserver(Protocol):
     """Somebody who looks on, for metrics. Called in the thread that runs the steps."""
 
-    def on_arrival(self, request: RequestState) -> None:
+    def on_arrival(self, request: Request) -> None:
         """A request was queued."""
         ...
 
@@ -84,7 +84,7 @@ class EngineObserver(Protocol):
         """A step was run."""
         ...
 
-    def on_finish(self, request: RequestState) -> None:
+    def on_finish(self, request: Request) -> None:
         """A request has ended, in whatever way; its times are those of `RequestMetrics`."""
         ...
 
@@ -107,9 +107,9 @@ class Engine:
         self._executor = executor
         kept = PromptLogprobCache(manager.num_blocks, manager.block_size)
         self.input_processor = InputProcessor(model_limits, kept, tokenizer=tokenizer, seed=seed)
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, Request] = {}
         """Unfinished ones, by id."""
-        self._deadlines: list[tuple[float, int, RequestState]] = []
+        self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._batches = BatchMaker()
         self._drafting: Drafting | None = None
@@ -143,7 +143,7 @@ class Engine:
         return self._num_new_tokens
 
     @property
-    def unfinished(self) -> list[RequestState]:
+    def unfinished(self) -> list[Request]:
         """Requests that have not ended, in the order in which they came."""
         return list(self._requests.values())
 
@@ -163,24 +163,26 @@ class Engine:
         """
         self._drafting = Drafting(speculator, self._scheduler, mtp)
 
-    def add(self, state: RequestState) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request. Raises `InvalidRequestError` for an id that is in use."""
-        if self._requests.get(state.request_id) is state:  # an interrupt came after it was queued
+        if (
+            self._requests.get(request.request_id) is request
+        ):  # an interrupt came after it was queued
             return
-        refuse_taken([state], self._requests)
+        refuse_taken([request], self._requests)
         try:
-            self._requests[state.request_id] = state
-            for sample in state.samples:
-                sample.speculates = self._drafting is not None and state.params.speculate
-            self._scheduler.add(state.samples[0])
-            if state.deadline is not None:
-                heappush(self._deadlines, (state.deadline, next(self._numbers), state))
+            self._requests[request.request_id] = request
+            for sequence in request.sequences:
+                sequence.speculates = self._drafting is not None and request.params.speculate
+            self._scheduler.add(request.sequences[0])
+            if request.deadline is not None:
+                heappush(self._deadlines, (request.deadline, next(self._numbers), request))
         except BaseException:  # Ctrl-C, too: all or nothing
-            self._scheduler.finish(state.samples)
-            self._requests.pop(state.request_id, None)
+            self._scheduler.finish(request.sequences)
+            self._requests.pop(request.request_id, None)
             raise
         for observer in self._observers:
-            observer.on_arrival(state)
+            observer.on_arrival(request)
 
     def add_request(
         self,
@@ -190,12 +192,12 @@ class Engine:
         *,
         priority: float = 0,
         sink: OutputSink | None = None,
-    ) -> RequestState:
+    ) -> Request:
         """Make and queue a request; its outputs go to `sink`."""
-        state = self.input_processor.request(request_id, prompt, params, priority=priority)
-        state.sink = sink
-        self.add(state)
-        return state
+        request = self.input_processor.request(request_id, prompt, params, priority=priority)
+        request.sink = sink
+        self.add(request)
+        return request
 
     def step(self) -> StepResult:
         """Run one step: schedule, run and sample, commit, hand out.
@@ -240,10 +242,10 @@ class Engine:
             if isinstance(error, BrokenLogitsError):
                 self._fail_broken(now.batch.rows, error)
                 return StepResult()
-            self._failed(cast(list[Sample], now.step.jobs), num_tokens, error)
+            self._failed(now.step.sequences, num_tokens, error)
             return StepResult()
         self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
-        self._faults.succeeded(cast(list[Sample], now.step.jobs))
+        self._faults.succeeded(now.step.sequences)
         if not self._faults.is_searching:
             self.failures.succeeded()
         return self._collect(now, results, rejected)
@@ -261,12 +263,12 @@ class Engine:
 
     def _fail_broken(self, rows: Rows, error: BrokenLogitsError) -> None:
         """End the requests that have no token to choose. Behind a draft that need not be so."""
-        broken = dict.fromkeys([rows.samples[row] for row in error.rows if row not in rows.ahead])
-        for state in dict.fromkeys([sequence.state for sequence in broken]):
-            self._fail(state, error)
-        for sample in dict.fromkeys([rows.samples[row] for row in error.rows]):
-            if self._drafting is not None and sample.finish_reason is None:
-                self._drafting.give_up(sample, error)
+        broken = dict.fromkeys([rows.sequences[row] for row in error.rows if row not in rows.ahead])
+        for request in dict.fromkeys([sequence.request for sequence in broken]):
+            self._fail(request, error)
+        for sequence in dict.fromkeys([rows.sequences[row] for row in error.rows]):
+            if self._drafting is not None and sequence.finish_reason is None:
+                self._drafting.give_up(sequence, error)
 
     def _launch(self, before: SubmittedStep | None) -> SubmittedStep | None:
         """Schedule the next step and put it into the device's queue.
@@ -281,7 +283,7 @@ class Engine:
         try:
             step = self._scheduler.schedule(ahead=before is not None, without=held)
         except StalledError as error:
-            self._fail(cast(Sample, error.job).state, error)
+            self._fail(error.sequence.request, error)
             return None
         if step is None:
             self._faults.release()
@@ -294,10 +296,10 @@ class Engine:
             return self._executor.submit(step, batch, before, mtp)
         except BaseException as error:
             num_tokens = step.plan.num_tokens
-            samples = cast(list[Sample], step.jobs)
+            sequences = step.sequences
             self._batches.forget()
             self._scheduler.rollback(step)
-            self._failed(samples, num_tokens, error)
+            self._failed(sequences, num_tokens, error)
             return None
 
     def _roll_back(self, submitted: SubmittedStep | None) -> None:
@@ -310,7 +312,9 @@ class Engine:
         if submitted.step.plan.is_open:
             self._scheduler.rollback(submitted.step)
 
-    def _failed(self, samples: list[Sample], num_tokens: int, error: BaseException) -> None:
+    def _failed(
+        self, sequences: list[SequenceState], num_tokens: int, error: BaseException
+    ) -> None:
         """See how to go on after a step that failed and was rolled back; raise where that is not
         possible."""
         if is_out_of_memory(error):
@@ -327,7 +331,7 @@ class Engine:
             if isinstance(error, EngineDeadError):
                 self._death = str(error)
             raise error
-        verdict = self._faults.failed(samples)
+        verdict = self._faults.failed(sequences)
         if verdict.is_hopeless:
             raise error
         if verdict.culprit is not None:
@@ -369,7 +373,8 @@ class Engine:
     def _collect(
         self, submitted: SubmittedStep, results: StepResults, rejected: Collection[int]
     ) -> StepResult:
-        """Hand every token to its sample, fork new samples, end what is done, tell who waits."""
+        """Hand every token to its sequence, fork new sequences, end what is done, tell who
+        waits."""
         batch, rows = submitted.batch, submitted.batch.rows
         batch.hand_out(results.prompt_logprobs)
         tokens = results.sampled.token_ids.numpy()
@@ -378,7 +383,7 @@ class Engine:
         self._unread = rows
         kept = rows.keep(tokens, batch.positions)
         self._fail_lost(rows)
-        ended = [rows.samples[row] for row, token in kept if self._append(rows, row, token)]
+        ended = [rows.sequences[row] for row, token in kept if self._append(rows, row, token)]
         logprobs = results.sampled.logprobs
         num_drafted = 0
         if rows.loud:
@@ -386,24 +391,26 @@ class Engine:
             for row in rows.loud:
                 if row in rejected:
                     continue
-                num_drafted += row in rows.ahead and rows.samples[row].finish_reason is None
+                num_drafted += row in rows.ahead and rows.sequences[row].finish_reason is None
                 if self._append(rows, row, drawn[row], logprobs[row]):
-                    ended.append(rows.samples[row])
+                    ended.append(rows.sequences[row])
         begun = [  # not those that were aborted
             request
             for request in rows.beginners
-            if not request.is_finished or request.samples[0] in ended
+            if not request.is_finished or request.sequences[0] in ended
         ]
-        for state in begun:
-            self._begin(state)
+        for request in begun:
+            self._begin(request)
         finished = self._finish(ended) if ended else []
-        for state in dict.fromkeys([rows.samples[row].state for row in rows.loud]):
-            if state.sink is not None and state.sink.streams:
-                delta = state.take_delta()
+        for request in dict.fromkeys([rows.sequences[row].request for row in rows.loud]):
+            if request.sink is not None and request.sink.streams:
+                delta = request.take_delta()
                 if delta is not None:
-                    state.sink.put(delta)
+                    request.sink.put(delta)
         unwanted = [
-            len(request.samples) for request in rows.beginners if not request.samples[0].max_output
+            len(request.sequences)
+            for request in rows.beginners
+            if not request.sequences[0].max_output
         ]
         num_new_tokens = len(tokens) - len(rows.ahead) - sum(unwanted) + num_drafted
         self._num_new_tokens += num_new_tokens
@@ -411,7 +418,7 @@ class Engine:
             num_new_tokens=num_new_tokens,
             finished=finished,
             num_tokens=submitted.step.num_tokens,
-            rows=rows.samples,
+            rows=rows.sequences,
             begun=begun,
             ended=ended,
             num_drafted=num_drafted,
@@ -420,114 +427,112 @@ class Engine:
     def _fail_lost(self, rows: Rows) -> None:
         """End the requests whose grammars cannot say any more which token may come."""
         lost = {
-            rows.samples[row].state: matcher.error
+            rows.sequences[row].request: matcher.error
             for row, matcher in rows.sampling.matchers.items()
-            if matcher.error and row not in rows.ahead and rows.samples[row].finish_reason is None
+            if matcher.error and row not in rows.ahead and rows.sequences[row].finish_reason is None
         }
-        for state, error in lost.items():
-            self._fail(state, StructuredOutputError(error))
+        for request, error in lost.items():
+            self._fail(request, StructuredOutputError(error))
 
     @staticmethod
     def _append(rows: Rows, row: int, token: int, logprobs: Any = None) -> bool:
-        """Give a sample its token; whether that ends it. One that was aborted gets none."""
-        sample = rows.samples[row]
-        return sample.finish_reason is None and sample.append(token, logprobs)
+        """Give a sequence its token; whether that ends it. One that was aborted gets none."""
+        sequence = rows.sequences[row]
+        return sequence.finish_reason is None and sequence.append(token, logprobs)
 
-    def _begin(self, state: RequestState) -> None:
-        """Start the samples after the first, those that did not end with their first token."""
-        if not state.samples[0].max_output:  # it asked for its prompt alone
+    def _begin(self, request: Request) -> None:
+        """Start the sequences after the first, those that did not end with their first token."""
+        if not request.sequences[0].max_output:  # it asked for its prompt alone
             return
-        state.first_token_time = monotonic()
-        if len(state.samples) > 1:
+        request.first_token_time = monotonic()
+        if len(request.sequences) > 1:
             assert self._unread is not None
             self._unread.read()
-            others = [sample for sample in state.unfinished if sample.index > 0]
+            others = [sequence for sequence in request.unfinished if sequence.index > 0]
             self._scheduler.fork(
-                state.samples[0], [(other, other.token_ids[-1]) for other in others]
+                request.sequences[0], [(other, other.token_ids[-1]) for other in others]
             )
             if self._drafting is not None:
-                self._drafting.fork(state.samples[0], others)
+                self._drafting.fork(request.sequences[0], others)
 
-    def _finish(self, ended: list[Sample]) -> list[RequestState]:
-        """Take samples out that have ended; the requests that are through."""
+    def _finish(self, ended: list[SequenceState]) -> list[Request]:
+        """Take sequences out that have ended; the requests that are through."""
         self._scheduler.finish(ended)
         through = [
-            state
-            for state in dict.fromkeys([sequence.state for sequence in ended])
-            if state.is_finished
+            request
+            for request in dict.fromkeys([sequence.request for sequence in ended])
+            if request.is_finished
         ]
-        for state in through:
-            self._take_out(state)
+        for request in through:
+            self._take_out(request)
         return through
 
-    def _take_out(self, state: RequestState) -> None:
+    def _take_out(self, request: Request) -> None:
         """Forget a request that has ended, and tell whoever waits for it."""
-        state.finished_time = monotonic()
-        self._requests.pop(state.request_id, None)
-        if state.scores is not None:
-            state.scores.withdraw()
+        request.finished_time = monotonic()
+        self._requests.pop(request.request_id, None)
+        if request.scores is not None:
+            request.scores.withdraw()
         if self._drafting is not None:
-            self._drafting.forget(state.samples)
-        sink = state.sink
+            self._drafting.forget(request.sequences)
+        sink = request.sink
         if sink is not None:
-            output = state.take_delta() if sink.streams else state.output()
+            output = request.take_delta() if sink.streams else request.output()
             if output is not None:
                 sink.put(output)
         for observer in self._observers:
-            observer.on_finish(state)
+            observer.on_finish(request)
 
-    def output(self, state: RequestState) -> RequestOutput:
+    def output(self, request: Request) -> RequestOutput:
         """What a request has given so far."""
         if self._unread is not None:
             self._unread.read()
-        return state.output()
+        return request.output()
 
     def abort(
-        self, states: Iterable[RequestState], *, stop_reason: str | None = None
-    ) -> list[RequestState]:
+        self, requests: Iterable[Request], *, stop_reason: str | None = None
+    ) -> list[Request]:
         """End requests early; returns those that had not ended. May be called while a step runs."""
         live = [
-            each_state
-            for each_state in states
-            if self._requests.get(each_state.request_id) is each_state
+            request for request in requests if self._requests.get(request.request_id) is request
         ]
         if live and self._unread is not None:
             self._unread.read()
-        for state in live:
-            self._scheduler.finish(state.samples)
-            state.finish("abort", stop_reason)
-            self._take_out(state)
+        for request in live:
+            self._scheduler.finish(request.sequences)
+            request.finish("abort", stop_reason)
+            self._take_out(request)
         self._faults.forget(live)
         self._settle()
         return live
 
-    def _fail(self, state: RequestState, error: Exception) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
         """End a request that cannot be served, because of `error`.
 
         Not one that has ended since the step was planned: its row counts for nothing.
         """
-        if self._requests.get(state.request_id) is not state:
+        if self._requests.get(request.request_id) is not request:
             return
-        _log.warning("request %r failed: %r", state.request_id, error)
+        _log.warning("request %r failed: %r", request.request_id, error)
         if self._unread is not None:
             self._unread.read()
-        self._scheduler.finish(state.samples)
-        state.error = f"{type(error).__name__}: {error}"
-        state.finish("error")
-        self._faults.forget([state])
-        sink, state.sink = state.sink, None
-        self._take_out(state)
+        self._scheduler.finish(request.sequences)
+        request.error = f"{type(error).__name__}: {error}"
+        request.finish("error")
+        self._faults.forget([request])
+        sink, request.sink = request.sink, None
+        self._take_out(request)
         if sink is not None:
-            message = f"request {state.request_id!r} failed: {state.error}"
-            failure = RequestFailedError(message, [state.output()])
+            message = f"request {request.request_id!r} failed: {request.error}"
+            failure = RequestFailedError(message, [request.output()])
             failure.__cause__ = error
             sink.fail(failure)
 
     def _end_overdue(self) -> None:
         """End requests whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= monotonic():
-            *_, state = heappop(self._deadlines)
-            self.abort([state], stop_reason="deadline")
+            *_, request = heappop(self._deadlines)
+            self.abort([request], stop_reason="deadline")
         if len(self._deadlines) > 2 * len(self._requests) + 64:  # most have ended in time
             live = [deadline for deadline in self._deadlines if deadline[2].finished_time is None]
             heapify(live)

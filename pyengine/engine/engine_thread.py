@@ -6,7 +6,7 @@ from threading import Lock, Thread
 
 from pyengine.engine.loop import EngineLoop
 from pyengine.engine.output_stream import OutputNotifier
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 
 _ENDING_TIME = 5.0
 """Seconds that `close` waits for the step that runs."""
@@ -22,7 +22,7 @@ class EngineThread:
     def __init__(self, loop: EngineLoop) -> None:
         self.lock = Lock()
         """Guards `live` and `is_ending`; held for moments."""
-        self.live: dict[str, RequestState] = {}
+        self.live: dict[str, Request] = {}
         """Requests whose readers have not read their ends, by id."""
         self.is_ending = False
         self.notifier = OutputNotifier(lambda: loop.engine.is_running)
@@ -41,7 +41,7 @@ class EngineThread:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def unfinished(self) -> list[RequestState]:
+    def unfinished(self) -> list[Request]:
         """Requests that have not ended."""
         with self.lock:
             return [request for request in self.live.values() if request.finished_time is None]

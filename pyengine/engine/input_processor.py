@@ -11,7 +11,7 @@ import numpy as np
 
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import EndConditions, RequestState, Sample
+from pyengine.engine.request import EndConditions, Request, SequenceState
 from pyengine.engine.untrusted_calls import tokenizer_errors
 from pyengine.errors import ConfigurationError, ContextLengthError, InvalidRequestError
 from pyengine.executor.memory_profile import longest_sequence
@@ -143,7 +143,7 @@ class InputProcessor:
 
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: float = 0
-    ) -> RequestState:
+    ) -> Request:
         """A request that was checked and not queued yet. Any thread may call this.
 
         It waits until the grammar of `structured_outputs` is compiled: not for event loops then.
@@ -167,7 +167,7 @@ class InputProcessor:
             length_reason=None if params.max_tokens == max_output else CONTEXT_FULL,
         )
         wants_logits = params.prompt_logprobs is not None
-        state = RequestState(
+        request = Request(
             request_id,
             prompt,
             params,
@@ -177,10 +177,10 @@ class InputProcessor:
             else math.inf,
             priority=priority,
         )
-        state.tokenizer = self._tokenizer
+        request.tokenizer = self._tokenizer
         top = params.num_prompt_logprobs(self.limits.vocab_size)
         if top is not None:
-            state.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
+            request.scores = PromptLogprobs(self._prompt_logprobs, prompt, top)
         sampling = SamplingState(
             params,
             prompt.token_ids,
@@ -191,14 +191,14 @@ class InputProcessor:
         )
         if params.structured_outputs is not None:
             sampling.keep_to(self.grammars.matcher(params.structured_outputs))
-        state.samples.append(Sample(state, 0, sampling, ends))
+        request.sequences.append(SequenceState(request, 0, sampling, ends))
         for index in range(1, params.n):
-            sample = Sample(state, index, sampling.sibling(sample_seed(seed, index)), ends)
-            state.samples.append(sample)
-        return state
+            sample = SequenceState(request, index, sampling.sibling(sample_seed(seed, index)), ends)
+            request.sequences.append(sample)
+        return request
 
 
-def refuse_submitted(requests: Sequence[RequestState]) -> None:
+def refuse_submitted(requests: Sequence[Request]) -> None:
     """Raise `InvalidRequestError` for a request that an engine has taken before."""
     for request in requests:
         if request.is_submitted:
@@ -207,7 +207,7 @@ def refuse_submitted(requests: Sequence[RequestState]) -> None:
             )
 
 
-def refuse_taken(requests: Sequence[RequestState], live: Container[str]) -> None:
+def refuse_taken(requests: Sequence[Request], live: Container[str]) -> None:
     """Raise `InvalidRequestError` for an id among `live` ones, or twice among these."""
     names = set[str]()
     for request in requests:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from pyengine.engine.core import Engine, EngineStats, StepResult
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, EngineDeadError, copy_error
 from pyengine.executor.cpu_threads import ComputeThreads, StepWatch, ThreadGovernor, compute_threads
 from pyengine.utils.frame_memory import with_frame_room
@@ -64,7 +64,7 @@ class EngineLoop:
         self._owner = os.getpid()
         self._turn = _Turn()
         """Of the thread that works on the engine."""
-        self._inbox: deque[tuple[Callable[[RequestState], object], RequestState]] = deque()
+        self._inbox: deque[tuple[Callable[[Request], object], Request]] = deque()
         self._looks: deque[Callable[[], None]] = deque()
         """What is to be read of the engine between two steps."""
         self._waiting: deque[threading.Event] = deque()
@@ -91,22 +91,22 @@ class EngineLoop:
                 "'spawn', and make a new engine in it"
             )
 
-    def submit(self, states: Sequence[RequestState]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests before the next step."""
         self.refuse_fork()
-        self._inbox.extend([(self._add, state) for state in states])
+        self._inbox.extend([(self._add, request) for request in requests])
 
-    def abort(self, states: Sequence[RequestState]) -> None:
+    def abort(self, requests: Sequence[Request]) -> None:
         """End requests before the next step: now, if no thread drives.
 
         If a second Ctrl-C comes meanwhile, the rest is done before whatever is next.
         """
-        self._inbox.extend([(self._abort, state) for state in states])
+        self._inbox.extend([(self._abort, request) for request in requests])
         self.settle()
 
-    def end(self, states: Sequence[RequestState]) -> None:
+    def end(self, requests: Sequence[Request]) -> None:
         """End requests now, once no other thread drives."""
-        self._inbox.extend([(self._abort, state) for state in states])
+        self._inbox.extend([(self._abort, request) for request in requests])
         try:
             self._turn.wait_for(sys._getframe())
             self._read_inbox()
@@ -222,31 +222,31 @@ class EngineLoop:
 
     def _read_inbox(self) -> None:
         while self._inbox:
-            do, state = self._inbox[0]
-            do(state)  # may be done twice, if it is interrupted
+            do, request = self._inbox[0]
+            do(request)  # may be done twice, if it is interrupted
             self._inbox.popleft()
         while self._looks:
             self._looks.popleft()()
 
-    def _add(self, state: RequestState) -> None:
+    def _add(self, request: Request) -> None:
         try:
-            self._engine.add(state)
+            self._engine.add(request)
         except Exception as error:  # nobody else is to notice
-            if state.sink is None:
+            if request.sink is None:
                 raise
-            state.sink.fail(error)
+            request.sink.fail(error)
 
-    def _abort(self, state: RequestState) -> None:
-        self._engine.abort([state])
+    def _abort(self, request: Request) -> None:
+        self._engine.abort([request])
 
     def _fail_all(self, error: Exception) -> None:
         """Tell each reader that the step has failed for all; nothing stays behind."""
         live = set(self._engine.unfinished)
         while self._inbox:  # what comes from now on is for the next step
             live.add(self._inbox.popleft()[1])
-        sinks = dict.fromkeys([state.sink for state in live if state.sink is not None])
-        for state in live:
-            state.sink = None
+        sinks = dict.fromkeys([request.sink for request in live if request.sink is not None])
+        for request in live:
+            request.sink = None
         self._engine.abort(live)
         for sink in sinks:
             sink.fail(copy_error(error))

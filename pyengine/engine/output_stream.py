@@ -8,7 +8,7 @@ from threading import Event, Lock
 from time import monotonic
 from weakref import ref
 
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.outputs import CompletionOutput, Logprob, RequestOutput
 from pyengine.sampling_params import RequestOutputKind
 
@@ -186,9 +186,9 @@ class OutputStream:
 
     def __init__(
         self,
-        requests: Sequence[RequestState],
+        requests: Sequence[Request],
         notifier: OutputNotifier,
-        leave: Callable[[Sequence[RequestState]], object],
+        leave: Callable[[Sequence[Request]], object],
     ) -> None:
         self._requests = requests
         self._notifier = notifier

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pyengine.engine.request import RequestState, Sample
+from pyengine.engine.request import Request, SequenceState
 from pyengine.scheduler.scheduler import SchedulerLimits
 
 _FAILURES = 2
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Verdict:
     """After a failed step: the request that is at fault, if that is certain."""
 
-    culprit: RequestState | None = None
+    culprit: Request | None = None
     is_hopeless: bool = False
     """Steps fail whoever is in them: it is not the requests."""
 
@@ -59,8 +59,8 @@ class FaultFinder:
     """
 
     def __init__(self) -> None:
-        self._suspects: list[RequestState] = []
-        self._held: set[RequestState] = set()
+        self._suspects: list[Request] = []
+        self._held: set[Request] = set()
         self._can_hold = True
         """Whether the next step leaves anybody out."""
         self._num_failed = 0
@@ -71,8 +71,8 @@ class FaultFinder:
         """Whether a step has failed and nobody has been found at fault or all cleared since."""
         return bool(self._suspects)
 
-    def held(self, everybody: Iterable[RequestState]) -> set[Sample]:
-        """Of all unfinished requests, the samples that the next step has to do without.
+    def held(self, everybody: Iterable[Request]) -> set[SequenceState]:
+        """Of all unfinished requests, the sequences that the next step has to do without.
 
         Nobody new joins in during a search.
         """
@@ -85,11 +85,11 @@ class FaultFinder:
             if request in self._held
             or (request not in suspects and (is_last or request.first_token_time is None))
         ]
-        return {sample for state in held for sample in state.samples}
+        return {sequence for request in held for sequence in request.sequences}
 
-    def failed(self, samples: Iterable[Sample]) -> Verdict:
-        """A step with these samples failed and was rolled back."""
-        everybody = _states(samples)
+    def failed(self, sequences: Iterable[SequenceState]) -> Verdict:
+        """A step with these sequences failed and was rolled back."""
+        everybody = _requests_of(sequences)
         was_forced, self._can_hold = bool(self._suspects) and not self._can_hold, True
         took_part = {request for request in everybody if request.finished_time is None}
         suspects = [suspect for suspect in self._suspects if suspect in took_part]
@@ -112,13 +112,13 @@ class FaultFinder:
         is_proven = len(everybody) == 1 and last.num_failures >= _FAILURES
         return self._at_fault(last) if is_proven else Verdict()
 
-    def succeeded(self, samples: Iterable[Sample]) -> None:
-        """Take note of a step with these samples that went well, during a search or not."""
+    def succeeded(self, sequences: Iterable[SequenceState]) -> None:
+        """Take note of a step with these sequences that went well, during a search or not."""
         self._num_failed = 0
         if not self._suspects:
             return
         self._can_hold = True
-        took_part = _states(samples)
+        took_part = _requests_of(sequences)
         for item in took_part:
             item.num_failures = 0
         self._suspects = [suspect for suspect in self._suspects if suspect not in took_part]
@@ -127,28 +127,28 @@ class FaultFinder:
         else:
             self._held.clear()
 
-    def forget(self, states: Iterable[RequestState]) -> None:
+    def forget(self, requests: Iterable[Request]) -> None:
         """Requests have ended otherwise."""
-        for state in states:
-            self._held.discard(state)
-            if state in self._suspects:
-                self._suspects.remove(state)
+        for request in requests:
+            self._held.discard(request)
+            if request in self._suspects:
+                self._suspects.remove(request)
 
     def release(self) -> None:
         """Leave nobody out of the next step: none can be made of the others."""
         self._held.clear()
         self._can_hold = False
 
-    def _at_fault(self, culprit: RequestState) -> Verdict:
+    def _at_fault(self, culprit: Request) -> Verdict:
         self._suspects = []
         self._held.clear()
         self._num_failed += 1
         return Verdict(culprit, is_hopeless=self._num_failed >= _HOPELESS)
 
     @staticmethod
-    def _in_order(states: Iterable[RequestState]) -> list[RequestState]:
+    def _in_order(requests: Iterable[Request]) -> list[Request]:
         """In the order of service."""
-        return sorted(states, key=lambda state: state.samples[0].order)
+        return sorted(requests, key=lambda request: request.sequences[0].order)
 
     def _hold_back(self) -> None:
         """Leave some of the suspects out of the next step, and let the others show themselves."""
@@ -225,5 +225,5 @@ class LimitRecovery:
         )
 
 
-def _states(samples: Iterable[Sample]) -> set[RequestState]:
-    return {sample.state for sample in samples}
+def _requests_of(sequences: Iterable[SequenceState]) -> set[Request]:
+    return {sequence.request for sequence in sequences}

@@ -1,8 +1,9 @@
-"""A request as the engine sees it: its samples, their text, and when they end."""
+"""A request as the engine sees it: its sequences, their text, and when they end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, Protocol
 
@@ -11,11 +12,11 @@ import numpy as np
 from pyengine.engine.detokenizer import IncrementalDetokenizer, text_of
 from pyengine.engine.prompt_logprobs import PromptLogprobs
 from pyengine.engine.prompts import Prompt
+from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling.state import SamplingState
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job, Request
 
 
 class OutputSink(Protocol):
@@ -35,9 +36,9 @@ class OutputSink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndConditions:
-    """What ends a sample: token ids, and its length. The same for all samples of a request.
+    """What ends a sequence: token ids, and its length. The same for all sequences of a request.
 
-    `length_reason` is the stop reason of a sample that has all `max_output` tokens.
+    `length_reason` is the stop reason of a sequence that has all `max_output` tokens.
     """
 
     stop_ids: frozenset[int]
@@ -46,8 +47,12 @@ class EndConditions:
     length_reason: str | None = None
 
 
-class Sample(Job):
-    """One continuation of a prompt: one object from the queue to its last token."""
+class SequenceState:
+    """One continuation of a prompt, from the queue to its last token.
+
+    The scheduler plans by its counts. They mirror those of the block manager, after every step
+    that is open: a token that such a step samples is counted before its value is known.
+    """
 
     __slots__ = (
         "_cumulative",
@@ -59,19 +64,46 @@ class Sample(Job):
         "_num_decoded",
         "_num_taken",
         "finish_reason",
+        "index",
+        "is_running",
+        "kv",
+        "num_computed",
+        "num_slots",
+        "num_tokens",
+        "order",
         "params",
+        "request",
         "sampling",
         "speculates",
-        "state",
         "stop_reason",
+        "waits_for_tokens",
+        "wants_drafts",
     )
 
     def __init__(
-        self, state: "RequestState", index: int, sampling: SamplingState, ends: EndConditions
+        self, request: "Request", index: int, sampling: SamplingState, ends: EndConditions
     ) -> None:
-        super().__init__(state, index, waits_for_tokens=sampling.depends_on_output)
-        self.state = state
-        self.params = state.params
+        self.request = request
+        self.index = index
+        """Position among the sequences of its request; the first computes the prompt for all."""
+        self.waits_for_tokens = sampling.depends_on_output
+        """Its next token cannot be chosen before the value of its last one is known."""
+        self.kv: KVSequence
+        """Its blocks in the KV cache; made by the scheduler when it is queued or forked."""
+        self.order: tuple[float, int, int] = (request.priority, 0, index)
+        """Priority, position in the order of submission, and in its request."""
+        self.num_slots = request.num_sequences if index == 0 else 1
+        """Slots of the batch that it takes: its own, and those of sequences to be forked from
+        it."""
+        self.num_tokens = len(request.prompt_token_ids)
+        """Prompt and output, the tokens that open steps sample included."""
+        self.num_computed = 0
+        """Tokens whose KV is in the cache, or will be by open steps."""
+        self.is_running = False
+        """Admitted: it holds blocks, or will once the open step is planned."""
+        self.wants_drafts = False
+        """There are drafts for its next tokens, to be computed once its last token is known."""
+        self.params = request.params
         self.sampling = sampling
         self.speculates = False
         """Whether drafts of its next tokens may be tried."""
@@ -83,6 +115,25 @@ class Sample(Job):
         self._detokenizer: IncrementalDetokenizer | None = None
         self._num_taken = self._num_decoded = 0
         self._is_end_emitted = self._drops_last = False
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be computed before the next one can be sampled."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the open steps sample the last token that it may have."""
+        return self.num_tokens >= self.request.max_tokens
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if the next step needs the value of this token on the host.
+
+        Tokens that change what follows, the token after which sequences are forked, and tokens
+        that drafts follow.
+        """
+        return self.waits_for_tokens or self.num_slots > 1 or self.wants_drafts
 
     @property
     def token_ids(self) -> list[int]:
@@ -119,7 +170,7 @@ class Sample(Job):
         """
         params = self.params
         return bool(
-            self.state.streams
+            self.request.streams
             or params.stop
             or params.logprobs is not None
             or self.waits_for_tokens
@@ -127,7 +178,7 @@ class Sample(Job):
         )
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
-        """Take the next token; returns whether it ends the sample.
+        """Take the next token; returns whether it ends the sequence.
 
         Where none was asked for, the one that the last step of the prompt drew is left out.
         """
@@ -137,7 +188,7 @@ class Sample(Job):
         num_output = self.sampling.append(token)
         if logprobs is not None:
             self._cumulative += logprobs.logprob
-            self._logprobs.append(logprobs.as_dict(self.state.decoder))
+            self._logprobs.append(logprobs.as_dict(self.request.decoder))
         is_stop = token in self._ends.stop_ids and num_output > self.params.min_tokens
         match = None
         if self.params.stop and (not is_stop or self.params.include_stop_str_in_output):
@@ -154,11 +205,11 @@ class Sample(Job):
         return self.finish_reason is not None
 
     def extend(self, tokens: list[int]) -> None:
-        """Take tokens of which none ends the sample."""
+        """Take tokens of which none ends the sequence."""
         self.sampling.extend(tokens)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End the sample."""
+        """End the sequence."""
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _text_to(self, num_tokens: int) -> str | None:
@@ -172,7 +223,7 @@ class Sample(Job):
 
     def _detokenizer_there(self) -> IncrementalDetokenizer | None:
         """What makes its text; None where none is wanted, or none can be had."""
-        params, tokenizer = self.params, self.state.tokenizer
+        params, tokenizer = self.params, self.request.tokenizer
         if self._detokenizer is None and tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer,
@@ -185,7 +236,7 @@ class Sample(Job):
         return self._detokenizer
 
     def _text(self) -> IncrementalDetokenizer | None:
-        """The text as far as it is known; all of it once the sample has ended."""
+        """The text as far as it is known; all of it once the sequence has ended."""
         detokenizer = self._detokenizer_there()
         is_stopped = self.finish_reason == "stop"
         if detokenizer is not None and not (is_stopped and isinstance(self.stop_reason, str)):
@@ -195,7 +246,7 @@ class Sample(Job):
         return detokenizer
 
     def output(self) -> CompletionOutput:
-        """All of the sample so far."""
+        """All of the sequence so far."""
         text, wants_logprobs = self._text(), self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -226,12 +277,17 @@ class Sample(Job):
         )
 
 
-class RequestState(Request):
-    """A prompt and its samples: one object from the queue to the last token.
+class Request:
+    """A prompt and its sequences, from the queue to the last token.
 
-    Until the prompt is computed only the first sample runs; then the others are forked from it.
-    `place` is its position among the prompts of the same call, `deadline` the time, in seconds of
-    `time.monotonic`, at which it is ended if it has not by then.
+    Requests are served by `priority`, smaller first, and by arrival where that is equal. Until the
+    prompt is computed only the first sequence runs; then the others are forked from it. A request
+    is admitted when there are slots for all of them. `namespace` separates its blocks from those
+    of other namespaces.
+
+    It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step computes
+    at most `max_chunk` tokens of prompts that have such a bound, all of them together. With
+    `read_cache` off every prompt token is computed, cached or not, but for `readable_tokens`.
     """
 
     __slots__ = (
@@ -243,13 +299,24 @@ class RequestState(Request):
         "finished_time",
         "first_token_time",
         "is_submitted",
+        "max_chunk",
+        "max_tokens",
+        "namespace",
+        "num_cached_tokens",
         "num_failures",
+        "num_preemptions",
+        "num_sequences",
         "params",
         "place",
+        "priority",
         "prompt",
         "prompt_logprobs",
-        "samples",
+        "prompt_token_ids",
+        "read_cache",
+        "request_id",
+        "scheduled_time",
         "scores",
+        "sequences",
         "sink",
         "tokenizer",
     )
@@ -260,37 +327,42 @@ class RequestState(Request):
         prompt: Prompt,
         params: SamplingParams,
         *,
-        max_tokens: int,
-        max_chunk: float,
+        max_tokens: float = inf,
+        max_chunk: float = inf,
         priority: float = 0,
     ) -> None:
-        super().__init__(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            namespace=prompt.namespace,
-            priority=priority,
-            read_cache=params.prompt_logprobs is None,  # they follow from the logits
-            num_samples=params.n,
-            max_tokens=max_tokens,
-            max_chunk=max_chunk,
-        )
-        self.params = params
+        self.request_id = request_id
         self.prompt = prompt.text
-        self.samples: list[Sample] = []
+        self.prompt_token_ids = prompt.token_ids
+        self.namespace = prompt.namespace
+        self.params = params
+        self.priority = priority
+        self.max_tokens = max_tokens
+        self.max_chunk = max_chunk
+        self.read_cache = params.prompt_logprobs is None  # log-probabilities need the logits
+        self.num_sequences = params.n
+        self.sequences: list[SequenceState] = []
         self.tokenizer: Any = None
         self.sink: OutputSink | None = None
         self.is_submitted = False
-        """Whether an engine has taken it: it is for one call."""
+        """Whether an engine has accepted it: it is for one call."""
         self.place = 0
+        """Position among the prompts of the same call."""
         self.deadline: float | None = None
+        """When it is ended if it has not by then, in seconds of `time.monotonic`."""
         self.error: str | None = None
+        self.num_cached_tokens = 0
+        """Prompt tokens that were not computed for it when it first ran."""
+        self.num_preemptions = 0
+        """How often it lost its blocks and was computed again."""
         self.num_failures = 0
-        """Failed steps that it may have been the reason of, since it was last in one that did not
-        fail."""
+        """Failed steps that it may have caused, since it was last in one that did not fail."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
         self.scores: PromptLogprobs | None = None
         """Where they come from; None where they are not wanted."""
         self.arrival_time = monotonic()
+        self.scheduled_time: float | None = None
+        """When the first step with tokens of it was planned."""
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
         self._prompt_ids: list[int] | None = None
@@ -303,18 +375,18 @@ class RequestState(Request):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all([sample.finish_reason is not None for sample in self.samples])
+        """Whether every sequence has ended."""
+        return all([sequence.finish_reason is not None for sequence in self.sequences])
 
     @property
-    def unfinished(self) -> list[Sample]:
-        """Samples that have not ended."""
-        return [sample for sample in self.samples if sample.finish_reason is None]
+    def unfinished(self) -> list[SequenceState]:
+        """Sequences that have not ended."""
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     def finish(self, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End every sample that has not ended."""
-        for sample in self.unfinished:
-            sample.finish(reason, stop_reason)
+        """End every sequence that has not ended."""
+        for sequence in self.unfinished:
+            sequence.finish(reason, stop_reason)
 
     @property
     def decoder(self) -> Callable[[int], str] | None:
@@ -323,17 +395,23 @@ class RequestState(Request):
         return None if tokenizer is None else partial(text_of, tokenizer)
 
     def readable_tokens(self) -> int:
-        """See `Request.readable_tokens`."""
+        """How many tokens need not be computed if their KV is cached, although `read_cache` is off.
+
+        Asked when it is considered for admission; it may have changed the next time.
+        """
         return 0 if self.scores is None else self.scores.readable_tokens()
 
     def awaits_prefix(self) -> bool:
-        """See `Request.awaits_prefix`."""
+        """Whether a running request computes what this one would compute again if it ran now.
+
+        It is admitted when that is over, or the other request does not run any more.
+        """
         return self.scores is not None and self.scores.awaits_prefix()
 
     def admitted(self) -> None:
-        """See `Request.admitted`."""
+        """Take note of the admission: a step with tokens of this request is being planned."""
         if self.scores is not None:
-            self.scores.announce(lambda: self.samples[0].is_running)
+            self.scores.announce(lambda: self.sequences[0].is_running)
 
     def append_prompt_logprobs(self, first: int, logprobs: list[TokenLogprobs]) -> None:
         """Take what is said of the prompt's tokens from position `first` on."""
@@ -343,12 +421,12 @@ class RequestState(Request):
         self.prompt_logprobs += [entry.as_dict(decoder) for entry in new]
 
     def output(self) -> RequestOutput:
-        """All of it so far; the samples as they are now."""
-        return self._with([sample.output() for sample in self.samples])
+        """All of it so far; the sequences as they are now."""
+        return self._with([sequence.output() for sequence in self.sequences])
 
     def take_delta(self) -> RequestOutput | None:
         """What has come since it was last called; None if that is nothing."""
-        deltas = [sample.take_delta() for sample in self.samples]
+        deltas = [sequence.take_delta() for sequence in self.sequences]
         outputs = [output for output in deltas if output is not None]
         return self._with(outputs) if outputs else None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.kv_cache import BlockManager, Survey
 from pyengine.scheduler.scheduler import Scheduler
 
@@ -21,7 +21,7 @@ class RequestView(NamedTuple):
     still runs are counted.
     """
 
-    state: RequestState
+    request: Request
     is_running: bool
     num_prompt: int
     num_cached: int
@@ -50,35 +50,34 @@ def view_of(
     stats: "EngineStats",
     manager: BlockManager,
     scheduler: Scheduler,
-    unfinished: Iterable[RequestState],
+    unfinished: Iterable[Request],
     most_requests: int,
 ) -> EngineView:
     """Look, in the thread that runs the steps. O(blocks + requests shown + requests that run)."""
-    running = dict.fromkeys([job.request for job in scheduler.running])
-    states = [sequence for sequence in running if isinstance(sequence, RequestState)]
-    room = max(0, most_requests - len(states))
-    waiting = islice((sample for sample in unfinished if sample not in running), room)
-    requests = [_view(state, is_running=True) for state in states[:most_requests]]
+    running = dict.fromkeys([sequence.request for sequence in scheduler.running])
+    room = max(0, most_requests - len(running))
+    waiting = islice((request for request in unfinished if request not in running), room)
+    requests = [_view(request, is_running=True) for request in islice(running, most_requests)]
     requests += [_view(request, is_running=False) for request in waiting]
     return EngineView(stats, manager.survey(), requests)
 
 
-def _view(state: RequestState, *, is_running: bool) -> RequestView:
-    num_prompt, samples = len(state.prompt_token_ids), state.samples
-    first = samples[0]
-    if len(samples) == 1 or first.num_slots > 1:
+def _view(request: Request, *, is_running: bool) -> RequestView:
+    num_prompt, sequences = len(request.prompt_token_ids), request.sequences
+    first = sequences[0]
+    if len(sequences) == 1 or first.num_slots > 1:
         num_output = first.num_tokens - num_prompt
     else:
-        num_output = sum([sample.num_tokens - num_prompt for sample in samples])
+        num_output = sum([sequence.num_tokens - num_prompt for sequence in sequences])
     return RequestView(
-        state=state,
+        request=request,
         is_running=is_running,
         num_prompt=num_prompt,
-        num_cached=state.num_cached_tokens,
+        num_cached=request.num_cached_tokens,
         num_computed=first.num_computed,
         num_output=num_output,
-        max_output=sum([sample.max_output for sample in samples]),
-        num_preemptions=state.num_preemptions,
-        arrival_time=state.arrival_time,
-        first_token_time=state.first_token_time,
+        max_output=sum([sequence.max_output for sequence in sequences]),
+        num_preemptions=request.num_preemptions,
+        arrival_time=request.arrival_time,
+        first_token_time=request.first_token_time,
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,24 +13,24 @@ from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.host import upload
 from pyengine.sampling.logprobs import PendingPromptLogprobs, PromptRows, TokenLogprobs
 from pyengine.sampling.state import SamplingState
-from pyengine.scheduler.batch import Entry, Job, ScheduledStep
+from pyengine.scheduler.batch import Entry, ScheduledStep, SequenceState
 
 if TYPE_CHECKING:
-    from pyengine.engine.request import RequestState, Sample
+    from pyengine.engine.request import Request, SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """A chunk of a prompt that wants log-probabilities; its rows begin at `first_row`."""
 
-    state: "RequestState"
+    request: "Request"
     entry: Entry
     first_row: int
 
     @property
     def length(self) -> int:
         """How many of its positions have a token of the prompt after them."""
-        last = min(self.entry.end, len(self.state.prompt_token_ids) - 1)
+        last = min(self.entry.end, len(self.request.prompt_token_ids) - 1)
         return max(0, last - self.entry.start)
 
     @property
@@ -40,19 +40,20 @@ class PromptPart:
 
     def num_logprobs(self, vocab_size: int) -> int:
         """How many of the most probable tokens are looked for: one at least, which is kept."""
-        return self.state.params.num_prompt_logprobs(vocab_size) or 1
+        return self.request.params.num_prompt_logprobs(vocab_size) or 1
 
     @property
     def following(self) -> npt.NDArray[np.int64]:
         """The tokens after these positions."""
         first = self.entry.start + 1
-        ids = self.state.prompt_token_ids[first : first + self.length]
+        ids = self.request.prompt_token_ids[first : first + self.length]
         return np.asarray(ids, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What came of a step with drafts: the tokens of each sampling job, one job after the other.
+    """What came of a step with drafts: the tokens of each sampling sequence, one sequence after the
+    other.
 
     `counts[i]` is how many the i-th one got; `rejected` are the rows that count for nothing.
     """
@@ -63,56 +64,59 @@ class Accepted:
 
 
 class Rows:
-    """The samples that a step's rows are for: worked out once for as long as the same ones decode.
+    """The sequences that a step's rows are for: worked out once for as long as the same ones
+    decode.
 
-    A new prompt's logits serve all of its samples: it has a row for each of them, and `repeats`
-    says how many rows each job has (None: one). `beginners` are the requests that get their first
-    token. `decodes` are the jobs that these rows may serve again (None: no further step). A sample
-    that drafts has a row for its token and one behind each draft; the latter are `ahead`.
+    A new prompt's logits serve all of its sequences: it has a row for each of them, and `repeats`
+    says how many rows each sequence has (None: one). `beginners` are the requests that get their
+    first token. `decodes` are the sequences that these rows may serve again (None: no further
+    step). A sequence that drafts has a row for its token and one behind each draft; the latter are
+    `ahead`.
 
-    Rows of samples that are looked at token by token are `loud`. The tokens of the others are kept
-    here, a column a step, until somebody wants to see them: `read`.
-    """
+    Rows of sequences that are looked at token by token are `loud`. The tokens of the others are
+    kept here, a column a step, until somebody wants to see them: `read`."""
 
     def __init__(self, step: ScheduledStep) -> None:
-        self.samples: list[Sample] = []
-        self.beginners: list[RequestState] = []
-        self.drafts: Mapping[Job, Sequence[int]] = step.drafts
+        self.sequences: list[SequenceState] = []
+        self.beginners: list[Request] = []
+        self.drafts: Mapping[SequenceState, Sequence[int]] = step.drafts
         self.ahead: set[int] = set()
         self._spans: list[tuple[int, Sequence[int]]] = []
-        """Of each job the first row, and its drafts."""
+        """Of each sequence the first row, and its drafts."""
         states: list[SamplingState] = []
         counts: list[int] = []
-        for job in cast("list[Sample]", step.sampling_jobs):
-            drafts = self.drafts.get(job, ())
-            self._spans.append((len(self.samples), drafts))
+        for sequence in step.sampling_sequences:
+            drafts = self.drafts.get(sequence, ())
+            self._spans.append((len(self.sequences), drafts))
             if drafts:
-                first = len(self.samples) + 1
+                first = len(self.sequences) + 1
                 self.ahead.update(range(first, first + len(drafts)))
-                self.samples += [job] * (1 + len(drafts))
-                states += job.sampling.ahead(drafts)
+                self.sequences += [sequence] * (1 + len(drafts))
+                states += sequence.sampling.ahead(drafts)
                 counts += [1] * (1 + len(drafts))
-            elif job.num_tokens - 1 > len(job.request.prompt_token_ids):
-                self.samples.append(job)
-                states.append(job.sampling)
+            elif sequence.num_tokens - 1 > len(sequence.request.prompt_token_ids):
+                self.sequences.append(sequence)
+                states.append(sequence.sampling)
                 counts.append(1)
             else:
-                self.samples += job.state.samples
-                states += [sample.sampling for sample in job.state.samples]
-                counts.append(len(job.state.samples))
-                self.beginners.append(job.state)
-        is_repeated = len(counts) != len(self.samples)
+                self.sequences += sequence.request.sequences
+                states += [sequence.sampling for sequence in sequence.request.sequences]
+                counts.append(len(sequence.request.sequences))
+                self.beginners.append(sequence.request)
+        is_repeated = len(counts) != len(self.sequences)
         self.repeats = np.array(counts, dtype=np.int64) if is_repeated else None
         is_once = bool(step.chunks or self.beginners or self.drafts)
         self.decodes = None if is_once else step.decodes
         self.sampling = SamplingBatch(states)
-        is_loud = [sample.is_loud for sample in self.samples]
+        is_loud = [sequence.is_loud for sequence in self.sequences]
         self.loud = [row for row, loud in enumerate(is_loud) if loud]
         self._quiet = [row for row, loud in enumerate(is_loud) if not loud]
         self._unread: list[npt.NDArray[np.int64]] = []
-        self._stop_ids = _all_stop_ids([self.samples[row] for row in self._quiet])
-        self._max_output = np.array([sample.max_output for sample in self.samples], dtype=np.int64)
-        self._min_tokens = np.array([sample.params.min_tokens for sample in self.samples])
+        self._stop_ids = _all_stop_ids([self.sequences[row] for row in self._quiet])
+        self._max_output = np.array(
+            [sequence.max_output for sequence in self.sequences], dtype=np.int64
+        )
+        self._min_tokens = np.array([sequence.params.min_tokens for sequence in self.sequences])
         self._max_output[self.loud] = np.iinfo(np.int64).max  # they look for themselves
 
     def accept(self, drawn: Sequence[int]) -> Accepted:
@@ -154,9 +158,9 @@ class Rows:
         self.read()
         ended, going = [], []
         for row in self._quiet:
-            sample, token = self.samples[row], int(tokens[row])
+            sequence, token = self.sequences[row], int(tokens[row])
             if is_last[row] and (
-                token in sample.stop_ids or positions[row] + 1 >= sample.max_output
+                token in sequence.stop_ids or positions[row] + 1 >= sequence.max_output
             ):
                 ended.append((row, token))
             else:
@@ -166,7 +170,7 @@ class Rows:
         return ended
 
     def read(self) -> None:
-        """Hand the tokens that were kept to their samples."""
+        """Hand the tokens that were kept to their sequences."""
         if self._unread:
             tokens = np.stack(self._unread, axis=1)
             self._unread = []  # in this order an interrupt loses tokens of what is aborted for it
@@ -174,13 +178,13 @@ class Rows:
                 self._extend(row, several)
 
     def _extend(self, row: int, tokens: list[int]) -> None:
-        sample = self.samples[row]
-        if sample.finish_reason is None:  # else it was aborted meanwhile
-            sample.extend(tokens)
+        sequence = self.sequences[row]
+        if sequence.finish_reason is None:  # else it was aborted meanwhile
+            sequence.extend(tokens)
 
 
-def _all_stop_ids(samples: "list[Sample]") -> list[int]:
-    distinct = {id(sample.stop_ids): sample.stop_ids for sample in samples}
+def _all_stop_ids(sequences: "list[SequenceState]") -> list[int]:
+    distinct = {id(sequence.stop_ids): sequence.stop_ids for sequence in sequences}
     return sorted(frozenset().union(*distinct.values()))
 
 
@@ -197,9 +201,9 @@ class Batch:
     prompt_parts: list[PromptPart]
 
     @property
-    def samples(self) -> "list[Sample]":
+    def sequences(self) -> "list[SequenceState]":
         """One per sampled row."""
-        return self.rows.samples
+        return self.rows.sequences
 
     @property
     def sampling(self) -> SamplingBatch:
@@ -214,7 +218,7 @@ class Batch:
         return logits[upload(np.arange(len(repeats)).repeat(repeats), logits.device)]
 
     def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Of each row of logits the token of the first sample: int64, where they are."""
+        """Of each row of logits the token of the first sequence: int64, where they are."""
         repeats = self.rows.repeats
         if repeats is None:
             return token_ids
@@ -236,13 +240,13 @@ class Batch:
     def hand_out(self, logprobs: list[list[TokenLogprobs]]) -> None:
         """Give what came of `prompt_logprobs` to the requests that asked."""
         for part, found in zip(self.prompt_parts, logprobs, strict=True):
-            part.state.append_prompt_logprobs(part.entry.start + 1, found)
+            part.request.append_prompt_logprobs(part.entry.start + 1, found)
 
 
 class BatchMaker:
-    """Makes the batch of each step, of the rows of an earlier one where the same jobs decode.
+    """Makes the batch of each step, of the rows of an earlier one where the same sequences decode.
 
-    With overlap, jobs that wait for their tokens decode in every other step: so two are kept.
+    With overlap, sequences that wait for their tokens decode in every other step: so two are kept.
     """
 
     def __init__(self) -> None:
@@ -274,8 +278,11 @@ class BatchMaker:
 
 def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
     firsts = [
-        (job.num_tokens - 1 - len(job.request.prompt_token_ids), len(step.drafts.get(job, ())))
-        for job in step.sampling_jobs
+        (
+            sequence.num_tokens - 1 - len(sequence.request.prompt_token_ids),
+            len(step.drafts.get(sequence, ())),
+        )
+        for sequence in step.sampling_sequences
     ]
     positions = np.array(
         [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
@@ -287,7 +294,7 @@ def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:
     """The chunks of prompts that asked; a token that is decoded is never one of them."""
     first_row = step.num_decoded
     for entry in step.chunks:
-        state = cast("RequestState", entry.request)
-        if state.params.prompt_logprobs is not None:
-            yield PromptPart(state, entry, first_row)
+        request = entry.request
+        if request.params.prompt_logprobs is not None:
+            yield PromptPart(request, entry, first_row)
         first_row += entry.num_tokens

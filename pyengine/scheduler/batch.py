@@ -4,124 +4,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
+from typing import TYPE_CHECKING
 
-from pyengine.kv_cache import Sequence as CachedSequence
+from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.kv_cache import StepPlan
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Request:
-    """One prompt to continue: one object from the queue to the last token.
-
-    `namespace` separates its blocks from those of other namespaces. Requests are served by
-    `priority`, smaller first, and by arrival where that is equal. With `read_cache` off every
-    prompt token is computed, also what the cache holds, but for `readable_tokens`. `num_samples`
-    completions will run once the prompt is computed: it is admitted when there are slots for all of
-    them. It ends when it has `max_tokens` tokens, the prompt's included, if not before. A step
-    computes at most `max_chunk` tokens of prompts that have such a bound, all of them together.
-    """
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    namespace: bytes = b""
-    priority: float = 0
-    read_cache: bool = True
-    num_samples: int = 1
-    max_tokens: float = inf
-    max_chunk: float = inf
-    num_cached_tokens: int = field(default=0, init=False)
-    """Prompt tokens that were not computed for it when it first ran."""
-    num_preemptions: int = field(default=0, init=False)
-    """How often it lost its blocks and was computed again."""
-    scheduled_time: float | None = field(default=None, init=False)
-    """When the first step with tokens of it was planned, in seconds of `time.monotonic`."""
-
-    def readable_tokens(self) -> int:
-        """How many tokens need not be computed if their KV is cached, although `read_cache` is off.
-
-        Asked when it is considered for admission; it may have changed the next time.
-        """
-        return 0
-
-    def awaits_prefix(self) -> bool:
-        """Whether a running request computes what this one would compute again if it ran now.
-
-        It is admitted when that is over, or the other request does not run any more.
-        """
-        return False
-
-    def admitted(self) -> None:
-        """Take note of the admission: a step with tokens of this request is being planned."""
-
-
-class Job:
-    """A sample of a request as the scheduler sees it: its sequence, and the counts of it.
-
-    The engine's samples are jobs: it is one object from the queue to the last token. The counts
-    mirror the manager's, so that planning asks it nothing it has said before. They are those after
-    every step that is open: a token that such a step samples is counted already, although its
-    value is not known yet.
-    """
-
-    __slots__ = (
-        "index",
-        "is_running",
-        "num_computed",
-        "num_slots",
-        "num_tokens",
-        "order",
-        "request",
-        "sequence",
-        "waits_for_tokens",
-        "wants_drafts",
-    )
-
-    def __init__(self, request: Request, index: int = 0, *, waits_for_tokens: bool = False) -> None:
-        self.request = request
-        self.index = index
-        """Position among the samples of its request; the first computes the prompt for all."""
-        self.waits_for_tokens = waits_for_tokens
-        """Its next token cannot be chosen before the value of its last one is known."""
-        self.sequence: CachedSequence
-        """Made by the scheduler when it is queued or forked."""
-        self.order: tuple[float, int, int] = (request.priority, 0, index)
-        """Priority, position in the order of submission, and among its samples."""
-        self.num_slots = request.num_samples if index == 0 else 1
-        """Sequences that run for it: itself, and the samples that are to be forked from it."""
-        self.num_tokens = len(request.prompt_token_ids)
-        """Prompt and output, the tokens that open steps sample included."""
-        self.num_computed = 0
-        """Tokens whose KV is in the cache, or will be by open steps."""
-        self.is_running = False
-        """Admitted: it holds blocks, or will once the open step is planned."""
-        self.wants_drafts = False
-        """There are guesses at what follows its last token, to be computed once that is known."""
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
-        return self.num_tokens - self.num_computed
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the open steps sample the last token that it may have."""
-        return self.num_tokens >= self.request.max_tokens
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether what follows the step that samples it has to wait for the token's value.
-
-        So it is where tokens change what comes after them, where new samples are forked, and
-        where drafts follow.
-        """
-        return self.waits_for_tokens or self.num_slots > 1 or self.wants_drafts
+if TYPE_CHECKING:
+    from pyengine.engine.request import Request, SequenceState
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One job's part of a step: `num_tokens` positions from `start` on."""
+    """One sequence's part of a step: `num_tokens` positions from `start` on."""
 
-    job: Job
+    sequence: "SequenceState"
     start: int
     num_tokens: int
     num_cached: int
@@ -131,9 +27,9 @@ class Entry:
     num_attached_blocks: int = 0
 
     @property
-    def request(self) -> Request:
+    def request(self) -> "Request":
         """The request that these tokens belong to."""
-        return self.job.request
+        return self.sequence.request
 
     @property
     def end(self) -> int:
@@ -145,11 +41,11 @@ class Entry:
 class ScheduledStep:
     """A plan that is ready to run: first `decodes`, one token each, then `chunks` of prompts.
 
-    Decoding goes on for many steps with the same jobs, and then nothing is made for each of them:
-    `decodes` is the very same tuple in every such step, so whoever has worked something out for
-    it may keep that as long as it sees this tuple.
+    Decoding goes on for many steps with the same sequences, and then nothing is made for each of
+    them: `decodes` is the very same tuple in every such step, so whoever has worked something out
+    for it may keep that as long as it sees this tuple.
 
-    The step keeps its jobs' counts: it moves them on as they are planned, and back as they are
+    The step keeps its sequences' counts: it moves them on as they are planned, and back as they are
     taken out. `drafts` are tokens that may follow those of decodes, computed with them; how many
     of these count is known when the step has run.
     """
@@ -159,21 +55,21 @@ class ScheduledStep:
     """Planned while the step before it runs: nobody can be preempted."""
     planned_time: float = field(default_factory=monotonic)
     """In seconds of `time.monotonic`."""
-    decodes: tuple[Job, ...] = ()
+    decodes: "tuple[SequenceState, ...]" = ()
     chunks: list[Entry] = field(default_factory=list)
-    drafts: Mapping[Job, Sequence[int]] = field(default_factory=dict)
+    drafts: "Mapping[SequenceState, Sequence[int]]" = field(default_factory=dict)
     num_bounded: int = 0
     """Tokens of prompts of which a step computes a bounded number (`Request.max_chunk`)."""
 
     @property
-    def jobs(self) -> list[Job]:
+    def sequences(self) -> "list[SequenceState]":
         """Everyone who takes part, in plan order."""
-        return [*self.decodes, *(entry.job for entry in self.chunks)]
+        return [*self.decodes, *(entry.sequence for entry in self.chunks)]
 
     @property
-    def sampling_jobs(self) -> list[Job]:
+    def sampling_sequences(self) -> "list[SequenceState]":
         """Those who get a token, in the order of the sampled logits' rows."""
-        return [*self.decodes, *(entry.job for entry in self.chunks if entry.samples)]
+        return [*self.decodes, *(entry.sequence for entry in self.chunks if entry.samples)]
 
     @property
     def num_tokens(self) -> int:
@@ -186,66 +82,72 @@ class ScheduledStep:
         return len(self.decodes) + sum(map(len, self.drafts.values()))
 
     @property
-    def awaited(self) -> list[Job]:
-        """Jobs that no step can decode before this one's tokens are known."""
-        return [job for job in self.sampling_jobs if job.is_awaited or job in self.drafts]
+    def awaited(self) -> "list[SequenceState]":
+        """Sequences that no step can decode before this one's tokens are known."""
+        return [
+            sequence
+            for sequence in self.sampling_sequences
+            if sequence.is_awaited or sequence in self.drafts
+        ]
 
     @property
     def entries(self) -> list[Entry]:
         """All parts in plan order, for those who look on; as long as this is the newest step."""
-        decodes = [Entry(job, job.num_computed - 1, 1, 0, samples=True) for job in self.decodes]
+        decodes = [
+            Entry(sequence, sequence.num_computed - 1, 1, 0, samples=True)
+            for sequence in self.decodes
+        ]
         return decodes + self.chunks
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: "Request") -> bool:
         """Whether the bound of `request`, if there is one, leaves tokens for a chunk of it."""
         return self.num_bounded < request.max_chunk
 
-    def add_decodes(self, jobs: tuple[Job, ...]) -> None:
-        """Note jobs whose next token the plan decodes."""
-        self.decodes = self.decodes + jobs if self.decodes else jobs
-        for job in jobs:
-            job.num_computed += 1
-            job.num_tokens += 1
+    def add_decodes(self, sequences: "tuple[SequenceState, ...]") -> None:
+        """Note sequences whose next token the plan decodes."""
+        self.decodes = self.decodes + sequences if self.decodes else sequences
+        for sequence in sequences:
+            sequence.num_computed += 1
+            sequence.num_tokens += 1
 
-    def add_prefill(self, job: Job, num_tokens: int, num_cached: int) -> Entry:
-        """Note a job of whose known tokens the plan computes some and adopts others."""
-        start = job.num_computed + num_cached
-        samples = start + num_tokens == job.num_tokens
-        entry = Entry(job, start, num_tokens, num_cached, samples)
+    def add_prefill(self, sequence: "SequenceState", num_tokens: int, num_cached: int) -> Entry:
+        """Note a sequence of whose known tokens the plan computes some and adopts others."""
+        start = sequence.num_computed + num_cached
+        samples = start + num_tokens == sequence.num_tokens
+        entry = Entry(sequence, start, num_tokens, num_cached, samples)
         self.chunks.append(entry)
-        if job.request.max_chunk != inf:
+        if sequence.request.max_chunk != inf:
             self.num_bounded += num_tokens
-        job.num_computed = entry.end
-        job.num_tokens += samples
+        sequence.num_computed = entry.end
+        sequence.num_tokens += samples
         return entry
 
     def accept(self, counts: Iterable[int]) -> None:
-        """Note how many tokens each of the sampling jobs got, now that the step is committed."""
-        for job, count in zip(self.sampling_jobs, counts, strict=True):
-            job.num_computed += count - 1
-            job.num_tokens += count - 1
-            if count <= len(self.drafts.get(job, ())) and job.sequence.is_live:
-                job.sequence.trim(job.num_computed)  # what rejected drafts took
+        """Note how many tokens each of the sampling sequences got, now that the step is
+        committed."""
+        for sequence, count in zip(self.sampling_sequences, counts, strict=True):
+            sequence.num_computed += count - 1
+            sequence.num_tokens += count - 1
+            if count <= len(self.drafts.get(sequence, ())) and sequence.kv.is_live:
+                sequence.kv.trim(sequence.num_computed)  # what rejected drafts took
 
-    def cancel(self, job: Job) -> list[Job]:
-        """Take a job out of the plan again, if it is in it.
+    def cancel(self, sequence: "SequenceState") -> "list[SequenceState]":
+        """Take a sequence out of the plan again, if it is in it.
 
-        Jobs that share what it was to compute in this step go with it; returns those.
+        Sequences that share what it was to compute in this step go with it; returns those.
         """
-        jobs = self.jobs
-        if job not in jobs:
+        sequences = self.sequences
+        if sequence not in sequences:
             return []
-        gone = {job.sequence.id, *self.plan.cancel(job.sequence)}
-        decodes = [sequence for sequence in self.decodes if sequence.sequence.id in gone]
-        chunks = [entry for entry in self.chunks if entry.job.sequence.id in gone]
+        gone = {sequence.kv.id, *self.plan.cancel(sequence.kv)}
+        decodes = [sequence for sequence in self.decodes if sequence.kv.id in gone]
+        chunks = [entry for entry in self.chunks if entry.sequence.kv.id in gone]
         _move_back(decodes, chunks)
         self.decodes = tuple(sequence for sequence in self.decodes if sequence not in decodes)
         self.chunks = [entry for entry in self.chunks if entry not in chunks]
         bounded = [entry.num_tokens for entry in chunks if entry.request.max_chunk != inf]
         self.num_bounded -= sum(bounded)
-        return [
-            each_job for each_job in jobs if each_job is not job and each_job.sequence.id in gone
-        ]
+        return [other for other in sequences if other is not sequence and other.kv.id in gone]
 
     def rollback(self) -> None:
         """Undo the plan: it is as if nothing had been planned. The newest step goes first."""
@@ -253,14 +155,14 @@ class ScheduledStep:
         _move_back(self.decodes, self.chunks)
 
 
-def _move_back(decodes: Iterable[Job], chunks: Iterable[Entry]) -> None:
-    """The counts of these jobs are what they were before the step."""
-    for job in decodes:
-        job.num_computed -= 1
-        job.num_tokens -= 1
+def _move_back(decodes: "Iterable[SequenceState]", chunks: Iterable[Entry]) -> None:
+    """The counts of these sequences are what they were before the step."""
+    for sequence in decodes:
+        sequence.num_computed -= 1
+        sequence.num_tokens -= 1
     for entry in chunks:
-        entry.job.num_computed = entry.start - entry.num_cached
-        entry.job.num_tokens -= entry.samples
+        entry.sequence.num_computed = entry.start - entry.num_cached
+        entry.sequence.num_tokens -= entry.samples
 
 
 class ReuseCounters:
@@ -291,11 +193,11 @@ class ReuseCounters:
         self._values["cached_tokens"] += num_tokens
         self._values["hit_blocks"] += num_blocks
 
-    def add_fork(self, sequence: CachedSequence) -> None:
+    def add_fork(self, kv: KVSequence) -> None:
         """Count what a sequence that has just been forked shares; its last block if it is full."""
-        computed = sequence.num_computed_tokens
+        computed = kv.num_computed_tokens
         full = computed // self._block_size
         self._values["forked_tokens"] += computed
         self._values["forked_blocks"] += sum(
-            [self.num_blocks(table[:full]) for table in sequence.block_tables]
+            [self.num_blocks(table[:full]) for table in kv.block_tables]
         )

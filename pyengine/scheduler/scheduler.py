@@ -27,30 +27,32 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError, PyEngineError
 from pyengine.kv_cache import BlockManager, Lease, NoBudget, NoRoom, Prefilled, Redirect
-from pyengine.kv_cache import Sequence as CachedSequence
-from pyengine.scheduler.batch import Job, ReuseCounters, ScheduledStep
+from pyengine.kv_cache import Sequence as KVSequence
+from pyengine.scheduler.batch import ReuseCounters, ScheduledStep
 from pyengine.scheduler.waiting_queue import WaitingQueue
 
-_J = TypeVar("_J", bound=Job)
+if TYPE_CHECKING:
+    from pyengine.engine.request import SequenceState
+
 _by_order = attrgetter("order")
-_NOBODY: frozenset[Job] = frozenset()
+_NOBODY: "frozenset[SequenceState]" = frozenset()
 _MOST_PASSED = 64
-"""Waiting jobs that others may pass in a step; so a step looks at few of them."""
+"""Waiting sequences that others may pass in a step; so a step looks at few of them."""
 
 
 class StalledError(PyEngineError):
     """A request waits, none runs, and it cannot be admitted: something else holds the blocks."""
 
-    def __init__(self, message: str, job: Job) -> None:
+    def __init__(self, message: str, sequence: "SequenceState") -> None:
         super().__init__(message)
-        self.job = job
+        self.sequence = sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +78,14 @@ class _NoPlanAheadError(Exception):
 
 
 class _Decodes(NamedTuple):
-    """Jobs that decode, and their sequences: what the plan is given, kept from step to step."""
+    """Sequences that decode, and their KV handles, which the plan takes; kept from step to step."""
 
-    jobs: tuple[Job, ...] = ()
-    sequences: Sequence[CachedSequence] = ()
+    sequences: "tuple[SequenceState, ...]" = ()
+    handles: Sequence[KVSequence] = ()
 
 
 class _Attached(NamedTuple):
-    """What was attached to a job before its first chunk was planned."""
+    """What was attached to a sequence before its first chunk was planned."""
 
     num_tokens: int = 0
     num_blocks: int = 0
@@ -109,7 +111,7 @@ class Scheduler:
         self._groups = manager.groups
         self._limits = limits
         self._waiting = WaitingQueue()
-        self._running: list[Job] = []
+        self._running: list[SequenceState] = []
         self._decodes = [_Decodes(), _Decodes()]
         self._newest: ScheduledStep | None = None
         self._is_steady = False
@@ -129,8 +131,8 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def running(self) -> list[Job]:
-        """Jobs that hold blocks, in order."""
+    def running(self) -> "list[SequenceState]":
+        """Sequences that hold blocks, in order."""
         return list(self._running)
 
     @property
@@ -148,17 +150,17 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._running or self._waiting)
 
-    def add(self, job: Job) -> None:
+    def add(self, sequence: "SequenceState") -> None:
         """Queue the first sample of a request."""
-        request = job.request
-        job.sequence = self._manager.sequence(
+        request = sequence.request
+        sequence.kv = self._manager.sequence(
             request.prompt_token_ids, namespace=request.namespace, read_cache=request.read_cache
         )
         self._arrivals += 1
-        job.order = (request.priority, self._arrivals, job.index)
-        self._waiting.add(job)
+        sequence.order = (request.priority, self._arrivals, sequence.index)
+        self._waiting.add(sequence)
 
-    def fork(self, parent: Job, samples: Sequence[tuple[Job, int]]) -> None:
+    def fork(self, parent: "SequenceState", samples: "Sequence[tuple[SequenceState, int]]") -> None:
         """Let further samples run beside the one that has just got its first token.
 
         They stand on its prompt's blocks; each has its own first token. A partial last block is
@@ -166,28 +168,28 @@ class Scheduler:
         """
         parent.num_slots = 1
         prompt = parent.num_tokens - 1
-        for job, token in samples:
-            job.sequence = parent.sequence.fork(prompt)
-            job.sequence.append([token])
-            job.order = (*parent.order[:2], job.index)
-            job.num_tokens, job.num_computed = prompt + 1, parent.num_computed
-            self._reuse.add_fork(job.sequence)
-            insort(self._running, job, key=_by_order)
-            job.is_running = True
+        for sequence, token in samples:
+            sequence.kv = parent.kv.fork(prompt)
+            sequence.kv.append([token])
+            sequence.order = (*parent.order[:2], sequence.index)
+            sequence.num_tokens, sequence.num_computed = prompt + 1, parent.num_computed
+            self._reuse.add_fork(sequence.kv)
+            insort(self._running, sequence, key=_by_order)
+            sequence.is_running = True
         self._is_steady = False
 
     def schedule(
-        self, *, ahead: bool = False, without: Collection[Job] = _NOBODY
+        self, *, ahead: bool = False, without: "Collection[SequenceState]" = _NOBODY
     ) -> ScheduledStep | None:
         """Plan the next step; None when there is nothing to do.
 
         The caller runs it and then calls `commit`, or `rollback` if that failed.
 
         With `ahead` the step before is still open: this one decodes what that one samples, but for
-        jobs whose tokens must be known first. None then also means that this step has to wait for
-        that one, because somebody must be preempted: whose blocks an open step uses cannot be.
+        sequences whose tokens must be known first. None then also means that this step has to wait
+        for that one, because somebody must be preempted: whose blocks an open step uses cannot be.
 
-        Jobs in `without` take no part.
+        Sequences in `without` take no part.
 
         Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
         """
@@ -210,7 +212,9 @@ class Scheduler:
                     raise _NoPlanAheadError
                 self._nothing_planned(step)
             self._newest = step
-            self._is_steady = not out and not step.chunks and step.decodes is self._decodes[0].jobs
+            self._is_steady = (
+                not out and not step.chunks and step.decodes is self._decodes[0].sequences
+            )
         except _NoPlanAheadError:
             self.rollback(step)
             return None
@@ -219,40 +223,43 @@ class Scheduler:
             raise
         return step
 
-    def draft(self, step: ScheduledStep, drafts: Mapping[_J, Sequence[int]]) -> None:
+    def draft(self, step: ScheduledStep, drafts: "Mapping[SequenceState, Sequence[int]]") -> None:
         """Let decodes of a step that was just planned compute tokens that may follow theirs.
 
         As far as budget and blocks are left, the first ones first (promise 9); `step.drafts` says
-        what was planned. Only for jobs whose last token is known.
+        what was planned. Only for sequences whose last token is known.
         """
-        asked = {job: tokens for job, tokens in drafts.items() if len(tokens)}
+        asked = {sequence: tokens for sequence, tokens in drafts.items() if len(tokens)}
         if not asked:
             return
         flat = [token for tokens in asked.values() for token in tokens]
         counts = [len(tokens) for tokens in asked.values()]
-        planned = step.plan.draft([job.sequence for job in asked], flat, counts)
+        planned = step.plan.draft([sequence.kv for sequence in asked], flat, counts)
         step.drafts = {
-            job: tokens[:count]
-            for (job, tokens), count in zip(asked.items(), planned, strict=True)
+            sequence: tokens[:count]
+            for (sequence, tokens), count in zip(asked.items(), planned, strict=True)
             if count
         }
 
-    def _plan_decodes(self, step: ScheduledStep, out: Collection[Job]) -> None:
-        """One token for every job that has one left to compute: they come first (promise 4)."""
-        jobs, sequences = self._current_decodes(step.is_ahead, out)
-        while jobs:
-            rejected = step.plan.decode(sequences)
+    def _plan_decodes(self, step: ScheduledStep, out: "Collection[SequenceState]") -> None:
+        """One token for every sequence that has one left to compute: they come first (promise
+        4)."""
+        sequences, handles = self._current_decodes(step.is_ahead, out)
+        while sequences:
+            rejected = step.plan.decode(handles)
             if not rejected:
-                step.add_decodes(jobs)
+                step.add_decodes(sequences)
                 return
             unplanned = set(rejected)
-            step.add_decodes(tuple(job for at, job in enumerate(jobs) if at not in unplanned))
-            left = [jobs[at] for at in rejected]
+            step.add_decodes(
+                tuple(sequence for at, sequence in enumerate(sequences) if at not in unplanned)
+            )
+            left = [sequences[at] for at in rejected]
             victim = self._make_room(step, left[0])
-            jobs = tuple(job for job in left if job is not victim)
-            sequences = [job.sequence for job in jobs]
+            sequences = tuple(sequence for sequence in left if sequence is not victim)
+            handles = [sequence.kv for sequence in sequences]
 
-    def _current_decodes(self, ahead: bool, out: Collection[Job]) -> _Decodes:
+    def _current_decodes(self, ahead: bool, out: "Collection[SequenceState]") -> _Decodes:
         """Who decodes next: the same object as before, while they are the same.
 
         Two such objects are kept: with overlap, those who wait for their tokens decode in every
@@ -261,86 +268,100 @@ class Scheduler:
         last, before = self._decodes
         if self._is_steady and not ahead:
             return last
-        jobs = tuple([job for job in self._running if job.num_tokens - job.num_computed == 1])
+        sequences = tuple(
+            [
+                sequence
+                for sequence in self._running
+                if sequence.num_tokens - sequence.num_computed == 1
+            ]
+        )
         if out:
-            jobs = tuple([job for job in jobs if job not in out])
+            sequences = tuple([sequence for sequence in sequences if sequence not in out])
         if ahead:  # else they would have ended
-            jobs = tuple([job for job in jobs if not job.is_complete])
-        if jobs == last.jobs:
+            sequences = tuple([sequence for sequence in sequences if not sequence.is_complete])
+        if sequences == last.sequences:
             return last
-        found = before if jobs == before.jobs else _Decodes(jobs, [job.sequence for job in jobs])
+        found = (
+            before
+            if sequences == before.sequences
+            else _Decodes(sequences, [sequence.kv for sequence in sequences])
+        )
         self._decodes = [found, last]
         return found
 
-    def _plan_chunks(self, step: ScheduledStep, without: Collection[Job]) -> None:
+    def _plan_chunks(self, step: ScheduledStep, without: "Collection[SequenceState]") -> None:
         """The next chunk of every admitted prompt that is not through."""
         if len(step.decodes) == len(self._running):
             return
-        for job in [job for job in self._running if job.num_uncomputed > 1]:
-            if not job.is_running or job in without:  # preempted for an older one just now
+        for sequence in [sequence for sequence in self._running if sequence.num_uncomputed > 1]:
+            if (
+                not sequence.is_running or sequence in without
+            ):  # preempted for an older one just now
                 continue
-            if not step.has_room(job.request):
+            if not step.has_room(sequence.request):
                 continue
-            answer = self._prefill(step, job)
-            while isinstance(answer, NoRoom) and self._make_room(step, job) is not job:
-                answer = self._prefill(step, job)
+            answer = self._prefill(step, sequence)
+            while isinstance(answer, NoRoom) and self._make_room(step, sequence) is not sequence:
+                answer = self._prefill(step, sequence)
             if isinstance(answer, Prefilled):
-                step.add_prefill(job, answer.num_tokens, answer.num_cached_tokens)
+                step.add_prefill(sequence, answer.num_tokens, answer.num_cached_tokens)
             elif isinstance(answer, NoBudget):
                 return
 
     def _prefill(
-        self, step: ScheduledStep, job: Job, reserve: int | None = None
+        self, step: ScheduledStep, sequence: "SequenceState", reserve: int | None = None
     ) -> Prefilled | NoRoom | NoBudget:
         """Plan the next chunk of a prompt."""
-        bound = job.request.max_chunk - step.num_bounded
+        bound = sequence.request.max_chunk - step.num_bounded
         most = int(min(self._limits.max_num_batched_tokens, bound))
         replay = min(self._replay, most)
-        return step.plan.prefill(job.sequence, most, reserve=reserve, replay=replay or None)
+        return step.plan.prefill(sequence.kv, most, reserve=reserve, replay=replay or None)
 
-    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> NoRoom | NoBudget | None:
-        """Waiting jobs in their order, as long as whole prompts, budget and slots suffice.
+    def _admit(
+        self, step: ScheduledStep, without: "Collection[SequenceState]"
+    ) -> NoRoom | NoBudget | None:
+        """Waiting sequences in their order, as long as whole prompts, budget and slots suffice.
 
         What the first one was short of that was not admitted; None if that was a slot, or all were.
         """
         candidates = self._candidates(step, without)
-        job = next(candidates, None)
-        if job is None:
+        sequence = next(candidates, None)
+        if sequence is None:
             return None
-        slots = self._limits.max_num_seqs - sum([job.num_slots for job in self._running])
-        if job.num_slots > slots:
+        slots = self._limits.max_num_seqs - sum([sequence.num_slots for sequence in self._running])
+        if sequence.num_slots > slots:
             return None
-        begun = {id(entry.job) for entry in step.chunks if not entry.samples}
-        reserve = sum(  # a job that decodes has all its blocks
-            self._blocks_to_come(job)
-            for job in self._running
-            if job.num_uncomputed > 1 or id(job) in begun
+        begun = {id(entry.sequence) for entry in step.chunks if not entry.samples}
+        reserve = sum(  # a sequence that decodes has all its blocks
+            self._blocks_to_come(sequence)
+            for sequence in self._running
+            if sequence.num_uncomputed > 1 or id(sequence) in begun
         )
-        while job is not None and job.num_slots <= slots:
-            attached = self._attach(job)
-            answer = self._prefill(step, job, reserve)
+        while sequence is not None and sequence.num_slots <= slots:
+            attached = self._attach(sequence)
+            answer = self._prefill(step, sequence, reserve)
             if not isinstance(answer, Prefilled):
-                _give_back(job)
+                _give_back(sequence)
                 return answer
-            insort(self._running, job, key=_by_order)
-            self._waiting.discard(job)
-            job.is_running = True
-            slots -= job.num_slots
+            insort(self._running, sequence, key=_by_order)
+            self._waiting.discard(sequence)
+            sequence.is_running = True
+            slots -= sequence.num_slots
             num_cached = attached.num_tokens + answer.num_cached_tokens
-            entry = step.add_prefill(job, answer.num_tokens, num_cached)
+            entry = step.add_prefill(sequence, answer.num_tokens, num_cached)
             entry.num_attached, entry.num_attached_blocks = attached
-            job.request.admitted()
+            sequence.request.admitted()
             if not entry.samples:
-                reserve += self._blocks_to_come(job)
-            job = next(candidates, None)
+                reserve += self._blocks_to_come(sequence)
+            sequence = next(candidates, None)
         return None
 
-    def _attach(self, job: Job) -> _Attached:
-        """Attach cached blocks to a job that may read the cache only in part."""
-        request = job.request
+    def _attach(self, sequence: "SequenceState") -> _Attached:
+        """Attach cached blocks to a sequence that may read the cache only in part."""
+        request = sequence.request
         if request.read_cache:  # the plan matches and charges in one call
             return _Attached()
-        _give_back(job)  # an interrupt may have left some
+        _give_back(sequence)  # an interrupt may have left some
         most = request.readable_tokens()
         if not most:
             return _Attached()
@@ -348,88 +369,90 @@ class Scheduler:
         tokens = request.prompt_token_ids[: -(-most // size) * size]
         with self._manager.match_prefix(tokens, namespace=request.namespace) as lease:
             if lease.num_tokens > most:
-                self._attach_all_but_one(job, lease)
+                self._attach_all_but_one(sequence, lease)
             else:
-                job.sequence.attach(lease)
+                sequence.kv.attach(lease)
             num_blocks = self._reuse.num_blocks(lease.blocks)
-        return _Attached(job.sequence.num_computed_tokens, num_blocks)
+        return _Attached(sequence.kv.num_computed_tokens, num_blocks)
 
-    def _attach_all_but_one(self, job: Job, lease: Lease) -> None:
+    def _attach_all_but_one(self, sequence: "SequenceState", lease: Lease) -> None:
         """Attach the blocks of a lease and let the last of their tokens be computed, not written.
 
-        So it is where a prompt is cached as a whole: the sequence has what follows only then.
+        So it is where a prompt is cached as a whole: the handle has what follows only then.
         """
-        request, end = job.request, lease.num_tokens
-        tokens = job.sequence.tokens()
-        sequence = self._manager.sequence(
+        request, end = sequence.request, lease.num_tokens
+        tokens = sequence.kv.tokens()
+        kv = self._manager.sequence(
             tokens[:end], namespace=request.namespace, read_cache=request.read_cache
         )
-        sequence.attach(lease)
+        kv.attach(lease)
         if end < len(tokens):
-            sequence.append(tokens[end:])
-        job.sequence, before = sequence, job.sequence
+            kv.append(tokens[end:])
+        sequence.kv, before = kv, sequence.kv
         before.free()
-        self._decodes = [_Decodes(), _Decodes()]  # they may hold the sequence before
+        self._decodes = [_Decodes(), _Decodes()]  # they may hold the handle before
 
-    def _candidates(self, step: ScheduledStep, without: Collection[Job]) -> Iterator[Job]:
+    def _candidates(
+        self, step: ScheduledStep, without: "Collection[SequenceState]"
+    ) -> "Iterator[SequenceState]":
         """Who may be admitted, in order; each has been admitted when the next one is asked for.
 
-        Others pass a job that waits for the prefix that another one computes, and a prompt for
-        which the bound of the step leaves no token: both wait for jobs that run, not for blocks.
-        """
+        Others pass a sequence that waits for the prefix that another one computes, and a prompt for
+        which the bound of the step leaves no token: both wait for sequences that run, not for
+        blocks."""
         may_await = self._prefix_caching and not without
         num_passed = 0
-        for job in self._waiting.in_order():
-            if job in without:
+        for sequence in self._waiting.in_order():
+            if sequence in without:
                 continue
-            request = job.request
+            request = sequence.request
             is_awaiting = may_await and request.awaits_prefix()
             if not is_awaiting and step.has_room(request):
-                yield job
+                yield sequence
                 continue
             num_passed += 1
             if num_passed > _MOST_PASSED:
                 return
 
-    def _blocks_to_come(self, job: Job) -> int:
-        """Blocks that the job takes at most for the known tokens that no step computes yet.
+    def _blocks_to_come(self, sequence: "SequenceState") -> int:
+        """Blocks that the sequence takes at most for the known tokens that no step computes yet.
 
         Each layer group takes a block for every `block_size` tokens. A sliding one gives back what
         falls behind its window, so it never takes more than the most that it holds at once.
         """
-        size, end = self._manager.block_size, job.num_computed
+        size, end = self._manager.block_size, sequence.num_computed
         begun = -(-end // size)
-        new = -(-job.num_tokens // size) - begun
+        new = -(-sequence.num_tokens // size) - begun
         behind = sum(max(0, end - window + 1) // size for window in self._groups if window)
         held = begun * len(self._groups) - behind
-        most = self._manager.blocks_for(job.num_tokens, self._limits.max_num_batched_tokens)
+        most = self._manager.blocks_for(sequence.num_tokens, self._limits.max_num_batched_tokens)
         return min(new * len(self._groups), most - held)
 
-    def _make_room(self, step: ScheduledStep, job: Job) -> Job:
-        """Preempt for `job`: the newest one after it that really frees blocks, else itself."""
+    def _make_room(self, step: ScheduledStep, sequence: "SequenceState") -> "SequenceState":
+        """Preempt for `sequence`: the newest one after it that really frees blocks, else itself."""
         if step.is_ahead:
             raise _NoPlanAheadError
         for candidate in reversed(self._running):
-            if candidate is job or self._manager.preview(candidate.sequence) > 0:
+            if candidate is sequence or self._manager.preview(candidate.kv) > 0:
                 break
         self._preempt(step, candidate)
         return candidate
 
-    def _preempt(self, step: ScheduledStep, job: Job) -> None:
-        for other in step.cancel(job):
+    def _preempt(self, step: ScheduledStep, sequence: "SequenceState") -> None:
+        for other in step.cancel(sequence):
             if other.num_computed == 0:  # it holds nothing without what the victim computes
                 self._put_back(other)
-        job.sequence.reset()
-        job.num_computed = 0
-        job.request.num_preemptions += 1
+        sequence.kv.reset()
+        sequence.num_computed = 0
+        sequence.request.num_preemptions += 1
         self._num_preemptions += 1
-        self._put_back(job)
+        self._put_back(sequence)
 
-    def _put_back(self, job: Job) -> None:
-        job.is_running = self._is_steady = False
-        _give_back(job)
-        self._waiting.add(job)
-        self._running.remove(job)
+    def _put_back(self, sequence: "SequenceState") -> None:
+        sequence.is_running = self._is_steady = False
+        _give_back(sequence)
+        self._waiting.add(sequence)
+        self._running.remove(sequence)
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -441,21 +464,21 @@ class Scheduler:
         self._limits = limits
 
     def _nothing_planned(self, step: ScheduledStep) -> None:
-        job = self._waiting.first()
-        if step.is_ahead or job is None:
+        sequence = self._waiting.first()
+        if step.is_ahead or sequence is None:
             raise _NoPlanAheadError
-        if job.num_slots > self._limits.max_num_seqs:
+        if sequence.num_slots > self._limits.max_num_seqs:
             raise StalledError(
-                f"request {job.request.request_id!r} runs {job.num_slots} samples at once, and "
-                f"since a step was too large for the device's memory only "
+                f"request {sequence.request.request_id!r} runs {sequence.num_slots} samples at "
+                f"once, and since a step was too large for the device's memory only "
                 f"{self._limits.max_num_seqs} sequences run: ask for fewer samples, or make room "
                 "on the device",
-                job,
+                sequence,
             )
         raise StalledError(
-            f"request {job.request.request_id!r} of {job.num_tokens} tokens cannot be admitted "
-            f"although nothing runs: {self._manager.ledger()!r}; release leases to go on",
-            job,
+            f"request {sequence.request.request_id!r} of {sequence.num_tokens} tokens cannot be "
+            f"admitted although nothing runs: {self._manager.ledger()!r}; release leases to go on",
+            sequence,
         )
 
     def commit(
@@ -464,7 +487,7 @@ class Scheduler:
         sampled: Sequence[int] | npt.NDArray[np.int64],
         counts: Sequence[int] | None = None,
     ) -> list[Redirect]:
-        """Take the step as computed; `sampled` holds one token per sampling job, in order.
+        """Take the step as computed; `sampled` holds one token per sampling sequence, in order.
 
         With drafts `counts` says how many tokens each of them got: the drafts that were right, and
         one more.
@@ -483,34 +506,35 @@ class Scheduler:
         return redirects
 
     def rollback(self, step: ScheduledStep) -> None:
-        """Undo a step that did not run: jobs it admitted wait again. The newest one goes first."""
+        """Undo a step that did not run: sequences it admitted wait again. The newest one goes
+        first."""
         self._is_steady = False
         step.rollback()
-        for job in step.jobs:
-            if job.num_computed == 0 and job.is_running:
-                self._put_back(job)
+        for sequence in step.sequences:
+            if sequence.num_computed == 0 and sequence.is_running:
+                self._put_back(sequence)
 
-    def finish(self, jobs: Iterable[Job]) -> None:
-        """Forget jobs, finished or aborted; their ready blocks stay in the cache.
+    def finish(self, sequences: "Iterable[SequenceState]") -> None:
+        """Forget sequences, finished or aborted; their ready blocks stay in the cache.
 
         May be called while a step is open: what it computes for them is kept in the cache too.
-        Jobs that are not here are passed over. An interrupt (Ctrl-C) may have come between any two
-        lines of this file: a job is taken from wherever it stands.
-        """
+        Sequences that are not here are passed over. An interrupt (Ctrl-C) may have come between any
+        two lines of this file: a sequence is taken from wherever it stands."""
         self._is_steady = False
-        for job in jobs:
-            sequence: CachedSequence | None = getattr(job, "sequence", None)
-            if sequence is not None and sequence.is_live:
-                sequence.free()
-            self._waiting.discard(job)
-            if job in self._running:
-                self._running.remove(job)
-            job.is_running = False
+        for sequence in sequences:
+            kv: KVSequence | None = getattr(sequence, "kv", None)
+            if kv is not None and kv.is_live:
+                kv.free()
+            self._waiting.discard(sequence)
+            if sequence in self._running:
+                self._running.remove(sequence)
+            sequence.is_running = False
         if not self.has_work:
             self._newest = None  # an open step that Ctrl-C has let fall ends with its plan
 
 
-def _give_back(job: Job) -> None:
-    """Take the blocks from a job that waits: those that it stood on when a step was planned."""
-    if job.sequence.num_computed_tokens:
-        job.sequence.reset()
+def _give_back(sequence: "SequenceState") -> None:
+    """Take the blocks from a sequence that waits: those that it stood on when a step was
+    planned."""
+    if sequence.kv.num_computed_tokens:
+        sequence.kv.reset()

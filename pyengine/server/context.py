@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request as EngineRequest
 from pyengine.server.engine_client import ServedEngine, ServedStream
 from pyengine.server.errors import ApiError
 from pyengine.server.middleware.auth import Caller, require_admin
@@ -110,7 +110,7 @@ class ServerContext:
         return num_cached - num_cached % self.block_size
 
     def submit(
-        self, name: str, key: bytes, client_id: str | None, requests: Sequence[RequestState]
+        self, name: str, key: bytes, client_id: str | None, requests: Sequence[EngineRequest]
     ) -> ServedStream:
         """Queue the requests of one call, all or none; `leave` is called at its end.
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from fastapi import APIRouter
 
 from pyengine.engine.prompts import PromptLike
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.settings import ServerSettings
@@ -83,11 +83,11 @@ class ServedEngine(Protocol):
         *,
         cache_salt: str | None = None,
         priority: float = 0,
-    ) -> RequestState:
+    ) -> Request:
         """See `AsyncEngine`."""
         ...
 
-    def submit(self, requests: Sequence[RequestState]) -> ServedStream:
+    def submit(self, requests: Sequence[Request]) -> ServedStream:
         """See `AsyncEngine`."""
         ...
 

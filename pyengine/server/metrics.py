@@ -61,9 +61,9 @@ def one_two_five(most: int) -> tuple[int, ...]:
     return tuple(step for step in steps if step <= most)
 
 
-def reason_of(request: RequestState) -> str:
+def reason_of(request: EngineRequest) -> str:
     """Why a request ended: of several samples the worst."""
-    reasons = {one.finish_reason for one in request.samples}
+    reasons = {one.finish_reason for one in request.sequences}
     return next(reason for reason in FINISH_REASONS if reason in reasons)
 
 
@@ -123,21 +123,23 @@ class _Times:
 
     def __init__(self, histogram: _Histogram) -> None:
         self._histogram = histogram
-        self._rows: Sequence[Sample] = ()
+        self._rows: Sequence[SequenceState] = ()
         self._last = 0.0
-        self._live: set[Sample] = set()
-        self._since: dict[Sample, float] = {}
+        self._live: set[SequenceState] = set()
+        self._since: dict[SequenceState, float] = {}
         """When those had their last token who were left out of a step since."""
-        self._gone: set[Sample] = set()
+        self._gone: set[SequenceState] = set()
         """Who ended in the last step or was stopped since: a step that runs may still hold them."""
 
-    def stop(self, samples: Iterable[Sample]) -> None:
+    def stop(self, samples: Iterable[SequenceState]) -> None:
         """These get no more tokens, also from a step that runs."""
         for one in samples:
             self._gone.add(one)
             self._since.pop(one, None)
 
-    def step(self, rows: Sequence[Sample], ended: Sequence[Sample], now: float) -> int:
+    def step(
+        self, rows: Sequence[SequenceState], ended: Sequence[SequenceState], now: float
+    ) -> int:
         """How many samples got a token."""
         if not rows:
             return 0
@@ -156,7 +158,7 @@ class _Times:
         self._gone.update(ended)
         return len(live)
 
-    def _change(self, live: set[Sample], now: float) -> None:
+    def _change(self, live: set[SequenceState], now: float) -> None:
         for one in live - self._live:
             last = self._since.pop(one, None)
             if last is not None:
@@ -238,7 +240,7 @@ class EngineMetrics:
 
     # What the engine's thread calls.
 
-    def on_arrival(self, request: RequestState) -> None:
+    def on_arrival(self, request: EngineRequest) -> None:
         """Nothing: who waits is read from the engine."""
 
     def on_step(self, result: StepResult) -> None:
@@ -249,8 +251,8 @@ class EngineMetrics:
         self._step_tokens.add(result.num_tokens)
         counts = self._counts
         for state in result.begun:
-            if not state.samples[0].max_output:  # its prompt was all that was wanted
-                self._times.stop(state.samples)
+            if not state.sequences[0].max_output:  # its prompt was all that was wanted
+                self._times.stop(state.sequences)
             counts.prompt_tokens += len(state.prompt_token_ids)
             counts.cached_tokens += state.num_cached_tokens
             if state.first_token_time is not None:
@@ -258,11 +260,11 @@ class EngineMetrics:
         counts.generation_tokens += self._times.step(result.rows, result.ended, now)
         counts.generation_tokens += result.num_drafted
 
-    def on_finish(self, request: RequestState) -> None:
+    def on_finish(self, request: EngineRequest) -> None:
         """Count a request that has ended."""
-        self._times.stop([one for one in request.samples if one.finish_reason in _CUT_SHORT])
+        self._times.stop([one for one in request.sequences if one.finish_reason in _CUT_SHORT])
         self._ends[reason_of(request)] += 1
-        num_output = sum([len(one.token_ids) for one in request.samples])
+        num_output = sum([len(one.token_ids) for one in request.sequences])
         self._prompts.add(len(request.prompt_token_ids))
         self._outputs.add(num_output)
         self._n.add(request.params.n)
@@ -270,7 +272,7 @@ class EngineMetrics:
             self._max_tokens.add(request.params.max_tokens)
         self._add_times(request, num_output)
 
-    def _add_times(self, request: RequestState, num_output: int) -> None:
+    def _add_times(self, request: EngineRequest, num_output: int) -> None:
         begun, first, end = request.scheduled_time, request.first_token_time, request.finished_time
         assert end is not None
         self._whole.add(end - request.arrival_time)
@@ -282,9 +284,9 @@ class EngineMetrics:
             return
         self._prefill.add(first - begun)
         self._decode.add(end - first)
-        num_later = num_output - sum([1 for one in request.samples if one.token_ids])
+        num_later = num_output - sum([1 for one in request.sequences if one.token_ids])
         if num_later > 0:
-            per_sample = len([one for one in request.samples if len(one.token_ids) > 1])
+            per_sample = len([one for one in request.sequences if len(one.token_ids) > 1])
             self._mean_gap.add((end - first) * per_sample / num_later)
 
     # What a reader's thread calls.

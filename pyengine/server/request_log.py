@@ -13,14 +13,14 @@ from time import monotonic, time
 from typing import Any, TextIO
 
 from pyengine.engine.core import StepResult
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.server.metrics import reason_of
 from pyengine.server.settings import LogFormat
 
 _log = logging.getLogger("pyengine.request")
 
 
-def request_line(request: RequestState) -> dict[str, Any]:
+def request_line(request: Request) -> dict[str, Any]:
     """What is logged of a request that has ended. Times are seconds from its arrival."""
 
     def after(moment: float | None) -> float | None:
@@ -32,7 +32,7 @@ def request_line(request: RequestState) -> dict[str, Any]:
         "status": reason_of(request),
         "prompt_tokens": len(request.prompt_token_ids),
         "cached_tokens": request.num_cached_tokens,
-        "output_tokens": sum([len(one.token_ids) for one in request.samples]),
+        "output_tokens": sum([len(one.token_ids) for one in request.sequences]),
         "preemptions": request.num_preemptions,
         "queue_s": after(request.scheduled_time),
         "first_token_s": after(request.first_token_time),
@@ -77,13 +77,13 @@ class RequestLog(LineLog):
     def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
         super().__init__(_log.name, format, stream)
 
-    def on_arrival(self, request: RequestState) -> None:
+    def on_arrival(self, request: Request) -> None:
         """Nothing."""
 
     def on_step(self, result: StepResult) -> None:
         """Nothing."""
 
-    def on_finish(self, request: RequestState) -> None:
+    def on_finish(self, request: Request) -> None:
         """Note a request that has ended."""
         self.put(request_line(request))
 

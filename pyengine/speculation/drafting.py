@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from pyengine.speculation.mtp import MTPDrafter
 from pyengine.speculation.policy import Curve, DraftPolicy, StepCosts, StepSize
 
 if TYPE_CHECKING:
-    from pyengine.engine.request import Sample
+    from pyengine.engine.request import SequenceState
 
 
 _log = logging.getLogger(__name__)
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 class Speculator:
     """Asks the drafter, and keeps what is in order of what it says.
 
-    A drafter that raises, or proposes what no model can compute, costs the sample its drafts and
-    nothing else: the log says so once for each sample.
+    A drafter that raises, or proposes what no model can compute, costs the sequence its drafts and
+    nothing else: the log says so once for each sequence.
     """
 
     def __init__(
         self, drafter: Drafter, policy: DraftPolicy, *, most: int, vocab_size: int
     ) -> None:
-        """At most `most` tokens are drafted for a sample and step."""
+        """At most `most` tokens are drafted for a sequence and step."""
         self._drafter = drafter
         self._policy = policy
         self._most = most
@@ -79,18 +79,18 @@ class Speculator:
         return self._policy.keep(contexts, drafts, step)
 
     def give_up(self, context: Context, reason: object) -> None:
-        """Let a sample go on without drafts, and say why."""
+        """Let a sequence go on without drafts, and say why."""
         self._without.add(context)
         _log.warning("request %r goes on without drafts: %s", context.request.request_id, reason)
 
     def forget(self, context: Context) -> None:
-        """The sample has ended."""
+        """The sequence has ended."""
         self._without.discard(context)
         self._policy.forget(context)
         try:
             self._drafter.forget(context)
         except Exception as error:
-            _log.warning("the drafter failed to forget a sample: %r", error)
+            _log.warning("the drafter failed to forget a sequence: %r", error)
 
     def _ask(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
         """All at once; if that fails one by one, to see who is at fault."""
@@ -98,7 +98,7 @@ class Speculator:
             drafts = self._drafter.propose(contexts, most)
             if len(drafts) == len(contexts):
                 return drafts
-            error: object = f"{len(drafts)} drafts for {len(contexts)} samples"
+            error: object = f"{len(drafts)} drafts for {len(contexts)} sequences"
         except Exception as raised:
             error = repr(raised)
         if len(contexts) == 1:
@@ -129,7 +129,7 @@ class Drafting:
         self._speculator = speculator
         self._scheduler = scheduler
         self._mtp = mtp
-        self._asked: frozenset[Sample] = frozenset()
+        self._asked: frozenset[SequenceState] = frozenset()
         """For whom drafts were looked for when the newest step was planned."""
         self.num_drafts = 0
         """Decodes that were computed with drafts."""
@@ -140,80 +140,79 @@ class Drafting:
         They are looked for without that token, which is not known yet; where they were when `step`
         was planned, there are none. MTP layers cannot go on without it: whoever they draft for
         waits."""
-        samples = [
+        sequences = [
             sequence
-            for sequence in cast("list[Sample]", step.sampling_jobs)
+            for sequence in step.sampling_sequences
             if sequence.speculates
             and sequence.finish_reason is None
             and not sequence.waits_for_tokens
         ]
         if self._mtp is not None:
-            for sample in samples:
-                sample.wants_drafts = True
+            for sequence in sequences:
+                sequence.wants_drafts = True
             return
-        unasked = [each_sample for each_sample in samples if each_sample not in self._asked]
+        unasked = [other for other in sequences if other not in self._asked]
         found = self._found(unasked, step)
-        for sample in samples:
-            sample.wants_drafts = sample in found
+        for sequence in sequences:
+            sequence.wants_drafts = sequence in found
 
     def extend(self, step: ScheduledStep) -> None:
         """Let a step that was just planned compute drafts with its decodes."""
-        samples = [
-            sequence
-            for sequence in cast("tuple[Sample, ...]", step.decodes)
-            if sequence.speculates and sequence.is_known
+        sequences = [
+            sequence for sequence in step.decodes if sequence.speculates and sequence.is_known
         ]
         if self._mtp is not None:
             self._mtp.step = step
-        self._asked = frozenset(samples)
-        self._scheduler.draft(step, self._found(samples, step))
+        self._asked = frozenset(sequences)
+        self._scheduler.draft(step, self._found(sequences, step))
 
     def mtp_step(self, step: ScheduledStep) -> MTPStep | None:
         """What a step that is about to run is to the model's MTP layers; None if they do not
         draft."""
         return None if self._mtp is None else self._mtp.history.extend(step)
 
-    def fork(self, sample: "Sample", others: "Sequence[Sample]") -> None:
-        """`others` go on from where `sample` stands."""
+    def fork(self, sequence: "SequenceState", others: "Sequence[SequenceState]") -> None:
+        """`others` go on from where `sequence` stands."""
         if self._mtp is not None:
-            self._mtp.history.fork(sample, others)
+            self._mtp.history.fork(sequence, others)
 
-    def give_up(self, sample: "Sample", reason: object) -> None:
-        """Let a sample go on without drafts."""
-        sample.speculates = False
-        self._speculator.give_up(sample, reason)
+    def give_up(self, sequence: "SequenceState", reason: object) -> None:
+        """Let a sequence go on without drafts."""
+        sequence.speculates = False
+        self._speculator.give_up(sequence, reason)
 
-    def forget(self, samples: "Sequence[Sample]") -> None:
+    def forget(self, sequences: "Sequence[SequenceState]") -> None:
         """These have ended."""
-        for sample in samples:
-            self._speculator.forget(sample)
+        for sequence in sequences:
+            self._speculator.forget(sequence)
 
     def _found(
-        self, samples: "Sequence[Sample]", step: ScheduledStep
-    ) -> "dict[Sample, Sequence[int]]":
+        self, sequences: "Sequence[SequenceState]", step: ScheduledStep
+    ) -> "dict[SequenceState, Sequence[int]]":
         """Drafts that are worth computing beside a step."""
-        if not samples:
+        if not sequences:
             return {}
         budget = self._scheduler.limits.max_num_batched_tokens - step.num_tokens
         self._speculator.begin_step(max(0, budget))
-        most = [each_sample.max_output - len(each_sample.token_ids) - 1 for each_sample in samples]
-        given = self._speculator.propose(samples, most)
-        drafts = [_possible(sample, draft) for sample, draft in zip(samples, given, strict=True)]
-        num_drawn = sum(
-            [sequence.is_drawn for sequence in cast("tuple[Sample, ...]", step.decodes)]
-        )
+        most = [other.max_output - len(other.token_ids) - 1 for other in sequences]
+        given = self._speculator.propose(sequences, most)
+        drafts = [
+            _possible(sequence, draft) for sequence, draft in zip(sequences, given, strict=True)
+        ]
+        num_drawn = sum([sequence.is_drawn for sequence in step.decodes])
         size = StepSize(step.num_tokens, len(step.decodes), num_drawn)
-        counts = self._speculator.keep(samples, drafts, size)
+        counts = self._speculator.keep(sequences, drafts, size)
         return {
-            sample: draft.tokens[:count]
-            for sample, draft, count in zip(samples, drafts, counts, strict=True)
+            sequence: draft.tokens[:count]
+            for sequence, draft, count in zip(sequences, drafts, counts, strict=True)
             if count
         }
 
 
-def _possible(sample: "Sample", draft: Draft) -> Draft:
-    """A draft up to the first token that would end the sample, or that its form does not allow."""
-    tokens, stop_ids, matcher = draft.tokens, sample.stop_ids, sample.sampling.matcher
+def _possible(sequence: "SequenceState", draft: Draft) -> Draft:
+    """A draft up to the first token that would end the sequence, or that its form does not
+    allow."""
+    tokens, stop_ids, matcher = draft.tokens, sequence.stop_ids, sequence.sampling.matcher
     if not stop_ids.isdisjoint(tokens):
         tokens = tokens[: [token in stop_ids for token in tokens].index(True)]
     if matcher is not None and len(tokens):

@@ -8,7 +8,7 @@ import pytest
 
 from pyengine.engine.loop import EngineLoop
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, make_bench
 from tests.support.wishes import letters
@@ -64,7 +64,7 @@ class Teller(Sink):
         self._stage.at("at an output")
 
 
-def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str, RequestState]:
+def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str, Request]:
     states = {}
     for name in names:
         state = stage.bench.engine.input_processor.request(
@@ -75,11 +75,11 @@ def requests(stage: Stage, names: list[str], params: SamplingParams) -> dict[str
     return states
 
 
-def tokens_of(state: RequestState) -> list[list[int]]:
+def tokens_of(state: Request) -> list[list[int]]:
     return [output.token_ids for output in state.output().outputs]
 
 
-def run(stage: Stage, states: dict[str, RequestState]) -> None:
+def run(stage: Stage, states: dict[str, Request]) -> None:
     stage.shared.submit(list(states.values()))
     for _ in range(400):
         stage.shared.settle()

@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 
 from pyengine import LLM, BlockManager, SamplingParams
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.errors import ConfigurationError, ModelLoadError
 from pyengine.speculation.drafters import Context, Draft
 from pyengine.speculation.drafting import Speculator
@@ -142,24 +142,24 @@ def test_tokens_are_those_of_transformers_generate(
         assert theirs[0, len(prompt) :].tolist() == output.outputs[0].token_ids
 
 
-def mtp_cache(llm: LLM, state: RequestState, mtp_layers: int) -> list[torch.Tensor]:
+def mtp_cache(llm: LLM, state: Request, mtp_layers: int) -> list[torch.Tensor]:
     """Keys and values of a request's MTP layers, at all positions that are computed and have
     some."""
-    job, pool = state.samples[0], llm._engine._executor.runner._pool  # type: ignore[attr-defined]
-    table = list(job.sequence.block_table)
+    sequence, pool = state.sequences[0], llm._engine._executor.runner._pool  # type: ignore[attr-defined]
+    table = list(sequence.kv.block_table)
     return [
-        tensor[table].flatten(0, 1)[1 + layer : job.num_computed]
+        tensor[table].flatten(0, 1)[1 + layer : sequence.num_computed]
         for layer in range(mtp_layers)
         for kept in (pool.keys, pool.values)
         for tensor in [kept[LAYERS + layer]]
     ]
 
 
-def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> RequestState:
+def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> Request:
     """Generate until the answer has so many tokens."""
     engine = llm._engine
     state = engine.add_request(str(prompt), Prompt(token_ids=prompt), GREEDY)
-    while len(state.samples[0].token_ids) < stop:
+    while len(state.sequences[0].token_ids) < stop:
         engine.step()
     return state
 
@@ -296,7 +296,7 @@ def waited(llm: LLM) -> list[int]:
     while any(sequence.first_token_time is None for sequence in running):
         engine.step()
     assert llm.stats().num_running == RUNNING
-    arrived: dict[str, tuple[int, RequestState]] = {}
+    arrived: dict[str, tuple[int, Request]] = {}
     steps: dict[str, int] = {}
     for at in range(ARRIVALS + 3):
         if at < ARRIVALS:

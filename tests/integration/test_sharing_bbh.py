@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from pyengine.kv_cache import BlockManager, Stats
 from pyengine.models.source import resolve_source
-from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.integration.test_tokens_bbh import ARCHIVE, read
+from tests.support.requests import make_sequence
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +51,9 @@ def run(prompts: list[Tokens], *, in_flight_sharing: bool) -> Stats:
     manager = BlockManager(NUM_BLOCKS, BLOCK, in_flight_sharing=in_flight_sharing)
     scheduler = Scheduler(manager, LIMITS)
     for number, tokens in enumerate(prompts):
-        scheduler.add(Job(Request(request_id=str(number), prompt_token_ids=tokens)))
+        scheduler.add(make_sequence(str(number), tokens))
     while (step := scheduler.schedule()) is not None:
-        sampling = step.sampling_jobs
+        sampling = step.sampling_sequences
         step.plan.copies()
         scheduler.commit(step, [0] * len(sampling))
         scheduler.finish(sampling)

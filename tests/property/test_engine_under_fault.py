@@ -127,16 +127,20 @@ class Case:
     def check_jobs(self) -> None:
         """The scheduler's counts mirror the manager's; who waits holds nothing, who runs does."""
         scheduler = self.bench.scheduler
-        jobs = [*scheduler._waiting, *scheduler._running]
+        sequences = [*scheduler._waiting, *scheduler._running]
         live = {sample for state in self.bench.engine.unfinished for sample in state.unfinished}
-        assert len(jobs) == len(set(jobs))
-        assert set(jobs) <= live  # samples that are not forked yet are nowhere
-        assert {job.request for job in jobs} == set(self.bench.engine.unfinished)
-        for job in jobs:
+        assert len(sequences) == len(set(sequences))
+        assert set(sequences) <= live  # samples that are not forked yet are nowhere
+        assert {sequence.request for sequence in sequences} == set(self.bench.engine.unfinished)
+        for sequence in sequences:
             if self.bench.engine._in_flight is None:
-                assert job.num_tokens == job.sequence.num_tokens
-                assert job.num_computed == job.sequence.num_computed_tokens
-            assert job.is_running == (job in scheduler._running) == bool(job.sequence.block_table)
+                assert sequence.num_tokens == sequence.kv.num_tokens
+                assert sequence.num_computed == sequence.kv.num_computed_tokens
+            assert (
+                sequence.is_running
+                == (sequence in scheduler._running)
+                == bool(sequence.kv.block_table)
+            )
 
     def run(self, num_requests: int) -> None:
         rush = self.random.choice([0.1, 0.4, 0.9])

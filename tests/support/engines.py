@@ -8,7 +8,7 @@ from typing import Any
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.executor.executor import Executor, ThreadWork, Work
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
@@ -78,7 +78,7 @@ class Bench:
     scheduler: Scheduler
     runner: FakeRunner
     engine: Engine
-    states: dict[str, RequestState] = field(default_factory=dict)
+    states: dict[str, Request] = field(default_factory=dict)
 
     def submit(self, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> None:
         for request_id, tokens in prompts.items():

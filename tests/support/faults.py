@@ -11,11 +11,12 @@ import numpy as np
 
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
+from pyengine.engine.request import SequenceState
 from pyengine.executor.executor import Executor
 from pyengine.executor.interface import Forward, StepLogits
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager, Redirect
-from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.drafters import MixedDrafter, speculate
 from tests.support.engines import EOS, Bench, LazyQueue
@@ -93,12 +94,12 @@ class WatchedScheduler(Scheduler):
         """The namespaces of the newest step's entries."""
         self._warm: set[int] = set()
 
-    def add(self, job: Job) -> None:
-        job.request.namespace = bytes([self.namespaces[job.request.request_id]])
-        super().add(job)
+    def add(self, sequence: SequenceState) -> None:
+        sequence.request.namespace = bytes([self.namespaces[sequence.request.request_id]])
+        super().add(sequence)
 
     def schedule(
-        self, *, ahead: bool = False, without: Collection[Job] = frozenset()
+        self, *, ahead: bool = False, without: Collection[SequenceState] = frozenset()
     ) -> ScheduledStep | None:
         step = super().schedule(ahead=ahead, without=without)
         # What the step before computes may be shared before that step ends.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.engine.stats import EngineView, RequestView
 from pyengine.kv_cache import Survey
 
@@ -116,7 +116,7 @@ class FrameMaker:
     ) -> None:
         self._about = about
         self._decode = decode
-        self._prompts: dict[RequestState, str] = {}
+        self._prompts: dict[Request, str] = {}
         """Of requests that were shown last."""
 
     def frame(self, view: EngineView) -> str:
@@ -128,7 +128,7 @@ class FrameMaker:
         pieces = tree.block_pieces
         root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
         if self._decode is not None:
-            self._prompts = {one.state: self._prompt(one.state) for one in view.requests}
+            self._prompts = {one.request: self._prompt(one.request) for one in view.requests}
         ledger = stats.ledger
         message = {
             "time": time(),
@@ -158,7 +158,7 @@ class FrameMaker:
 
     def _request(self, view: RequestView) -> list[Any]:
         """A row of the table: plain values in the order that the page expects."""
-        state = view.state
+        state = view.request
         row: list[Any] = [
             state.request_id,
             int(view.is_running),
@@ -175,7 +175,7 @@ class FrameMaker:
             row.append(self._prompts[state])
         return row
 
-    def _prompt(self, state: RequestState) -> str:
+    def _prompt(self, state: Request) -> str:
         """The beginning of a prompt; made once for each request."""
         known = self._prompts.get(state)
         if known is not None:

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request as EngineRequest
 from pyengine.engine.untrusted_calls import encode_text
 from pyengine.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from pyengine.outputs import RequestOutput
@@ -146,9 +146,9 @@ def within_limit(body: SamplingFields, params: SamplingParams, limit: int | None
     return replace(params, max_tokens=longest)
 
 
-def check_length(body: SamplingFields, request: RequestState) -> None:
+def check_length(body: SamplingFields, request: EngineRequest) -> None:
     """Raise `ApiError` if the context does not hold as many tokens as the client asks for."""
-    (name, length), most = _length_field(body), request.samples[0].max_output
+    (name, length), most = _length_field(body), request.sequences[0].max_output
     if length is not None and length > most:
         num_prompt_tokens = len(request.prompt_token_ids)
         raise ApiError(
@@ -238,7 +238,7 @@ async def begin(
     salt = context.salt(caller.key, body.cache_salt)
     check_priority(body.priority, caller.max_priority)
 
-    def made(prompts: Sequence[Sequence[int]]) -> list[RequestState]:
+    def made(prompts: Sequence[Sequence[int]]) -> list[EngineRequest]:
         requests = [
             context.engine.request(
                 ids,

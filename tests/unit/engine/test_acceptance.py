@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Sample
+from pyengine.engine.request import SequenceState
 from pyengine.executor.input_batch import Accepted, Rows
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling_params import SamplingParams
@@ -70,19 +70,19 @@ class Likely(RandomDrafter):
         return drafts
 
 
-def samples(seeds: range) -> list[Sample]:
+def samples(seeds: range) -> list[SequenceState]:
     input_processor = make_bench().engine.input_processor
     made = []
     for seed in seeds:
         params = SamplingParams(temperature=1, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         prompt = Prompt(token_ids=[0, FIRST, 2, 0, FIRST])
-        made.append(input_processor.request(str(seed), prompt, params).samples[0])
+        made.append(input_processor.request(str(seed), prompt, params).sequences[0])
     return made
 
 
-def logits_of(rows: Rows, spans: Sequence[tuple[Sample, Sequence[int]]]) -> torch.Tensor:
+def logits_of(rows: Rows, spans: Sequence[tuple[SequenceState, Sequence[int]]]) -> torch.Tensor:
     lasts = [token for item, drafts in spans for token in ((FIRST, *item.token_ids)[-1], *drafts)]
-    assert len(lasts) == len(rows.samples)
+    assert len(lasts) == len(rows.sequences)
     return CHANCES[torch.tensor(lasts)]
 
 

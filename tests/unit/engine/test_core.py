@@ -35,7 +35,7 @@ def test_identical_prompts_end_up_on_one_physical_copy() -> None:
     prompt = list(range(10, 20))
     bench.submit({"a": prompt, "b": prompt})
     bench.engine.step()
-    sequences = [job.sequence for job in bench.scheduler._running]
+    sequences = [sequence.kv for sequence in bench.scheduler._running]
     first, second = (sequence.block_table for sequence in sequences)
     assert first[:2] == second[:2]
     assert first[2] != second[2]

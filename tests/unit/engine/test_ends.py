@@ -8,7 +8,7 @@ import pytest
 
 from pyengine.engine.core import StepResult
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.executor.interface import StepLogits
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, make_bench
@@ -25,15 +25,15 @@ class Ends:
         self.ends: Counter[str] = Counter()
         self.reasons: dict[str, set[Any]] = {}
 
-    def on_arrival(self, request: RequestState) -> None:
+    def on_arrival(self, request: Request) -> None:
         pass
 
     def on_step(self, result: StepResult) -> None:
         pass
 
-    def on_finish(self, request: RequestState) -> None:
+    def on_finish(self, request: Request) -> None:
         self.ends[request.request_id] += 1
-        reasons = {sample.finish_reason for sample in request.samples}
+        reasons = {sample.finish_reason for sample in request.sequences}
         self.reasons.setdefault(request.request_id, set()).update(reasons)
 
 
@@ -70,7 +70,7 @@ def test_one_that_was_aborted_does_not_fail_in_the_step_that_runs(n: int) -> Non
     for _ in range(3):
         bench.engine.step()
     assert bench.engine.is_running  # with the next tokens of both
-    tokens[:] = [bench.states["gone"].samples[0].token_ids[-1]]
+    tokens[:] = [bench.states["gone"].sequences[0].token_ids[-1]]
     bench.abort(["gone"])
     state = bench.states["gone"]
     num_items, ended = len(gone.items), state.finished_time

@@ -10,7 +10,7 @@ import pytest
 
 from pyengine.engine.loop import EngineLoop, _Turn
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.errors import BrokenLogitsError
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import GREEDY, Bench, Sink, make_bench
@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=50)
 
 def request(
     bench: Bench, prompt: list[int], params: SamplingParams = GREEDY
-) -> tuple[RequestState, Sink]:
+) -> tuple[Request, Sink]:
     """A request that nobody has queued yet."""
     state = bench.engine.input_processor.request(
         f"{next(_NAMES)}", Prompt(token_ids=prompt), params
@@ -35,7 +35,7 @@ def request(
 
 
 def test_nobody_is_lost_who_comes_while_everybody_is_told_of_a_failure() -> None:
-    late: list[tuple[RequestState, Sink]] = []
+    late: list[tuple[Request, Sink]] = []
 
     def submit() -> None:
         late.append(request(bench, [3]))
@@ -129,7 +129,7 @@ def test_what_is_given_up_while_another_thread_drives_is_gone_when_that_one_stop
     """At whatever moment: nobody has to come by for the blocks to be free."""
     bench = make_bench()
     codes = {EngineLoop.run_until.__code__, EngineLoop.settle.__code__}
-    left: list[RequestState] = []
+    left: list[Request] = []
 
     def give_up() -> None:
         shared.abort(left)

@@ -169,7 +169,7 @@ def test_nobody_else_waits_for_the_tokens_of_one_who_does(params: SamplingParams
     bench.submit({"a": [1, 2, 3]}, params)
     bench.engine.step()
     assert bench.engine._in_flight is not None
-    assert len(bench.engine._in_flight.step.jobs) == 2  # without the one that waits
+    assert len(bench.engine._in_flight.step.sequences) == 2  # without the one that waits
     done = bench.run()
     assert done["a"].outputs == expected
     for name, prompt in {"b": [4, 5], "c": [6]}.items():

@@ -10,7 +10,7 @@ import pytest
 from pyengine.engine import input_processor
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import RequestState
+from pyengine.engine.request import Request
 from pyengine.executor.interface import StepLogits
 from pyengine.outputs import RequestOutput
 from pyengine.sampling.logprobs import TokenLogprobs
@@ -265,14 +265,14 @@ def test_many_that_wait_for_one_cost_a_step_little() -> None:
     bench = make_bench(512, BLOCK, max_num_batched_tokens=8, max_num_seqs=8)
     prompt, asks = list(range(64)), [0]
     bench.submit({str(at): prompt for at in range(500)}, asked(max_tokens=1))
-    awaits = RequestState.awaits_prefix
+    awaits = Request.awaits_prefix
 
-    def counted(state: RequestState) -> bool:
+    def counted(state: Request) -> bool:
         asks[0] += 1
         return awaits(state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RequestState, "awaits_prefix", counted)
+        patch.setattr(Request, "awaits_prefix", counted)
         for _ in range(4):
             asks[0] = 0
             bench.engine.step()

@@ -289,14 +289,14 @@ class Search:
         self.states = self.bench.states
 
     def fails(self, names: Iterable[str]) -> Verdict:
-        return self.finder.failed([self.states[name].samples[0] for name in names])
+        return self.finder.failed([self.states[name].sequences[0] for name in names])
 
     def goes_well(self, names: Iterable[str]) -> None:
-        self.finder.succeeded([self.states[name].samples[0] for name in names])
+        self.finder.succeeded([self.states[name].sequences[0] for name in names])
 
     def held(self) -> str:
         held = self.finder.held(self.states.values())
-        return "".join(name for name, item in self.states.items() if item.samples[0] in held)
+        return "".join(name for name, item in self.states.items() if item.sequences[0] in held)
 
 
 def test_a_step_that_had_to_take_everybody_proves_nothing_about_one() -> None:

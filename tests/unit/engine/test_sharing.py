@@ -10,8 +10,9 @@ from functools import partial
 
 import pytest
 
+from pyengine.engine.request import SequenceState
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import FakeRunner, continued
 
@@ -41,10 +42,10 @@ def test_32_equal_prompts_of_512_tokens(sharing: bool, monkeypatch: pytest.Monke
 
     assert bench.runner.computed == [512 + 31 if sharing else 32 * 512]
     assert bench.manager.ledger().active == 32
-    jobs = bench.scheduler._running
-    assert len(jobs) == 32
-    assert len({tuple(job.sequence.block_table) for job in jobs}) == 1
-    assert [bench.manager.refs(block) for block in jobs[0].sequence.block_table] == [32] * 32
+    sequences = bench.scheduler._running
+    assert len(sequences) == 32
+    assert len({tuple(sequence.kv.block_table) for sequence in sequences}) == 1
+    assert [bench.manager.refs(block) for block in sequences[0].kv.block_table] == [32] * 32
     seen = counters(bench)
     assert seen["registered_blocks"] == 32
     # memory saved: shared before they were computed, or merged after it
@@ -88,7 +89,7 @@ def test_a_second_request_while_the_first_is_half_through() -> None:
     planned: dict[str, list[tuple[int, int]]] = {"first": [], "second": []}
     schedule = bench.scheduler.schedule
 
-    def watched(*, ahead: bool, without: Collection[Job]) -> ScheduledStep | None:
+    def watched(*, ahead: bool, without: Collection[SequenceState]) -> ScheduledStep | None:
         step = schedule(ahead=ahead, without=without)
         for entry in step.entries if step else ():
             planned[entry.request.request_id].append((entry.num_cached, entry.num_tokens))

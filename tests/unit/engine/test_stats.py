@@ -68,7 +68,7 @@ def test_samples_are_added_up_and_waiting_ones_counted() -> None:
     first, second = bench.engine.view(10).requests
     assert (first.num_output, first.max_output, first.num_prompt) == (12, 27, 3)
     assert (second.is_running, second.num_output, second.num_computed) == (False, 0, 0)
-    assert [request.state.request_id for request in bench.engine.view(1).requests] == ["three"]
+    assert [request.request.request_id for request in bench.engine.view(1).requests] == ["three"]
     assert bench.engine.view(0).requests == []
 
 

@@ -18,7 +18,7 @@ def test_one_batch_serves_as_long_as_the_same_requests_decode() -> None:
     batch = bench.engine._batches._last
     assert batch is not None
     positions = batch.positions.tolist()
-    assert len(batch.samples) == 2
+    assert len(batch.sequences) == 2
     bench.engine.step()
     following = bench.engine._batches._last
     assert following is not None
@@ -46,8 +46,8 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
         bench.engine.step()
     rows = bench.engine._unread
     assert rows is not None
-    assert [item.state for item in (rows.samples[row] for row in rows.loud)] == [state]
-    assert len(bench.states["0"].samples[0].token_ids) < 5  # they are with the rows still
+    assert [item.request for item in (rows.sequences[row] for row in rows.loud)] == [state]
+    assert len(bench.states["0"].sequences[0].token_ids) < 5  # they are with the rows still
     (aborted,) = bench.abort(["3"])
     assert aborted.outputs[0].token_ids == continued([3, 7], 5)
     bench.submit({"late": [1, 1, 1]})

@@ -1,8 +1,10 @@
 """Planning a step while the one before is open: what it may contain, and when it has to wait."""
 
+from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Job, Request, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.support.requests import make_sequence
 
 
 def make(num_blocks: int = 32, budget: int = 32, slots: int = 4) -> Scheduler:
@@ -13,13 +15,13 @@ def make(num_blocks: int = 32, budget: int = 32, slots: int = 4) -> Scheduler:
 
 def add(scheduler: Scheduler, name: str, length: int, **settings: int) -> None:
     tokens = [1000 * int(name) + at for at in range(length)]
-    scheduler.add(Job(Request(request_id=name, prompt_token_ids=tokens, **settings)))  # type: ignore[arg-type]
+    scheduler.add(make_sequence(name, tokens, **settings))  # type: ignore[arg-type]
 
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    jobs = [*scheduler._waiting, *scheduler._running]
-    scheduler.finish([job for job in jobs if job.request.request_id in names])
+    sequences = [*scheduler._waiting, *scheduler._running]
+    scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
 def planned(step: ScheduledStep | None) -> list[tuple[str, int, int]]:
@@ -43,7 +45,7 @@ def test_it_decodes_what_is_being_sampled_and_goes_on_with_chunks_and_admits() -
     assert planned(third) == [("0", 4, 5), ("2", 1, 2), ("1", 12, 14)]
     assert third
     scheduler.commit(third, [9, 9, 9])
-    counts = [(job.num_computed, job.num_tokens) for job in scheduler._running]
+    counts = [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler._running]
     assert counts == [(5, 6), (14, 15), (2, 3)]
 
 
@@ -55,10 +57,16 @@ def test_rolled_back_newest_first_nothing_was_planned() -> None:
     assert first and second
     before = planned(first), planned(second)
     scheduler.rollback(second)
-    assert [(job.num_computed, job.num_tokens) for job in scheduler._running] == [(3, 4), (4, 14)]
+    assert [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler._running] == [
+        (3, 4),
+        (4, 14),
+    ]
     scheduler.rollback(first)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
-    assert [(job.num_computed, job.num_tokens) for job in scheduler._waiting] == [(0, 3), (0, 14)]
+    assert [(sequence.num_computed, sequence.num_tokens) for sequence in scheduler._waiting] == [
+        (0, 3),
+        (0, 14),
+    ]
     again, ahead = scheduler.schedule(), scheduler.schedule(ahead=True)
     assert (planned(again), planned(ahead)) == before
 
@@ -102,9 +110,9 @@ def test_it_waits_where_a_chunk_finds_no_room() -> None:
     asked: list[str] = []
     make_room = scheduler._make_room
 
-    def watched(step: ScheduledStep, job: Job) -> Job:
-        asked.append(job.request.request_id)
-        return make_room(step, job)
+    def watched(step: ScheduledStep, sequence: SequenceState) -> SequenceState:
+        asked.append(sequence.request.request_id)
+        return make_room(step, sequence)
 
     scheduler._make_room = watched  # type: ignore[method-assign]
     add(scheduler, "0", 2)
@@ -112,7 +120,7 @@ def test_it_waits_where_a_chunk_finds_no_room() -> None:
     step = scheduler.schedule()
     while step is not None:
         following = scheduler.schedule(ahead=True)
-        scheduler.commit(step, [1] * len(step.sampling_jobs))
+        scheduler.commit(step, [1] * len(step.sampling_sequences))
         last, step = step, following
     assert asked == ["1"]
     assert last.is_ahead

@@ -9,9 +9,11 @@ from collections.abc import Collection
 
 import pytest
 
+from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom
-from pyengine.scheduler.batch import Job, Request, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.support.requests import make_sequence
 
 RUNNING, DRAFTS, BLOCK_SIZE = 256, 7, 4
 BUDGET = RUNNING * (1 + DRAFTS)
@@ -26,8 +28,10 @@ ARRIVALS = 40
 class DraftsFirst(Scheduler):
     """The rule that starves: drafts are planned with the decodes."""
 
-    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> NoRoom | NoBudget | None:
-        self.draft(step, {job: [WRONG] * DRAFTS for job in step.decodes})
+    def _admit(
+        self, step: ScheduledStep, without: Collection[SequenceState]
+    ) -> NoRoom | NoBudget | None:
+        self.draft(step, {sequence: [WRONG] * DRAFTS for sequence in step.decodes})
         return super()._admit(step, without)
 
 
@@ -56,13 +60,13 @@ class Service:
 
     def add(self, name: str, tokens: list[int], length: int) -> None:
         most = len(tokens) + length
-        self.scheduler.add(Job(Request(request_id=name, prompt_token_ids=tokens, max_tokens=most)))
+        self.scheduler.add(make_sequence(name, tokens, max_tokens=most))
         self.arrived[name], self.left[name] = self.num_planned, length
 
     def _plan(self) -> None:
         for item in self.open:
-            for job in item.sampling_jobs:
-                job.wants_drafts = self.drafts > 0
+            for sequence in item.sampling_sequences:
+                sequence.wants_drafts = self.drafts > 0
         step = self.scheduler.schedule(ahead=bool(self.open))
         if step is None:
             return
@@ -70,10 +74,10 @@ class Service:
         for entry in step.chunks:
             name = entry.request.request_id
             self.waited.setdefault(name, self.num_planned - self.arrived[name])
-        busy = set().union(*(set(item.sampling_jobs) for item in self.open))
+        busy = set().union(*(set(item.sampling_sequences) for item in self.open))
         if self.drafts and not step.drafts:
-            known = [job for job in step.decodes if job not in busy]
-            self.scheduler.draft(step, {job: [WRONG] * self.drafts for job in known})
+            known = [sequence for sequence in step.decodes if sequence not in busy]
+            self.scheduler.draft(step, {sequence: [WRONG] * self.drafts for sequence in known})
         self.num_drafted += sum(map(len, step.drafts.values()))
         self.open.append(step)
 
@@ -81,12 +85,12 @@ class Service:
         for _ in range(self.depth - len(self.open)):
             self._plan()
         step = self.open.pop(0)
-        jobs = step.sampling_jobs
-        counts = [1] * len(jobs) if step.drafts else None
-        self.scheduler.commit(step, [RIGHT] * len(jobs), counts)
-        for job in jobs:
-            self.left[job.request.request_id] -= 1
-        ended = [job for job in jobs if self.left[job.request.request_id] == 0]
+        sequences = step.sampling_sequences
+        counts = [1] * len(sequences) if step.drafts else None
+        self.scheduler.commit(step, [RIGHT] * len(sequences), counts)
+        for sequence in sequences:
+            self.left[sequence.request.request_id] -= 1
+        ended = [sequence for sequence in sequences if self.left[sequence.request.request_id] == 0]
         self.scheduler.finish(ended)
 
 
@@ -187,8 +191,8 @@ def test_drafts_take_what_is_left_of_the_budget_the_first_ones_first() -> None:
     service.add("new", list(range(5000, 5000 + 100)), 1)
     step = service.scheduler.schedule()
     assert step is not None
-    service.scheduler.draft(step, {job: [WRONG] * DRAFTS for job in step.decodes})
-    given = [len(step.drafts.get(job, ())) for job in step.decodes]
+    service.scheduler.draft(step, {sequence: [WRONG] * DRAFTS for sequence in step.decodes})
+    given = [len(step.drafts.get(sequence, ())) for sequence in step.decodes]
     left = BUDGET - RUNNING - 100
     assert given == [DRAFTS] * (left // DRAFTS) + [left % DRAFTS] + [0] * (
         RUNNING - left // DRAFTS - 1
@@ -204,9 +208,9 @@ def test_counts_follow_what_was_accepted() -> None:
     service.step()
     step = service.scheduler.schedule()
     assert step is not None
-    (job,) = step.decodes
-    service.scheduler.draft(step, {job: [RIGHT, RIGHT, WRONG]})
+    (sequence,) = step.decodes
+    service.scheduler.draft(step, {sequence: [RIGHT, RIGHT, WRONG]})
     service.scheduler.commit(step, [RIGHT, RIGHT, RIGHT], [3])
-    assert (job.num_tokens, job.num_computed) == (7, 6)
-    assert (job.sequence.num_tokens, job.sequence.num_computed_tokens) == (7, 6)
-    assert len(job.sequence.block_table) == 2
+    assert (sequence.num_tokens, sequence.num_computed) == (7, 6)
+    assert (sequence.kv.num_tokens, sequence.kv.num_computed_tokens) == (7, 6)
+    assert len(sequence.kv.block_table) == 2

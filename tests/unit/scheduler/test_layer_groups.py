@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import GREEDY, make_bench
+from tests.support.requests import make_sequence
 
 
 class Service:
@@ -25,15 +25,15 @@ class Service:
     def add(self, lengths: list[int]) -> None:
         for name, length in enumerate(lengths):
             tokens = [1000 * name + at for at in range(length)]  # nothing in common
-            self.scheduler.add(Job(Request(request_id=str(name), prompt_token_ids=tokens)))
+            self.scheduler.add(make_sequence(str(name), tokens))
 
     def step(self) -> list[tuple[str, int]]:
         """Who computed how many tokens; those who got theirs have ended."""
         step = self.scheduler.schedule()
         assert step is not None
-        self.scheduler.commit(step, [1] * len(step.sampling_jobs))
+        self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         self.manager.check()
-        self.scheduler.finish(step.sampling_jobs)
+        self.scheduler.finish(step.sampling_sequences)
         return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import BlockManager, PlanError
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
 from tests.support.fake_runner import continued
+from tests.support.requests import make_sequence
 
 
 def tokens(count: int, start: int = 0) -> list[int]:
@@ -34,20 +34,20 @@ def make(manager: BlockManager, budget: int = 1024, slots: int = 16) -> Schedule
 
 
 def add(scheduler: Scheduler, name: str, prompt: list[int]) -> None:
-    scheduler.add(Job(Request(request_id=name, prompt_token_ids=prompt)))
+    scheduler.add(make_sequence(name, prompt))
 
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    jobs = [*scheduler._waiting, *scheduler._running]
-    scheduler.finish([job for job in jobs if job.request.request_id in names])
+    sequences = [*scheduler._waiting, *scheduler._running]
+    scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
 def planned(scheduler: Scheduler) -> list[tuple[str, int]]:
     """Plan and commit one step; who computed how many tokens."""
     step = scheduler.schedule()
     assert step is not None
-    scheduler.commit(step, [1] * len(step.sampling_jobs))
+    scheduler.commit(step, [1] * len(step.sampling_sequences))
     return [(entry.request.request_id, entry.num_tokens) for entry in step.entries]
 
 

@@ -4,11 +4,12 @@ from random import Random
 
 import pytest
 
+from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager
 from pyengine.sampling_params import SamplingParams
-from pyengine.scheduler.batch import Job, Request
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.engines import make_bench
+from tests.support.requests import make_sequence
 
 
 class Slots:
@@ -17,25 +18,24 @@ class Slots:
     def __init__(self, budget: int = 8) -> None:
         limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=4)
         self.scheduler = Scheduler(BlockManager(256, 4), limits)
-        self.jobs: dict[str, Job] = {}
+        self.sequences: dict[str, SequenceState] = {}
 
     def add(self, name: str, num_samples: int) -> None:
         prompt = [Random(name).randrange(90) for _ in range(16)]
-        request = Request(request_id=name, prompt_token_ids=prompt, num_samples=num_samples)
-        self.jobs[name] = Job(request)
-        self.scheduler.add(self.jobs[name])
+        self.sequences[name] = make_sequence(name, prompt, n=num_samples)
+        self.scheduler.add(self.sequences[name])
 
     def step(self) -> str:
         """Plan and commit a step, fork what has its first token; the names of who was in it."""
         step = self.scheduler.schedule()
         assert step is not None
-        self.scheduler.commit(step, [1] * len(step.sampling_jobs))
-        for job in step.sampling_jobs:
-            if job.num_slots > 1:
-                others = [(Job(job.request, at), 1) for at in range(1, job.num_slots)]
-                self.scheduler.fork(job, others)
+        self.scheduler.commit(step, [1] * len(step.sampling_sequences))
+        for sequence in step.sampling_sequences:
+            if sequence.num_slots > 1:
+                others = [(other, 1) for other in sequence.request.sequences[1:]]
+                self.scheduler.fork(sequence, others)
         assert self.scheduler.num_running <= 4
-        return "".join(dict.fromkeys(job.request.request_id for job in step.jobs))
+        return "".join(dict.fromkeys(sequence.request.request_id for sequence in step.sequences))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,12 @@ def test_seats_are_held_before_and_after_the_samples_are_forked(
     slots.scheduler.limits = SchedulerLimits(max_num_batched_tokens=256, max_num_seqs=4)
     slots.add("b", second)
     assert slots.step() == ("ab" if is_admitted else "a")
-    running = [job for job in slots.scheduler.running if job.request.request_id == "a"]
+    running = [
+        sequence for sequence in slots.scheduler.running if sequence.request.request_id == "a"
+    ]
     slots.scheduler.finish(running[:2])
     slots.step()
-    assert slots.jobs["b"].is_running == (second <= 3 or not running[2:])
+    assert slots.sequences["b"].is_running == (second <= 3 or not running[2:])
 
 
 def test_one_that_needs_more_seats_than_there_are_is_named() -> None:

@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterable
 
 import pytest
 
+from pyengine.engine.request import SequenceState
 from pyengine.kv_cache import BlockManager, Ledger
-from pyengine.scheduler.batch import Job, Request, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
+from tests.support.requests import make_sequence
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
 SEATS, BUDGET = 4, 16
@@ -25,7 +27,7 @@ THRESHOLD = 0.8
 class UsageScheduler(Scheduler):
     """Admits while the pool looks less than `THRESHOLD` used: the rule that starves."""
 
-    def _admit(self, step: ScheduledStep, without: Collection[Job]) -> None:
+    def _admit(self, step: ScheduledStep, without: Collection[SequenceState]) -> None:
         used = NUM_BLOCKS - self._manager.ledger().free
         if used / NUM_BLOCKS < THRESHOLD:
             super()._admit(step, without)
@@ -45,19 +47,23 @@ class Service:
     def add(self, names: Iterable[int], length: int = 12) -> None:
         for name in names:
             tokens = [name * 100 + at for at in range(length)]  # nothing in common
-            self.scheduler.add(Job(Request(request_id=str(name), prompt_token_ids=tokens)))
+            self.scheduler.add(make_sequence(str(name), tokens))
             self.left[str(name)] = NUM_TOKENS
 
     def step(self) -> None:
         self.num_steps += 1
         step = self.scheduler.schedule()
         assert step is not None
-        self.scheduler.commit(step, [1] * len(step.sampling_jobs))
+        self.scheduler.commit(step, [1] * len(step.sampling_sequences))
         for entry in step.entries:
             self.admitted.setdefault(entry.request.request_id, self.num_steps)
-        for job in step.sampling_jobs:
-            self.left[job.request.request_id] -= 1
-        done = [job for job in step.sampling_jobs if self.left[job.request.request_id] == 0]
+        for sequence in step.sampling_sequences:
+            self.left[sequence.request.request_id] -= 1
+        done = [
+            sequence
+            for sequence in step.sampling_sequences
+            if self.left[sequence.request.request_id] == 0
+        ]
         self.scheduler.finish(done)
         self.manager.check()
 

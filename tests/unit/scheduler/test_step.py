@@ -1,8 +1,9 @@
-"""The step itself: what is kept while the same jobs decode, and who is in it."""
+"""The step itself: what is kept while the same sequences decode, and who is in it."""
 
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Job, Request, ScheduledStep
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
+from tests.support.requests import make_sequence
 
 
 def started(*lengths: int) -> Scheduler:
@@ -17,24 +18,24 @@ def started(*lengths: int) -> Scheduler:
 
 def submit(scheduler: Scheduler, name: str, length: int) -> None:
     tokens = [100 * int(name) + at for at in range(length)]
-    scheduler.add(Job(Request(request_id=name, prompt_token_ids=tokens)))
+    scheduler.add(make_sequence(name, tokens))
 
 
 def finish(scheduler: Scheduler, *names: str) -> None:
     """End requests by their names."""
-    jobs = [*scheduler._waiting, *scheduler._running]
-    scheduler.finish([job for job in jobs if job.request.request_id in names])
+    sequences = [*scheduler._waiting, *scheduler._running]
+    scheduler.finish([sequence for sequence in sequences if sequence.request.request_id in names])
 
 
 def stepped(scheduler: Scheduler) -> ScheduledStep:
     step = scheduler.schedule()
     assert step is not None
-    scheduler.commit(step, [1] * len(step.sampling_jobs))
+    scheduler.commit(step, [1] * len(step.sampling_sequences))
     return step
 
 
 def names(step: ScheduledStep) -> list[str]:
-    return [job.request.request_id for job in step.decodes]
+    return [sequence.request.request_id for sequence in step.decodes]
 
 
 def test_the_same_decodes_are_the_same_object() -> None:
@@ -76,5 +77,5 @@ def test_entries_are_in_plan_order_and_know_their_positions() -> None:
         (entry.request.request_id, entry.start, entry.end, entry.samples) for entry in step.entries
     ]
     assert found == [("0", 5, 6, True), ("1", 9, 10, True), ("2", 0, 6, True)]
-    assert step.sampling_jobs == step.jobs == [entry.job for entry in step.entries]
+    assert step.sampling_sequences == step.sequences == [entry.sequence for entry in step.entries]
     scheduler.rollback(step)

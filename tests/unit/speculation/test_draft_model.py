@@ -10,11 +10,11 @@ import pytest
 from pyengine.engine.prompts import Prompt
 from pyengine.executor.executor import Executor
 from pyengine.kv_cache import BlockManager
-from pyengine.scheduler.batch import Request
 from pyengine.speculation.draft_model import DraftModel
 from tests.support.drafters import speculate
 from tests.support.engines import GREEDY, Sink, make_bench
 from tests.support.fake_runner import FakeRunner, continued
+from tests.support.requests import make_request
 
 MOST = 32
 
@@ -23,7 +23,7 @@ class Text:
     is_drawn = False
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
-        self.request = Request(request_id="a", prompt_token_ids=prompt)
+        self.request = make_request("a", prompt)
         self.token_ids = list(output)
 
     def continued(self, count: int) -> list[int]:
@@ -144,7 +144,7 @@ def test_a_long_prompt_holds_no_stream_up(depth: int) -> None:
     params = replace(GREEDY, max_tokens=60)
     stream = bench.engine.add_request("stream", Prompt(token_ids=[1, 2, 3]), params, sink=sink)
     bench.states["stream"] = stream
-    while not stream.samples[0].token_ids:
+    while not stream.sequences[0].token_ids:
         bench.engine.step()
     bench.submit({"long": prompt})
     most, done = 0, {}

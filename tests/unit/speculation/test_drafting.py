@@ -97,8 +97,8 @@ def test_a_wrong_draft_leaves_no_block_behind() -> None:
     bench.submit({"a": [1, 2, 3]})
     for _ in range(6):
         bench.engine.step()
-        for job in bench.scheduler.running:
-            assert len(job.sequence.block_table) == job.num_computed
+        for sequence in bench.scheduler.running:
+            assert len(sequence.kv.block_table) == sequence.num_computed
 
 
 def test_speculate_false_is_honoured() -> None:

@@ -8,15 +8,15 @@ from time import thread_time
 import numpy as np
 import pytest
 
-from pyengine.scheduler.batch import Request
 from pyengine.speculation.drafters import NgramDrafter
+from tests.support.requests import make_request
 
 
 class Text:
     is_drawn = False
 
     def __init__(self, prompt: Sequence[int], output: list[int] | None = None) -> None:
-        self.request = Request(request_id="a", prompt_token_ids=prompt)
+        self.request = make_request("a", prompt)
         self.token_ids = output or []
 
 

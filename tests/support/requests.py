@@ -1,0 +1,39 @@
+"""Requests without a model: what the scheduler and drafters need of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyengine.engine.prompts import Prompt
+from pyengine.engine.request import EndConditions, Request, SequenceState
+from pyengine.sampling.state import SamplingState
+from pyengine.sampling_params import SamplingParams
+
+VOCAB_SIZE = 1 << 17
+
+
+def make_request(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    *,
+    n: int = 1,
+    namespace: bytes = b"",
+    read_cache: bool = True,
+    **settings: Any,
+) -> Request:
+    """A request and its sequences. `settings` are those of `Request`."""
+    prompt = Prompt(token_ids=prompt_token_ids, namespace=namespace)
+    params = SamplingParams(n=n, temperature=float(n > 1))
+    request = Request(request_id, prompt, params, **settings)
+    request.read_cache = read_cache
+    ends = EndConditions(stop_ids=frozenset(), eos_ids=frozenset(), max_output=1 << 30)
+    for index in range(n):
+        sampling = SamplingState(params, prompt_token_ids, seed=0, vocab_size=VOCAB_SIZE)
+        request.sequences.append(SequenceState(request, index, sampling, ends))
+    return request
+
+
+def make_sequence(
+    request_id: str, prompt_token_ids: Sequence[int], **settings: Any
+) -> SequenceState:
+    """The first sequence of a request. See `make_request`."""
+    return make_request(request_id, prompt_token_ids, **settings).sequences[0]
