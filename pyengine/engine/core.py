@@ -1,6 +1,7 @@
-"""The loop. `step` reads like the picture in the docs: schedule, run, sample, commit."""
+"""The loop. `step` reads like the picture in the docs: schedule, submit, commit, emit."""
 
 import logging
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -25,11 +26,12 @@ from pyengine.errors import (
     StructuredOutputError,
     WorkerError,
 )
-from pyengine.executor.executor import Executor, StepResults, SubmittedStep
-from pyengine.executor.input_batch import BatchMaker, Rows
+from pyengine.executor.executor import Executor, SubmittedStep
+from pyengine.executor.input_batch import InputBatch
 from pyengine.kv_cache import BlockManager, Ledger
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafting import Drafting, Speculator
 from pyengine.speculation.mtp import MTPDrafter
@@ -111,12 +113,11 @@ class Engine:
         """Unfinished ones, by id."""
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
-        self._batches = BatchMaker()
         self._drafting: Drafting | None = None
-        self._unread: Rows | None = None
-        """Where the last step's tokens were kept."""
-        self._in_flight: SubmittedStep | None = None
-        """The step that runs while the caller has the results of the one before."""
+        self._unread: InputBatch | None = None
+        """The batch that has buffered the last tokens."""
+        self._queue: deque[SubmittedStep] = deque()
+        """Steps that run: at most two, the older one first."""
         self._faults = FaultFinder()
         self.failures = FailureLog()
         """Of steps: which tracebacks were logged."""
@@ -135,7 +136,7 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """Whether a step runs while the caller has the results of the one before."""
-        return self._in_flight is not None
+        return bool(self._queue)
 
     @property
     def num_new_tokens(self) -> int:
@@ -200,84 +201,43 @@ class Engine:
         return request
 
     def step(self) -> StepResult:
-        """Run one step: schedule, run and sample, commit, hand out.
+        """Run one step: schedule and submit, wait and commit, emit.
 
-        With overlap the next step is scheduled and started before this one's tokens are waited
-        for; it decodes them all the same. If anything fails on the way, the step is rolled back,
-        with the one after it, and no request has changed. Who was in it is looked at more closely
-        then: a request on which the forward pass fails again ends with the finish reason "error",
-        and the others go on. A step that was too large for the device's memory is planned again,
-        smaller; `DeviceMemoryError` is raised when it cannot be smaller. Once the device has
-        failed, this and every later call raises `EngineDeadError`.
+        With overlap a second step is submitted before the tokens of the first are waited for; it
+        decodes them all the same. A step that fails is rolled back, with the one after it, and no
+        request has changed. The requests in it become suspects: one on which the forward pass
+        fails again ends with the finish reason "error", and the others go on. A step that was too
+        large for the device's memory is planned again, smaller; `DeviceMemoryError` is raised when
+        it cannot be smaller. Once the device has failed, this and every later call raises
+        `EngineDeadError`.
         """
+        if self._death:
+            raise EngineDeadError(self._death)
         self._is_stepping = True
         try:
-            result = self._step()
+            self._end_overdue()
+            while len(self._queue) < self._depth and self._submit(self._schedule()):
+                pass
+            result = self._emit(self._commit()) if self._queue else StepResult()
         finally:
             self._is_stepping = False
-            self._settle()
+            self._end_idle()
         for observer in self._observers:
             observer.on_step(result)
         return result
 
-    def _step(self) -> StepResult:
-        if self._death:
-            raise EngineDeadError(self._death)
-        self._end_overdue()
-        now = self._in_flight or self._launch(None)
-        if now is None:
-            return StepResult()
-        self._in_flight = now
-        is_overlapped = self._executor.depth > 1 and not self._faults.is_searching
-        following = self._launch(now) if is_overlapped else None
-        self._in_flight = following
-        try:
-            results = now.result()
-            rejected = self._commit(now, results)
-        except BaseException as error:
-            # Ctrl-C may have come after the commit.
-            num_tokens = now.step.plan.num_tokens if now.step.plan.is_open else 0
-            self._roll_back(following)
-            self._roll_back(now)
-            if isinstance(error, BrokenLogitsError):
-                self._fail_broken(now.batch.rows, error)
-                return StepResult()
-            self._failed(now.step.sequences, num_tokens, error)
-            return StepResult()
-        self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
-        self._faults.succeeded(now.step.sequences)
-        if not self._faults.is_searching:
-            self.failures.succeeded()
-        return self._collect(now, results, rejected)
+    @property
+    def _depth(self) -> int:
+        """How many steps may be in the queue. One, while a request at fault is searched for."""
+        return 1 if self._faults.is_searching else self._executor.depth
 
-    def _commit(self, submitted: SubmittedStep, results: StepResults) -> Collection[int]:
-        """Take a step as computed; the rows behind wrong drafts, which count for nothing."""
-        step, rows, token_ids = submitted.step, submitted.batch.rows, results.sampled.token_ids
-        if self._drafting is None or not step.drafts:
-            self._scheduler.commit(step, submitted.batch.own_tokens(token_ids).numpy())
-            return ()
-        accepted = rows.accept(token_ids.tolist())
-        self._scheduler.commit(step, accepted.tokens, accepted.counts)
-        self._drafting.num_drafts += len(step.drafts)
-        return accepted.rejected
-
-    def _fail_broken(self, rows: Rows, error: BrokenLogitsError) -> None:
-        """End the requests that have no token to choose. Behind a draft that need not be so."""
-        broken = dict.fromkeys([rows.sequences[row] for row in error.rows if row not in rows.ahead])
-        for request in dict.fromkeys([sequence.request for sequence in broken]):
-            self._fail(request, error)
-        for sequence in dict.fromkeys([rows.sequences[row] for row in error.rows]):
-            if self._drafting is not None and sequence.finish_reason is None:
-                self._drafting.give_up(sequence, error)
-
-    def _launch(self, before: SubmittedStep | None) -> SubmittedStep | None:
-        """Schedule the next step and put it into the device's queue.
-
-        `before` is the step that is there already. None: there is nothing to do, or this has to
-        wait until the tokens of `before` are known.
-        """
-        everybody = self._requests.values()
-        held = self._faults.held(everybody) if self._faults.is_searching else frozenset()
+    def _schedule(self) -> ScheduledStep | None:
+        """Plan the next step. None: there is nothing to do, or it needs the tokens of the one
+        before."""
+        before = self._queue[-1] if self._queue else None
+        held: Collection[SequenceState] = ()
+        if self._faults.is_searching:
+            held = self._faults.held(self._requests.values())
         if before is not None and self._drafting is not None:
             self._drafting.expect(before.step)
         try:
@@ -287,30 +247,78 @@ class Engine:
             return None
         if step is None:
             self._faults.release()
-            return None
+        return step
+
+    def _submit(self, step: ScheduledStep | None) -> bool:
+        """Put a step into the device's queue; whether it is there."""
+        if step is None:
+            return False
+        before = self._queue[-1] if self._queue else None
+        mtp = None
         try:
             if self._drafting is not None and not self._faults.is_searching:
                 self._drafting.extend(step)
-            batch = self._batches.batch(step)
-            mtp = self._drafting.mtp_step(step) if self._drafting is not None else None
-            return self._executor.submit(step, batch, before, mtp)
+            if self._drafting is not None:
+                mtp = self._drafting.mtp_step(step)
+            self._queue.append(self._executor.submit(step, before, mtp))
         except BaseException as error:
-            num_tokens = step.plan.num_tokens
-            sequences = step.sequences
-            self._batches.forget()
+            if self._queue and self._queue[-1].step is step:  # Ctrl-C came after that
+                self._queue.pop().work.wait()
+            num_tokens, sequences = step.plan.num_tokens, step.sequences
+            self._executor.batches.clear()
             self._scheduler.rollback(step)
             self._failed(sequences, num_tokens, error)
-            return None
+            return False
+        return True
 
-    def _roll_back(self, submitted: SubmittedStep | None) -> None:
-        """Undo a step, once the device is through with it."""
-        if submitted is None:
-            return
-        submitted.work.wait()
-        self._in_flight = None
-        self._batches.forget()
-        if submitted.step.plan.is_open:
-            self._scheduler.rollback(submitted.step)
+    def _commit(self) -> SubmittedStep | None:
+        """Wait for the oldest step and take it as computed. None: it failed and was rolled back."""
+        submitted = self._queue.popleft()
+        step, batch = submitted.step, submitted.batch
+        try:
+            submitted.wait()
+            token_ids = submitted.sampled.token_ids
+            if self._drafting is None or not step.drafts:
+                self._scheduler.commit(step, batch.own_tokens(token_ids).numpy())
+            else:
+                accepted = batch.accept(token_ids.tolist())
+                self._scheduler.commit(step, accepted.tokens, accepted.counts)
+                self._drafting.num_drafts += len(step.drafts)
+                submitted.rejected = accepted.rejected
+        except BaseException as error:
+            # Ctrl-C may have come after the commit.
+            num_tokens = step.plan.num_tokens if step.plan.is_open else 0
+            self._roll_back(submitted)
+            if isinstance(error, BrokenLogitsError):
+                self._fail_broken(batch, error)
+            else:
+                self._failed(step.sequences, num_tokens, error)
+            return None
+        self._scheduler.limits = self._memory.after_a_step(self._scheduler.limits)
+        self._faults.succeeded(step.sequences)
+        if not self._faults.is_searching:
+            self.failures.succeeded()
+        return submitted
+
+    def _roll_back(self, *oldest: SubmittedStep) -> None:
+        """Undo every step, the newest first, once the device is through with it."""
+        for submitted in [*reversed(self._queue), *oldest]:
+            submitted.work.wait()
+            if submitted in self._queue:
+                self._queue.remove(submitted)
+            self._executor.batches.clear()
+            if submitted.step.plan.is_open:
+                self._scheduler.rollback(submitted.step)
+
+    def _fail_broken(self, batch: InputBatch, error: BrokenLogitsError) -> None:
+        """End the requests that have no token to choose. After a draft that need not be so."""
+        sequences = dict.fromkeys([batch.sequences[row] for row in error.rows])
+        broken = [batch.sequences[row] for row in error.rows if row not in batch.ahead]
+        for request in dict.fromkeys([sequence.request for sequence in broken]):
+            self._fail(request, error)
+        for sequence in sequences:
+            if self._drafting is not None and sequence.finish_reason is None:
+                self._drafting.give_up(sequence, error)
 
     def _failed(
         self, sequences: list[SequenceState], num_tokens: int, error: BaseException
@@ -363,81 +371,93 @@ class Engine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _settle(self) -> None:
-        """If nobody is left whom the running step could serve, see that it is over."""
+    def _end_idle(self) -> None:
+        """Where no request is left, roll back the steps that run and keep nothing of them."""
         if not self._requests and not self._is_stepping:
-            self._batches.forget()  # they hold what has ended
+            self._executor.batches.clear()
             self._unread = None
-            self._roll_back(self._in_flight)
+            self._roll_back()
 
-    def _collect(
-        self, submitted: SubmittedStep, results: StepResults, rejected: Collection[int]
-    ) -> StepResult:
-        """Hand every token to its sequence, fork new sequences, end what is done, tell who
-        waits."""
-        batch, rows = submitted.batch, submitted.batch.rows
-        batch.hand_out(results.prompt_logprobs)
-        tokens = results.sampled.token_ids.numpy()
-        if self._unread is not rows and self._unread is not None:
-            self._unread.read()
-        self._unread = rows
-        kept = rows.keep(tokens, batch.positions)
-        self._fail_lost(rows)
-        ended = [rows.sequences[row] for row, token in kept if self._append(rows, row, token)]
-        logprobs = results.sampled.logprobs
-        num_drafted = 0
-        if rows.loud:
-            drawn = tokens.tolist()
-            for row in rows.loud:
-                if row in rejected:
-                    continue
-                num_drafted += row in rows.ahead and rows.sequences[row].finish_reason is None
-                if self._append(rows, row, drawn[row], logprobs[row]):
-                    ended.append(rows.sequences[row])
+    def _emit(self, submitted: SubmittedStep | None) -> StepResult:
+        """Append every token to its sequence, fork new sequences, end what is done, emit deltas."""
+        if submitted is None:
+            return StepResult()
+        batch = submitted.batch
+        for part, logprobs in zip(submitted.prompt_parts, submitted.prompt_logprobs, strict=True):
+            part.request.append_prompt_logprobs(part.entry.start + 1, logprobs)
+        tokens = submitted.sampled.token_ids.numpy()
+        if self._unread is not batch:
+            self._flush()
+        self._unread = batch
+        ending = batch.buffer(tokens, submitted.positions)
+        self._fail_lost(batch)
+        ended = [batch.sequences[row] for row, token in ending if self._append(batch, row, token)]
+        num_drafted = self._append_streamed(submitted, ended)
         begun = [  # not those that were aborted
             request
-            for request in rows.beginners
+            for request in batch.beginners
             if not request.is_finished or request.sequences[0] in ended
         ]
         for request in begun:
             self._begin(request)
         finished = self._finish(ended) if ended else []
-        for request in dict.fromkeys([rows.sequences[row].request for row in rows.loud]):
+        for request in dict.fromkeys([batch.sequences[row].request for row in batch.streamed]):
             if request.sink is not None and request.sink.streams:
                 delta = request.take_delta()
                 if delta is not None:
                     request.sink.put(delta)
-        unwanted = [
+        without_output = [
             len(request.sequences)
-            for request in rows.beginners
+            for request in batch.beginners
             if not request.sequences[0].max_output
         ]
-        num_new_tokens = len(tokens) - len(rows.ahead) - sum(unwanted) + num_drafted
+        num_new_tokens = len(tokens) - len(batch.ahead) - sum(without_output) + num_drafted
         self._num_new_tokens += num_new_tokens
         return StepResult(
             num_new_tokens=num_new_tokens,
             finished=finished,
             num_tokens=submitted.step.num_tokens,
-            rows=rows.sequences,
+            rows=batch.sequences,
             begun=begun,
             ended=ended,
             num_drafted=num_drafted,
         )
 
-    def _fail_lost(self, rows: Rows) -> None:
+    def _append_streamed(self, submitted: SubmittedStep, ended: list[SequenceState]) -> int:
+        """Append the tokens of streamed rows; extends `ended`. How many of them were drafted."""
+        batch, num_drafted = submitted.batch, 0
+        if not batch.streamed:
+            return 0
+        tokens, logprobs = submitted.sampled.token_ids.tolist(), submitted.sampled.logprobs
+        for row in batch.streamed:
+            if row in submitted.rejected:
+                continue
+            num_drafted += row in batch.ahead and batch.sequences[row].finish_reason is None
+            if self._append(batch, row, tokens[row], logprobs[row]):
+                ended.append(batch.sequences[row])
+        return num_drafted
+
+    def _flush(self) -> None:
+        """Append the tokens that the last batch has buffered."""
+        if self._unread is not None:
+            self._unread.flush()
+
+    def _fail_lost(self, batch: InputBatch) -> None:
         """End the requests whose grammars cannot say any more which token may come."""
         lost = {
-            rows.sequences[row].request: matcher.error
-            for row, matcher in rows.sampling.matchers.items()
-            if matcher.error and row not in rows.ahead and rows.sequences[row].finish_reason is None
+            batch.sequences[row].request: matcher.error
+            for row, matcher in batch.sampling.matchers.items()
+            if matcher.error
+            and row not in batch.ahead
+            and batch.sequences[row].finish_reason is None
         }
         for request, error in lost.items():
             self._fail(request, StructuredOutputError(error))
 
     @staticmethod
-    def _append(rows: Rows, row: int, token: int, logprobs: Any = None) -> bool:
+    def _append(batch: InputBatch, row: int, token: int, logprobs: Any = None) -> bool:
         """Give a sequence its token; whether that ends it. One that was aborted gets none."""
-        sequence = rows.sequences[row]
+        sequence = batch.sequences[row]
         return sequence.finish_reason is None and sequence.append(token, logprobs)
 
     def _begin(self, request: Request) -> None:
@@ -446,8 +466,7 @@ class Engine:
             return
         request.first_token_time = monotonic()
         if len(request.sequences) > 1:
-            assert self._unread is not None
-            self._unread.read()
+            self._flush()
             others = [sequence for sequence in request.unfinished if sequence.index > 0]
             self._scheduler.fork(
                 request.sequences[0], [(other, other.token_ids[-1]) for other in others]
@@ -485,8 +504,7 @@ class Engine:
 
     def output(self, request: Request) -> RequestOutput:
         """What a request has given so far."""
-        if self._unread is not None:
-            self._unread.read()
+        self._flush()
         return request.output()
 
     def abort(
@@ -496,14 +514,14 @@ class Engine:
         live = [
             request for request in requests if self._requests.get(request.request_id) is request
         ]
-        if live and self._unread is not None:
-            self._unread.read()
+        if live:
+            self._flush()
         for request in live:
             self._scheduler.finish(request.sequences)
             request.finish("abort", stop_reason)
             self._take_out(request)
         self._faults.forget(live)
-        self._settle()
+        self._end_idle()
         return live
 
     def _fail(self, request: Request, error: Exception) -> None:
@@ -514,8 +532,7 @@ class Engine:
         if self._requests.get(request.request_id) is not request:
             return
         _log.warning("request %r failed: %r", request.request_id, error)
-        if self._unread is not None:
-            self._unread.read()
+        self._flush()
         self._scheduler.finish(request.sequences)
         request.error = f"{type(error).__name__}: {error}"
         request.finish("error")

@@ -162,7 +162,7 @@ class SequenceState:
         return self._ends.max_output
 
     @property
-    def is_loud(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether every single token of it has to be looked at as it comes.
 
         So it is where somebody waits for it, where text may end it, where tokens count for the

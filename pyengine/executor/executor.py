@@ -1,15 +1,24 @@
 """Steps on their way through the device: forward pass and sampling, in order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pyengine.attention.paged import on_device
 from pyengine.errors import ConfigurationError
-from pyengine.executor.input_batch import Batch
+from pyengine.executor.input_batch import (
+    BatchCache,
+    InputBatch,
+    PromptPart,
+    prompt_logprobs,
+    prompt_parts,
+    prompt_rows,
+)
 from pyengine.executor.interface import DraftRow, MTPRunner, MTPStep, Runner
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingPromptLogprobs, TokenLogprobs
@@ -111,26 +120,27 @@ class ThreadQueue:
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class StepResults:
-    """What came of a step: tokens, and what prompts' positions say about the tokens after them."""
-
-    sampled: Sampled
-    prompt_logprobs: list[list[TokenLogprobs]]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SubmittedStep:
-    """A step in the device's queue."""
+    """A step in the device's queue, and what came of it.
+
+    `positions[i]` is the position of the i-th row's token in its output.
+    """
 
     step: ScheduledStep
-    batch: Batch
+    batch: InputBatch
+    positions: npt.NDArray[np.int64]
+    prompt_parts: list[PromptPart]
     work: Work[tuple[PendingSample, PendingPromptLogprobs]]
+    sampled: Sampled = field(init=False)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(init=False)
+    rejected: Collection[int] = ()
+    """Rows after wrong drafts, once it is committed: they count for nothing."""
 
-    def result(self) -> StepResults:
+    def wait(self) -> None:
         """Wait for the tokens. Raises what the step raised."""
-        pending, prompt_logprobs = self.work.result()
-        return StepResults(pending.result(), prompt_logprobs.result())
+        pending, of_prompts = self.work.result()
+        self.sampled, self.prompt_logprobs = pending.result(), of_prompts.result()
 
 
 class Executor:
@@ -159,20 +169,19 @@ class Executor:
         self._queue = queue or InlineQueue()
         self._sampler = Sampler()
         self._masks = MaskFiller()
+        self.batches = BatchCache()
 
     def submit(
-        self,
-        step: ScheduledStep,
-        batch: Batch,
-        before: SubmittedStep | None,
-        mtp: MTPStep | None = None,
+        self, step: ScheduledStep, before: SubmittedStep | None, mtp: MTPStep | None = None
     ) -> SubmittedStep:
         """Put a step into the queue, behind `before` if that is still in it.
 
-        The plan and the batch are read now; nothing is waited for. What goes wrong on the device
-        is raised by `SubmittedStep.result`. `mtp` is for a model that has some.
+        The plan is read now; nothing is waited for. What goes wrong on the device is raised by
+        `SubmittedStep.wait`. `mtp` is for a model that has MTP layers.
         """
-        extra = batch.prompt_rows()
+        batch, positions = self.batches.batch(step)
+        parts = prompt_parts(step) if step.chunks else []
+        extra = prompt_rows(parts)
         if mtp is None:
             forward = self.runner.prepare(step.plan, extra_rows=extra)
         else:
@@ -190,11 +199,12 @@ class Executor:
                     before.batch.own_tokens(sampled.token_ids) if len(sampled.token_ids) else None
                 )
             logits = forward(known)
-            asked = batch.prompt_logprobs(logits.extra)  # at once: the logits are large
+            of_prompts = prompt_logprobs(parts, logits.extra)  # at once: the logits are large
             rows = batch.rows_of(logits.sampling)
-            return self._sampler.launch(rows, batch.sampling, batch.positions, masks), asked
+            pending = self._sampler.launch(rows, batch.sampling, positions, masks)
+            return pending, of_prompts
 
-        return SubmittedStep(step, batch, self._queue.submit(work))
+        return SubmittedStep(step, batch, positions, parts, self._queue.submit(work))
 
     def draft(self, plan: StepPlan, asked: Sequence[DraftRow]) -> list[list[int]]:
         """What the model's MTP layers say comes next in these decodes of a plan. Waits for it."""

@@ -1,6 +1,6 @@
-"""Who gets a token in a step, row by row, and which prompts want to see logits."""
+"""The rows of logits of a step: which sequences draw from them, and which prompts read them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ import torch
 
 from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.host import upload
-from pyengine.sampling.logprobs import PendingPromptLogprobs, PromptRows, TokenLogprobs
+from pyengine.sampling.logprobs import PendingPromptLogprobs, PromptRows
 from pyengine.sampling.state import SamplingState
-from pyengine.scheduler.batch import Entry, ScheduledStep, SequenceState
+from pyengine.scheduler.batch import Entry, ScheduledStep
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request, SequenceState
@@ -63,18 +63,18 @@ class Accepted:
     rejected: set[int]
 
 
-class Rows:
-    """The sequences that a step's rows are for: worked out once for as long as the same ones
-    decode.
+class InputBatch:
+    """The sequences that a step samples for, row by row; the same object while the same decode.
 
     A new prompt's logits serve all of its sequences: it has a row for each of them, and `repeats`
     says how many rows each sequence has (None: one). `beginners` are the requests that get their
-    first token. `decodes` are the sequences that these rows may serve again (None: no further
-    step). A sequence that drafts has a row for its token and one behind each draft; the latter are
+    first token. `decodes` are the sequences that this batch may serve again (None: no further
+    step). A sequence that drafts has a row for its token and one after each draft; the latter are
     `ahead`.
 
-    Rows of sequences that are looked at token by token are `loud`. The tokens of the others are
-    kept here, a column a step, until somebody wants to see them: `read`."""
+    `streamed` rows are read token by token. Tokens of other rows are buffered per step and flushed
+    on demand.
+    """
 
     def __init__(self, step: ScheduledStep) -> None:
         self.sequences: list[SequenceState] = []
@@ -108,56 +108,56 @@ class Rows:
         is_once = bool(step.chunks or self.beginners or self.drafts)
         self.decodes = None if is_once else step.decodes
         self.sampling = SamplingBatch(states)
-        is_loud = [sequence.is_loud for sequence in self.sequences]
-        self.loud = [row for row, loud in enumerate(is_loud) if loud]
-        self._quiet = [row for row, loud in enumerate(is_loud) if not loud]
-        self._unread: list[npt.NDArray[np.int64]] = []
-        self._stop_ids = _all_stop_ids([self.sequences[row] for row in self._quiet])
+        self.streamed = [row for row, each in enumerate(self.sequences) if each.is_streamed]
+        streamed = set(self.streamed)
+        self._deferred = [row for row in range(len(self.sequences)) if row not in streamed]
+        self._buffered: list[npt.NDArray[np.int64]] = []
+        self._stop_ids = _all_stop_ids([self.sequences[row] for row in self._deferred])
         self._max_output = np.array(
             [sequence.max_output for sequence in self.sequences], dtype=np.int64
         )
         self._min_tokens = np.array([sequence.params.min_tokens for sequence in self.sequences])
-        self._max_output[self.loud] = np.iinfo(np.int64).max  # they look for themselves
+        self._max_output[self.streamed] = np.iinfo(np.int64).max  # `append` finds their ends
 
     def accept(self, drawn: Sequence[int]) -> Accepted:
-        """Compare what each row drew with the draft behind it: as long as they agree, both stand.
+        """Accept drafts for as long as each row drew the draft after it.
 
-        A row behind a draft that is right draws what it would have drawn without drafts: it has
+        A row after a draft that is right draws what it would have drawn without drafts: it has
         the same tokens before it, and the random number of its position. So what is accepted are
         the same tokens, seed by seed.
         """
         accepted = Accepted([], [], set())
         for first, drafts in self._spans:
             count = 1
-            while count <= len(drafts) and self._stands(drawn, first + count, drafts[count - 1]):
+            while count <= len(drafts) and self._is_right(drawn, first + count, drafts[count - 1]):
                 count += 1
             accepted.tokens.extend(drawn[first : first + count])
             accepted.counts.append(count)
             accepted.rejected.update(range(first + count, first + 1 + len(drafts)))
         return accepted
 
-    def _stands(self, drawn: Sequence[int], row: int, draft: int) -> bool:
+    def _is_right(self, drawn: Sequence[int], row: int, draft: int) -> bool:
         """Whether the draft before a row is right, and the row has drawn a token."""
         matcher = self.sampling.matchers.get(row)
         return drawn[row - 1] == draft and not (matcher is not None and matcher.error)
 
-    def keep(
+    def buffer(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> list[tuple[int, int]]:
-        """Keep a step's tokens; the quiet rows that they end, each with its token.
+        """Buffer a step's tokens; the deferred rows that they end, each with its token.
 
-        All that was kept before has been read then.
+        Tokens buffered before are flushed then.
         """
         is_last = positions + 1 >= self._max_output
         if len(self._stop_ids):
             is_stop = reduce(np.logical_or, [tokens == stop for stop in self._stop_ids])
             is_last |= is_stop & (positions >= self._min_tokens)
         if not is_last.any():
-            self._unread.append(tokens)
+            self._buffered.append(tokens)
             return []
-        self.read()
+        self.flush()
         ended, going = [], []
-        for row in self._quiet:
+        for row in self._deferred:
             sequence, token = self.sequences[row], int(tokens[row])
             if is_last[row] and (
                 token in sequence.stop_ids or positions[row] + 1 >= sequence.max_output
@@ -169,13 +169,26 @@ class Rows:
             self._extend(row, [int(tokens[row])])
         return ended
 
-    def read(self) -> None:
-        """Hand the tokens that were kept to their sequences."""
-        if self._unread:
-            tokens = np.stack(self._unread, axis=1)
-            self._unread = []  # in this order an interrupt loses tokens of what is aborted for it
-            for row, several in zip(self._quiet, tokens[self._quiet].tolist(), strict=True):
+    def flush(self) -> None:
+        """Append the buffered tokens to their sequences."""
+        if self._buffered:
+            tokens = np.stack(self._buffered, axis=1)
+            self._buffered = []  # in this order an interrupt loses tokens of what is aborted for it
+            for row, several in zip(self._deferred, tokens[self._deferred].tolist(), strict=True):
                 self._extend(row, several)
+
+    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits that each row draws from."""
+        if self.repeats is None:
+            return logits
+        rows = np.arange(len(self.repeats)).repeat(self.repeats)
+        return logits[upload(rows, logits.device)]
+
+    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Of each row of logits the token of the first sequence: int64, where they are."""
+        if self.repeats is None:
+            return token_ids
+        return token_ids[upload(self.repeats.cumsum() - self.repeats, token_ids.device)]
 
     def _extend(self, row: int, tokens: list[int]) -> None:
         sequence = self.sequences[row]
@@ -188,95 +201,41 @@ def _all_stop_ids(sequences: "list[SequenceState]") -> list[int]:
     return sorted(frozenset().union(*distinct.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The rows of one step.
-
-    `positions[i]` is the place of the i-th row's token in its output; the tokens before it may
-    not be known yet.
-    """
-
-    rows: Rows
-    positions: npt.NDArray[np.int64]
-    prompt_parts: list[PromptPart]
-
-    @property
-    def sequences(self) -> "list[SequenceState]":
-        """One per sampled row."""
-        return self.rows.sequences
-
-    @property
-    def sampling(self) -> SamplingBatch:
-        """What the sampler needs to know of the rows."""
-        return self.rows.sampling
-
-    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits that each sample draws from."""
-        repeats = self.rows.repeats
-        if repeats is None:
-            return logits
-        return logits[upload(np.arange(len(repeats)).repeat(repeats), logits.device)]
-
-    def own_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Of each row of logits the token of the first sequence: int64, where they are."""
-        repeats = self.rows.repeats
-        if repeats is None:
-            return token_ids
-        return token_ids[upload(repeats.cumsum() - repeats, token_ids.device)]
-
-    def prompt_rows(self) -> npt.NDArray[np.int64] | None:
-        """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""
-        rows = [part.rows for part in self.prompt_parts]
-        return np.concatenate(rows) if rows else None
-
-    def prompt_logprobs(self, logits: torch.Tensor) -> PendingPromptLogprobs:
-        """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
-        parts = [
-            PromptRows(part.following, part.num_logprobs(logits.shape[1]))
-            for part in self.prompt_parts
-        ]
-        return PendingPromptLogprobs(logits, parts)
-
-    def hand_out(self, logprobs: list[list[TokenLogprobs]]) -> None:
-        """Give what came of `prompt_logprobs` to the requests that asked."""
-        for part, found in zip(self.prompt_parts, logprobs, strict=True):
-            part.request.append_prompt_logprobs(part.entry.start + 1, found)
-
-
-class BatchMaker:
-    """Makes the batch of each step, of the rows of an earlier one where the same sequences decode.
+class BatchCache:
+    """The batch of each step: an earlier one where the same sequences decode.
 
     With overlap, sequences that wait for their tokens decode in every other step: so two are kept.
     """
 
     def __init__(self) -> None:
-        self._recent: list[Rows] = []
-        self._last: Batch | None = None
+        self._recent: list[InputBatch] = []
+        self._last: tuple[InputBatch, npt.NDArray[np.int64]] | None = None
 
-    def batch(self, step: ScheduledStep) -> Batch:
-        """Who is in the step, as of now: what is aborted while it runs is still part of it."""
-        rows = None
+    def batch(self, step: ScheduledStep) -> tuple[InputBatch, npt.NDArray[np.int64]]:
+        """The rows of a step, and the position in its output of the token that each row draws.
+
+        Sequences that are aborted while the step runs are still part of it.
+        """
+        batch = None
         if not step.chunks and not step.drafts:
-            same = [batch for batch in self._recent if batch.decodes is step.decodes]
-            rows = same[0] if same else None
-        if rows is None:
-            rows = Rows(step)
-            if rows.decodes is not None:
-                self._recent = [rows, *self._recent[:1]]
-        last = self._last
-        if last is not None and last.rows is rows:  # everybody is one token further
-            positions = last.positions + 1
+            batch = next((each for each in self._recent if each.decodes is step.decodes), None)
+        if batch is None:
+            batch = InputBatch(step)
+            if batch.decodes is not None:
+                self._recent = [batch, *self._recent[:1]]
+        if self._last is not None and self._last[0] is batch:  # each row is one token further
+            positions = self._last[1] + 1
         else:
-            positions = _positions(step, rows)
-        self._last = Batch(rows, positions, list(_prompt_parts(step)) if step.chunks else [])
+            positions = _positions(step, batch)
+        self._last = batch, positions
         return self._last
 
-    def forget(self) -> None:
-        """Keep nothing: who was in the last steps has ended."""
+    def clear(self) -> None:
+        """Keep nothing: the sequences of the last steps have ended."""
         self._recent, self._last = [], None
 
 
-def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
+def _positions(step: ScheduledStep, batch: InputBatch) -> npt.NDArray[np.int64]:
     firsts = [
         (
             sequence.num_tokens - 1 - len(sequence.request.prompt_token_ids),
@@ -287,14 +246,26 @@ def _positions(step: ScheduledStep, rows: Rows) -> npt.NDArray[np.int64]:
     positions = np.array(
         [first + at for first, drafts in firsts for at in range(1 + drafts)], dtype=np.int64
     )
-    return positions if rows.repeats is None else positions.repeat(rows.repeats)
+    return positions if batch.repeats is None else positions.repeat(batch.repeats)
 
 
-def _prompt_parts(step: ScheduledStep) -> Iterator[PromptPart]:
-    """The chunks of prompts that asked; a token that is decoded is never one of them."""
+def prompt_parts(step: ScheduledStep) -> list[PromptPart]:
+    """The chunks of a step's prompts whose log-probabilities are asked for."""
+    parts = []
     first_row = step.num_decoded
     for entry in step.chunks:
-        request = entry.request
-        if request.params.prompt_logprobs is not None:
-            yield PromptPart(request, entry, first_row)
+        if entry.request.params.prompt_logprobs is not None:
+            parts.append(PromptPart(entry.request, entry, first_row))
         first_row += entry.num_tokens
+    return parts
+
+
+def prompt_rows(parts: Sequence[PromptPart]) -> npt.NDArray[np.int64] | None:
+    """Rows among the step's tokens whose logits prompts have asked for: int64, or None."""
+    return np.concatenate([part.rows for part in parts]) if parts else None
+
+
+def prompt_logprobs(parts: Sequence[PromptPart], logits: torch.Tensor) -> PendingPromptLogprobs:
+    """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
+    rows = [PromptRows(part.following, part.num_logprobs(logits.shape[1])) for part in parts]
+    return PendingPromptLogprobs(logits, rows)

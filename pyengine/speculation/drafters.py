@@ -25,7 +25,7 @@ import numpy.typing as npt
 from pyengine.kv_cache import Suffixes
 
 if TYPE_CHECKING:
-    from pyengine.scheduler.batch import Request
+    from pyengine.engine.request import Request
 
 
 class Context(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 
 from pyengine.executor.executor import Executor
 from pyengine.executor.interface import DraftRow, HiddenState, MTPStep, StepStates
-from pyengine.scheduler.batch import ScheduledStep, SequenceState
+from pyengine.scheduler.batch import ScheduledStep
 from pyengine.speculation.drafters import Context, Draft
 
 if TYPE_CHECKING:

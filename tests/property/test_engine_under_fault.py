@@ -133,7 +133,7 @@ class Case:
         assert set(sequences) <= live  # samples that are not forked yet are nowhere
         assert {sequence.request for sequence in sequences} == set(self.bench.engine.unfinished)
         for sequence in sequences:
-            if self.bench.engine._in_flight is None:
+            if not self.bench.engine._queue:
                 assert sequence.num_tokens == sequence.kv.num_tokens
                 assert sequence.num_computed == sequence.kv.num_computed_tokens
             assert (

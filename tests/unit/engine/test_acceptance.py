@@ -15,7 +15,7 @@ import torch
 
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import SequenceState
-from pyengine.executor.input_batch import Accepted, Rows
+from pyengine.executor.input_batch import Accepted, InputBatch
 from pyengine.sampling.sampler import Sampler
 from pyengine.sampling_params import SamplingParams
 from pyengine.speculation.drafters import Context, Draft, NgramDrafter, SuffixDrafter
@@ -29,14 +29,14 @@ CHANCES = torch.tensor(
     [[0.55, 0.25, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.1], [0.05, 0.8, 0.1, 0.05]],
     dtype=torch.float64,
 )
-Rule: TypeAlias = Callable[[Rows, list[int], torch.Tensor], Accepted]
+Rule: TypeAlias = Callable[[InputBatch, list[int], torch.Tensor], Accepted]
 
 
-def ours(rows: Rows, drawn: list[int], _: torch.Tensor) -> Accepted:
+def ours(rows: InputBatch, drawn: list[int], _: torch.Tensor) -> Accepted:
     return rows.accept(drawn)
 
 
-def always(rows: Rows, drawn: list[int], _: torch.Tensor) -> Accepted:
+def always(rows: InputBatch, drawn: list[int], _: torch.Tensor) -> Accepted:
     """Wrong: every draft stands."""
     accepted = Accepted([], [], set())
     for first, drafts in rows._spans:
@@ -45,7 +45,7 @@ def always(rows: Rows, drawn: list[int], _: torch.Tensor) -> Accepted:
     return accepted
 
 
-def rest_from_p(rows: Rows, drawn: list[int], chances: torch.Tensor) -> Accepted:
+def rest_from_p(rows: InputBatch, drawn: list[int], chances: torch.Tensor) -> Accepted:
     """Wrong: a draft x is accepted with p(x), and otherwise drawn from p, in which x still is."""
     random, accepted = Random(0), Accepted([], [], set())
     for first, drafts in rows._spans:
@@ -80,7 +80,9 @@ def samples(seeds: range) -> list[SequenceState]:
     return made
 
 
-def logits_of(rows: Rows, spans: Sequence[tuple[SequenceState, Sequence[int]]]) -> torch.Tensor:
+def logits_of(
+    rows: InputBatch, spans: Sequence[tuple[SequenceState, Sequence[int]]]
+) -> torch.Tensor:
     lasts = [token for item, drafts in spans for token in ((FIRST, *item.token_ids)[-1], *drafts)]
     assert len(lasts) == len(rows.sequences)
     return CHANCES[torch.tensor(lasts)]
@@ -100,7 +102,7 @@ def outcomes(drafter: Any, rule: Rule, num_seeds: int) -> Iterator[tuple[int, ..
                 chunks=[],
                 decodes=tuple(left),
             )
-            rows = Rows(step)
+            rows = InputBatch(step)
             chances = logits_of(rows, list(zip(left, drafts, strict=True)))
             padded = torch.full((len(chances), 97), -torch.inf)
             padded[:, :VOCAB] = chances.log().float()

@@ -24,7 +24,7 @@ def test_the_second_step_is_planned_before_the_first_is_known() -> None:
     bench.engine.step()
     assert bench.runner.computed == [5]  # the device has done one step, and a second one waits
     assert bench.engine.stats().counters["committed_steps"] == 1
-    assert bench.engine._in_flight is not None
+    assert bench.engine._queue
     done = bench.run()
     for name, prompt in {"a": [1, 2, 3], "b": [4, 5]}.items():
         assert done[name].outputs[0].token_ids == continued(prompt, 8)
@@ -97,7 +97,7 @@ def test_the_last_one_to_end_leaves_no_step_behind() -> None:
     bench.submit({"a": prompt}, SamplingParams(temperature=0, max_tokens=8))
     done = bench.run()
     assert len(done["a"].outputs[0].token_ids) == 2
-    assert bench.engine._in_flight is None
+    assert not bench.engine._queue
     assert not bench.engine.has_work
     bench.assert_all_free()
 
@@ -110,7 +110,7 @@ def test_an_abort_of_everything_leaves_no_step_behind(depth: int) -> None:
         bench.engine.step()
     (output,) = bench.abort(["a"])
     assert output.outputs[0].token_ids == continued([1, 2, 3], 3)
-    assert bench.engine._in_flight is None
+    assert not bench.engine._queue
     bench.assert_all_free()
     bench.submit({"a": [1, 2, 3]})
     assert bench.run()["a"].outputs[0].token_ids == continued([1, 2, 3], 8)
@@ -131,7 +131,7 @@ def test_a_step_that_fails_takes_the_next_one_with_it_and_no_token(
             bench.engine.step()
         if waiting is not None and bench.runner.fault is None:  # it has struck in this step
             failures += 1
-            assert bench.engine._in_flight is None
+            assert not bench.engine._queue
             bench.manager.check()
             given = {item: bench.output(item).outputs[0].token_ids for item in ("a", "b")}
             assert given == {"a": continued([1, 2, 3], at), "b": continued([4, 5], at)}
@@ -153,7 +153,7 @@ def test_what_needs_a_token_waits_for_it(params: SamplingParams) -> None:
     bench, plain = ahead(), make_bench()
     bench.submit({"a": [1, 2, 3]}, params)
     bench.engine.step()
-    assert bench.engine._in_flight is None
+    assert not bench.engine._queue
     plain.submit({"a": [1, 2, 3]}, params)
     assert bench.run()["a"].outputs == plain.run()["a"].outputs
 
@@ -168,8 +168,8 @@ def test_nobody_else_waits_for_the_tokens_of_one_who_does(params: SamplingParams
     bench.submit({"b": [4, 5], "c": [6]}, replace(GREEDY, max_tokens=12))
     bench.submit({"a": [1, 2, 3]}, params)
     bench.engine.step()
-    assert bench.engine._in_flight is not None
-    assert len(bench.engine._in_flight.step.sequences) == 2  # without the one that waits
+    assert bench.engine._queue
+    assert len(bench.engine._queue[-1].step.sequences) == 2  # without the one that waits
     done = bench.run()
     assert done["a"].outputs == expected
     for name, prompt in {"b": [4, 5], "c": [6]}.items():
@@ -184,7 +184,7 @@ def test_log_probabilities_of_a_prompt_make_nobody_wait() -> None:
     for item in (bench, plain):
         item.submit({"a": [at % 7 for at in range(70)]}, params)
     bench.engine.step()
-    assert bench.engine._in_flight is not None
+    assert bench.engine._queue
     found, expected = bench.run()["a"], plain.run()["a"]
     assert found.prompt_logprobs == expected.prompt_logprobs
     assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == 70

@@ -15,19 +15,18 @@ def test_one_batch_serves_as_long_as_the_same_requests_decode() -> None:
     bench.submit({"a": [1, 2, 3], "b": [4, 5]})
     bench.engine.step()
     bench.engine.step()
-    batch = bench.engine._batches._last
-    assert batch is not None
-    positions = batch.positions.tolist()
+    batches = bench.engine._executor.batches
+    assert batches._last is not None
+    batch, positions = batches._last
     assert len(batch.sequences) == 2
     bench.engine.step()
-    following = bench.engine._batches._last
-    assert following is not None
-    assert following.rows is batch.rows
-    assert following.positions.tolist() == [position + 1 for position in positions]
+    assert batches._last is not None
+    following, later = batches._last
+    assert following is batch
+    assert later.tolist() == [position + 1 for position in positions]
     bench.submit({"c": [7]})
     bench.engine.step()
-    last = bench.engine._batches._last
-    assert last is not None and last.rows is not batch.rows
+    assert batches._last is not None and batches._last[0] is not batch
     for name, tokens in {"a": [1, 2, 3], "b": [4, 5], "c": [7]}.items():
         output = bench.output(name)
         assert not output.finished
@@ -46,7 +45,7 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
         bench.engine.step()
     rows = bench.engine._unread
     assert rows is not None
-    assert [item.request for item in (rows.sequences[row] for row in rows.loud)] == [state]
+    assert [item.request for item in (rows.sequences[row] for row in rows.streamed)] == [state]
     assert len(bench.states["0"].sequences[0].token_ids) < 5  # they are with the rows still
     (aborted,) = bench.abort(["3"])
     assert aborted.outputs[0].token_ids == continued([3, 7], 5)
@@ -84,7 +83,7 @@ def test_nothing_that_has_ended_is_kept() -> None:
     bench.engine.step()
     bench.abort(["a"])
     assert bench.engine._unread is None
-    assert bench.engine._batches._recent == []
+    assert bench.engine._executor.batches._recent == []
     bench.assert_all_free()
 
 
