@@ -228,7 +228,7 @@ class AsyncEngine(EngineClient):
 
     @property
     def model_limits(self) -> ModelLimits:
-        """What requests are checked against."""
+        """The limits that requests are checked against."""
         return self._engine.input_processor.limits
 
     def take_packed_events(self) -> tuple[bytes, bytes]:

@@ -37,7 +37,7 @@ def _int_or_text(text: str | None) -> int | str | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is asked for. Bad values are refused at once: `ConfigurationError`."""
+    """The settings of an engine. Bad values are refused at once: `ConfigurationError`."""
 
     model: str | Path | None = setting(
         None,
@@ -121,7 +121,7 @@ class EngineSettings:
     )
     layer_groups: bool = setting(
         True,
-        "layers with sliding windows give back the KV blocks behind them",
+        "layers with sliding windows free the KV blocks behind them",
         flag="--layer-groups/--no-layer-groups",
     )
     enable_prefix_caching: bool = setting(

@@ -39,9 +39,9 @@ class LLM(EngineClient):
     `LLM(model, **settings)`: `model` is a hub id, a local folder, a GGUF file, or None for the
     embedded default; `help(LLM.__init__)` lists the settings. The KV pool holds `num_blocks`
     blocks of `block_size` tokens, or what `kv_cache_memory` bytes pay for, or by default a share
-    of the free memory. With `layer_groups`, layers whose attention slides give back the blocks
+    of the free memory. With `layer_groups`, layers whose attention slides free the blocks
     behind their window: a block is one of a group of layers then, and a sequence takes blocks for
-    each group; without it one block holds all layers and none is given back.
+    each group; without it one block holds all layers and none is freed.
 
     Any thread may call any method at any time: requests of all callers run in the same steps, and
     each gets its own answers. Nothing runs while nobody waits.
@@ -282,7 +282,7 @@ class _Results:
         self.wake.set()
 
     def taken(self) -> Iterator[RequestOutput]:
-        """What has come; raises the error that ended the others, once that was read."""
+        """Outputs that have arrived; then raises the error that ended the other requests."""
         while self._outputs:
             yield self._outputs.popleft()
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""What a caller gets back. Names and meanings are those that vLLM users know."""
+"""The outputs that a caller gets. Names and meanings are those that vLLM users know."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

@@ -78,7 +78,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> FormatKind:
-        """What it is compiled as; any object is a schema like others."""
+        """The kind it is compiled as; any object is a schema like others."""
         if self.regex is not None:
             return "regex"
         if self.choice is not None:
@@ -192,7 +192,7 @@ class _TupleField(Generic[_Item]):
 
 
 class RequestOutputKind(Enum):
-    """What the outputs of a running request hold."""
+    """The content of a running request's outputs."""
 
     CUMULATIVE = 0
     """Everything so far, each time."""
@@ -309,7 +309,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output holds while the request runs."""
+    """The content of each output while the request runs."""
     bad_words: _TupleField[str] = _TupleField(text_item)
     """Words whose last token is never chosen where it would complete one of them, at the
     beginning of a text or after a space."""

@@ -1,4 +1,4 @@
-"""What a step looks like, what a layer asks of attention, and what a backend is.
+"""The inputs of a step, the options of a layer, and the interface of a backend.
 
 Models normalise and rotate queries and keys before they attend. Where a layer leaves that to the KV
 write (`models/rotary.py`), one kernel does it on CUDA (`kernels/rotation.py`), the attention kernel
@@ -29,7 +29,7 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class RotaryLayout:
-    """Which numbers of a head are turned together (RoPE, arXiv 2104.09864).
+    """The pairs of numbers in a head that RoPE rotates together (arXiv 2104.09864).
 
     The first `size` numbers of a head are: number i with `i + size / 2` ("halves", as in
     GPT-NeoX), or 2 i with 2 i + 1 ("pairs"). Pair i has the angle in column `i * step`.
@@ -42,7 +42,8 @@ class RotaryLayout:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a layer leaves to attention; `cos` and `sin` are `[T, columns]`, of any float type."""
+    """The rotation that a layer leaves to attention; `cos` and `sin` are `[T, columns]`, of any
+    float type."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -81,7 +82,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class SharedRows(Protocol):
-    """Which sequences of a step have which leading blocks in common, in one layer group.
+    """The leading blocks that sequences of a step have in common, in one layer group.
 
     What the block manager wrote with the step, see `pyengine.SharedPrefixes`; int32, on the host.
     """
@@ -139,7 +140,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks of attention, beyond causality.
+    """Options of a layer's attention, beyond causality.
 
     - `scaling`: factor on the products of queries and keys.
     - `sliding_window`: a query sees its own position and the `sliding_window - 1` before it.

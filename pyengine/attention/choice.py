@@ -183,7 +183,7 @@ def try_out(
 ) -> str | None:
     """Run a prefill and a decode of each kind of layer over a pool of a few blocks.
 
-    Returns why that did not work, in one line; None: it did. What it computes is not looked at.
+    Returns why that did not work, in one line; None: it did. The result is not checked.
     """
     kinds = list(dict.fromkeys(needs.layers))
     specs = [

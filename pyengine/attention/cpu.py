@@ -106,7 +106,7 @@ def _weights(norm: HeadNorm | None) -> tuple[Any, ...] | None:
 
 
 def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
-    """What the sequences share in this group, for the kernel to read it once."""
+    """The blocks that sequences share in this group, for the kernel to read once."""
     shared = inputs.shared
     if shared is None or shared.group != group or not len(shared.prefixes):
         return {}
@@ -115,7 +115,7 @@ def _shared(inputs: StepInputs, group: int) -> dict[str, Int32Array]:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What all steps share."""
+    """Buffers that all steps share."""
 
     pool: KVPool
     caches: list[CpuCache]

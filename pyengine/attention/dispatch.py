@@ -30,7 +30,7 @@ ATTENTION_NAME = "pyengine_paged_attention"
 
 @dataclass(slots=True)
 class PagedContext:
-    """What the model is given as `paged=`: the plan of this step's attention.
+    """The value of `paged=` in a call of the model: the plan of this step's attention.
 
     `kept` has, for every layer, the window that its group keeps (None: everything). `attended`
     counts the layers that attended so far; the runner compares it with the layers of the pool,
@@ -67,7 +67,7 @@ class PagedContext:
 
 
 class CompiledModel(NamedTuple):
-    """What a model is given as `paged=` while it is compiled: the number that names it.
+    """The value of `paged=` while a model is compiled: the number that names it.
 
     A graph cannot hold a step; `running` says which one is meant when it runs.
     """
@@ -91,7 +91,7 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in place of its own attention, once per layer.
+    """The function that transformers calls in place of its attention, once per layer.
 
     `query` is `[1, query_heads, T, d]`, `key` and `value` `[1, kv_heads, T, d]`, rotated
     already, but by `OwnRotation`. Keywords that count: `paged` (a `PagedContext`, or which
@@ -142,7 +142,7 @@ _running: dict[int, PagedContext] = {}
 def running(number: int, context: PagedContext) -> Iterator[None]:
     """Inside, the operators of model `number` attend by `context`.
 
-    Raises `ConfigurationError` if the model is running already: one thread drives it.
+    Raises `ConfigurationError` if the model is running already: one thread runs it.
     """
     if _running.setdefault(number, context) is not context:
         raise ConfigurationError(

@@ -113,7 +113,7 @@ _INT_WORKSPACE = 8 << 20
 """Bytes in which a wrapper keeps its plan on the device."""
 _HEAD_DIMS = (64, 128, 256)
 _COMPANIONS = {"tvm_ffi": "apache-tvm-ffi", "requests": "requests"}
-"""What flashinfer imports: modules, and the packages that have them."""
+"""Modules that flashinfer imports, and the packages that have them."""
 _LN2 = math.log(2)
 
 
@@ -193,7 +193,7 @@ class FlashInferBackend:
         return FlashInferPlan(self, inputs)
 
     def graph_plan(self, inputs: StepInputs) -> "FlashInferGraphPlan":
-        """Wrappers of its own, over fixed memory, that `refresh` plans anew.
+        """Its own wrappers, over fixed memory, which `refresh` plans anew.
 
         The wrappers of all sizes share that memory, as one graph runs at a time: the largest comes
         first.

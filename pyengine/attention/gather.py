@@ -35,7 +35,7 @@ _BATCH_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Gathered keys and values of one decode batch: about a core's L2 cache, or a launch's worth."""
 
 Visible: TypeAlias = torch.Tensor | Literal["all", "causal"]
-"""Which keys a query row sees: a mask (True: seen), every key, or the keys up to its own."""
+"""The keys that a query row sees: a mask (True: seen), all, or those up to its own."""
 
 
 class GatherBackend:
@@ -69,9 +69,9 @@ class GatherBackend:
 class Scratch:
     """Memory for gathered keys and values, used again by every layer of every step.
 
-    On the CPU an allocation of some MiB is given back to the system when it is freed, and then
+    On the CPU an allocation of some MiB is returned to the system when it is freed, and then
     each layer pays for fresh pages: several times what the copy itself costs. CUDA tensors, which
-    torch keeps, and what is larger than a batch of the usual size are allocated as ever.
+    torch keeps, and what is larger than a batch of the usual size are allocated as usual.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -236,7 +236,7 @@ class StepLayout:
     ) -> Iterator[Batch]:
         """Sequences with one new token, shortest first, at most `max_blocks` blocks a batch.
 
-        A row that alone exceeds `max_blocks` is a batch of its own. Batches are kept small
+        A row that alone exceeds `max_blocks` is a separate batch. Batches are kept small
         because a padded gather is fast only while it stays in the processor's cache.
         """
         decoding = np.flatnonzero(np.diff(self.query_start_loc) == 1)

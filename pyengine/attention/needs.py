@@ -1,4 +1,4 @@
-"""What a model and a machine demand of an attention backend: plain data, and its sources."""
+"""The demands of a model and a machine on an attention backend: plain data, and its sources."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ FLOAT8_DTYPES = frozenset({torch.float8_e4m3fn})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNeeds:
-    """What one layer asks of attention; `window` counts the query's own position."""
+    """The demands of one layer on attention; `window` counts the query's own position."""
 
     query_heads: int
     kv_heads: int
@@ -32,7 +32,7 @@ class LayerNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
-    """What the model, its KV pool and the machine demand of a backend.
+    """The demands of the model, its KV pool and the machine on a backend.
 
     - `block_size`: tokens of a KV block that the caller asked for; None: the backend chooses.
     - `layers`: one entry per layer, or per kind of layer.
@@ -88,7 +88,7 @@ def torch_version(version: str) -> tuple[int, int]:
 
 
 def layer_needs(model: Any, dtype: torch.dtype) -> tuple[LayerNeeds, ...]:
-    """What every layer of a transformers model asks of attention.
+    """The demands of every layer of a transformers model on attention.
 
     Heads, dimensions, windows and softcaps are in its configuration. Sinks are parameters, which
     no configuration speaks of: a layer has them if its attention module does.
@@ -161,7 +161,7 @@ def equal_dims_obstacle(needs: AttentionNeeds) -> str | None:
 def page_obstacle(needs: AttentionNeeds, multiple: int) -> str | None:
     """Why a kernel whose pages are a multiple of some tokens cannot serve; None: it can.
 
-    A page cannot be put together from smaller blocks: the manager hands out any block that is
+    A page cannot be put together from smaller blocks: the manager allocates any block that is
     free, and shares prefixes by the block, so neighbours in a sequence are not neighbours in
     memory. A block of the manager is a page of the kernel.
     """

@@ -1,4 +1,4 @@
-"""What the backends share: the KV write, page tables in compressed rows, bounds, sinks.
+"""Shared by the backends: the KV write, page tables in compressed rows, bounds, sinks.
 
 Keys and values of a step go into the pool by one call per layer: on CUDA a Triton kernel
 (`kv_write_kernel`, or `rotation_kernel` where they are to be turned first), elsewhere `rotated` and

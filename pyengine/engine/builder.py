@@ -1,4 +1,4 @@
-"""From settings to an engine: what is loaded, sized, chosen and joined, in this order.
+"""From settings to an engine: load, size, choose and connect, in this order.
 
 settings -> model -> attention backend -> KV pool and its manager -> runner -> engine
 """
@@ -314,7 +314,7 @@ def _runner_limits(
 def _recorder(
     settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
 ) -> CudaRecorder | None:
-    """What captures decode steps, where that can be had; None: they run eagerly."""
+    """The recorder of CUDA graphs, where there can be one; None: steps run eagerly."""
     graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.mtp_layers is None
     return CudaRecorder() if graphs and not settings.enforce_eager else None
 

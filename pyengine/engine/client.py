@@ -63,7 +63,7 @@ class EngineClient:
         return render_chat(messages, self.tokenizer, options)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What serves requests that come without sampling parameters."""
+        """The sampling parameters of requests that come without any."""
         return self._default_params
 
     def prepare_structured_outputs(self) -> None:

@@ -41,14 +41,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: how many tokens, to whom, and the requests that it ended."""
+    """The result of a step: new tokens, their sequences, and the requests that it ended."""
 
     num_new_tokens: int = 0
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens whose KV it computed, those of prompts and of decodes."""
     rows: Sequence[SequenceState] = ()
-    """Who got a token; the very same object in steps that decode the same sequences. One that had
+    """Sequences that got a token; the same object in steps that decode the same ones. One that had
     been aborted or had ended in the step before is in it and got none."""
     begun: list[Request] = field(default_factory=list)
     """Requests whose prompt it completed: they have their first token, if they asked for any."""
@@ -76,7 +76,7 @@ class EngineStats:
 
 
 class EngineObserver(Protocol):
-    """Somebody who looks on, for metrics. Called in the thread that runs the steps."""
+    """An observer, for metrics. Called in the thread that runs the steps."""
 
     def on_arrival(self, request: Request) -> None:
         """A request was queued."""
@@ -92,7 +92,7 @@ class EngineObserver(Protocol):
 
 
 class Engine:
-    """Takes requests, runs steps, gives outputs. Not thread-safe: one thread drives it."""
+    """Accepts requests, runs steps, emits outputs. Not thread-safe: one thread runs it."""
 
     def __init__(
         self,
@@ -503,7 +503,7 @@ class Engine:
             observer.on_finish(request)
 
     def output(self, request: Request) -> RequestOutput:
-        """What a request has given so far."""
+        """The output of a request so far."""
         self._flush()
         return request.output()
 

@@ -31,7 +31,7 @@ _PROMPT_LOGITS = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """What requests are checked against.
+    """The limits that requests are checked against.
 
     `max_model_len` is the most tokens a sequence may have, prompt and output; `limited_by` says
     in words what set it: the model's positions, the pool, or the caller.

@@ -320,7 +320,7 @@ def _is_running(call: FrameType) -> bool:
 
 @contextmanager
 def held_interrupts() -> Iterator[None]:
-    """Inside, a Ctrl-C waits for the end of the block, where it is raised as ever.
+    """Inside, a Ctrl-C waits for the end of the block, where it is raised as usual.
 
     In threads other than the main one nothing is held, as Python delivers no signals there.
     """

@@ -14,7 +14,7 @@ from pyengine.sampling_params import RequestOutputKind
 
 
 class OutputCollector:
-    """What one request has given and its reader has not taken. See `OutputSink`.
+    """Outputs of one request that its reader has not taken. See `OutputSink`.
 
     The thread that runs the step puts, another one may get; nobody waits here for more than a
     moment. With `DELTA` an item holds what is new since the item before, with `CUMULATIVE`
@@ -126,7 +126,7 @@ _TURN = 0.005
 
 
 class OutputNotifier:
-    """Which readers have something new: each event loop is called once after a step.
+    """Readers with a new output: each event loop is called once after a step.
 
     Whoever observes the engine has seen the step by then: what an answer's reader looks up next, in
     metrics or in a router's picture of the cache, has the step in it. Then the loop has its turn,

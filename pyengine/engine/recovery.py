@@ -18,7 +18,7 @@ _FIRST_CALM, _LONGEST_CALM = 64, 4096
 """Steps without a failure before limits are raised again."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "bad_alloc")
-"""What torch's allocator for CPUs, the system, and libraries in C++ say, in lower case."""
+"""Messages of torch's allocator for CPUs, the system, and libraries in C++, in lower case."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -165,7 +165,7 @@ class FaultFinder:
 
 
 class FailureLog:
-    """Which failures were logged with their tracebacks: each of them once in a search.
+    """The failures that were logged with their tracebacks: each once in a search.
 
     A search for the request at fault repeats the same failure in many steps.
     """

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: its sequences, their text, and when they end."""
+"""A request and its sequences: tokens, text, and when they end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ class OutputSink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndConditions:
-    """What ends a sequence: token ids, and its length. The same for all sequences of a request.
+    """Conditions that end a sequence: token ids, and length. The same for all sequences of a
+    request.
 
     `length_reason` is the stop reason of a sequence that has all `max_output` tokens.
     """
@@ -163,10 +164,10 @@ class SequenceState:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether every single token of it has to be looked at as it comes.
+        """Whether its tokens are appended one by one; those of other sequences are buffered.
 
-        So it is where somebody waits for it, where text may end it, where tokens count for the
-        ones after them, where drafts follow. Those of the others are looked at together, later.
+        True where a sink streams, text may end it, tokens change what comes after them, or drafts
+        follow.
         """
         params = self.params
         return bool(
@@ -222,7 +223,7 @@ class SequenceState:
         return None if match is None else match.stop
 
     def _detokenizer_there(self) -> IncrementalDetokenizer | None:
-        """What makes its text; None where none is wanted, or none can be had."""
+        """The detokenizer of its text; None where no text is wanted, or there is no tokenizer."""
         params, tokenizer = self.params, self.request.tokenizer
         if self._detokenizer is None and tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
@@ -259,7 +260,7 @@ class SequenceState:
         )
 
     def take_delta(self) -> CompletionOutput | None:
-        """What has come since it was last called; None if that is nothing."""
+        """The output since the last call; None if there is none."""
         first, end = self._num_taken, len(self.token_ids)
         if self._is_end_emitted or (first == end and self.finish_reason is None):
             return None
@@ -370,7 +371,7 @@ class Request:
 
     @property
     def streams(self) -> bool:
-        """Whether somebody waits for what each step gives."""
+        """Whether its sink takes the output of each step."""
         return self.sink is not None and self.sink.streams
 
     @property
@@ -425,7 +426,7 @@ class Request:
         return self._with([sequence.output() for sequence in self.sequences])
 
     def take_delta(self) -> RequestOutput | None:
-        """What has come since it was last called; None if that is nothing."""
+        """The output since the last call; None if there is none."""
         deltas = [sequence.take_delta() for sequence in self.sequences]
         outputs = [output for output in deltas if output is not None]
         return self._with(outputs) if outputs else None

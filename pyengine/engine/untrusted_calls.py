@@ -23,7 +23,7 @@ class TimeIsUpError(BaseException):
 
 
 def within(seconds: float, work: Callable[[], _T], who: str) -> _T:
-    """What `work` returns or raises, done in a thread of its own so that it may be given up.
+    """The result of `work`, or its error, computed in a thread so that it can be abandoned.
 
     Raises `InvalidRequestError` about `who` if it takes longer than `seconds`. The work is
     interrupted then where it runs Python, as templates do, and else left to itself: the thread is a
@@ -57,7 +57,7 @@ def encode_text(text: str, encode: Callable[[str], list[int]]) -> list[int]:
 
 @contextmanager
 def tokenizer_errors() -> Iterator[None]:
-    """What a tokenizer raises inside is an `InvalidRequestError`."""
+    """Errors of a tokenizer become an `InvalidRequestError`."""
     try:
         yield
     except InvalidRequestError:

@@ -29,7 +29,7 @@ _UNCHECKED: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """A graph checks the shape of what each operator gives, in Python; our own say it rightly."""
 
 _INPUTS = ("input_ids", "positions", "rows", "paged")
-"""What may be another one in the next step: which of the graphs is meant depends on it alone."""
+"""Changes from step to step, and alone says which of the graphs is meant."""
 
 
 class CompiledForward:
@@ -102,7 +102,7 @@ class CompiledForward:
 
 
 def _of_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Which checks a step needs before it runs a graph: those of its inputs, and of no name at all.
+    """Checks that a step needs before it runs a graph: those of its inputs, and of no name.
 
     torch would look at every module of the model in every step; ours stay as they were compiled.
     """
@@ -133,7 +133,7 @@ torch.library.register_fake("pyengine::kept")(torch.empty_like)
 
 
 class _NoStep:
-    """A step in which nobody attends to anything."""
+    """A step without attention."""
 
     def forward(
         self,

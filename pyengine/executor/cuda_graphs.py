@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: the launches of a forward pass, captured once per batch size.
 
-A step of B sequences that all decode is replayed in the graph of the next larger size. What pads it
-has length 1, reads the trash block and writes nowhere. Inputs stand in tensors that never move;
+A step of B sequences that all decode is replayed in the graph of the next larger size. Padding
+has length 1, reads the null block and writes nowhere. Inputs stand in tensors that never move;
 the graphs share one memory pool, so the largest is captured first.
 """
 
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         self._sizes: list[int] = []
         self._logits: torch.Tensor | None = None
-        """Of all graphs, as wide as the largest: what each kept of its own would stay taken."""
+        """Of all graphs, as wide as the largest: separate ones would stay allocated."""
 
     @property
     def sizes(self) -> list[int]:
@@ -132,7 +132,7 @@ class DecodeGraphs:
         return _Graph(inputs, plan, recorder.record(compute))
 
     def padding(self, plan: Plan) -> Padding | None:
-        """What to pad a step to; None: not all of its sequences decode, or there is no graph."""
+        """The padding of a step; None: not all of its sequences decode, or there is no graph."""
         count = plan.num_sequences
         if not plan.num_tokens == count == plan.num_samples:
             return None

@@ -86,7 +86,7 @@ class DeviceQueue(Protocol):
     """A device as the engine sees it."""
 
     def submit(self, work: Callable[[], T]) -> Work[T]:
-        """Run `work` after everything that was submitted before. What it raises is kept."""
+        """Run `work` after everything that was submitted before. Its error is kept."""
         ...
 
 
@@ -107,7 +107,7 @@ class InlineQueue:
 
 
 class ThreadQueue:
-    """Runs work in a thread of its own: the CPU computes while the caller plans the next step."""
+    """Runs work in a separate thread: the CPU computes while the caller plans the next step."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="pyengine-device")
@@ -161,7 +161,7 @@ class Executor:
     ) -> None:
         if depth not in (1, 2):
             raise ConfigurationError(
-                f"depth={depth}: one step runs at a time (1), or a second one waits behind it (2)"
+                f"depth={depth}: one step runs at a time (1), or a second one waits after it (2)"
             )
         self.runner = runner
         self.depth = depth
@@ -176,7 +176,7 @@ class Executor:
     ) -> SubmittedStep:
         """Put a step into the queue, behind `before` if that is still in it.
 
-        The plan is read now; nothing is waited for. What goes wrong on the device is raised by
+        The plan is read now; nothing is waited for. Errors on the device are raised by
         `SubmittedStep.wait`. `mtp` is for a model that has MTP layers.
         """
         batch, positions = self.batches.batch(step)
@@ -207,7 +207,8 @@ class Executor:
         return SubmittedStep(step, batch, positions, parts, self._queue.submit(work))
 
     def draft(self, plan: StepPlan, asked: Sequence[DraftRow]) -> list[list[int]]:
-        """What the model's MTP layers say comes next in these decodes of a plan. Waits for it."""
+        """The tokens that the model's MTP layers propose after these decodes of a plan. Waits for
+        them."""
         return self.run(cast(MTPRunner, self.runner).prepare_drafts(plan, asked))
 
     def run(self, work: Callable[[], T]) -> T:

@@ -52,8 +52,7 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What came of a step with drafts: the tokens of each sampling sequence, one sequence after the
-    other.
+    """The accepted tokens of a step with drafts, one sampling sequence after the other.
 
     `counts[i]` is how many the i-th one got; `rejected` are the rows that count for nothing.
     """
@@ -266,6 +265,6 @@ def prompt_rows(parts: Sequence[PromptPart]) -> npt.NDArray[np.int64] | None:
 
 
 def prompt_logprobs(parts: Sequence[PromptPart], logits: torch.Tensor) -> PendingPromptLogprobs:
-    """What the logits `[E, V]` of `prompt_rows` say about the tokens after them."""
+    """Log-probabilities, by the logits `[E, V]` of `prompt_rows`, of the tokens after them."""
     rows = [PromptRows(part.following, part.num_logprobs(logits.shape[1])) for part in parts]
     return PendingPromptLogprobs(logits, rows)

@@ -1,6 +1,6 @@
 """The inputs of a step: allocated once, filled in place by the block manager.
 
-Where the device has memory of its own, the arrays of a step are copied there. The tables on the
+Where the device has separate memory, the arrays of a step are copied there. The tables on the
 host have room for the longest sequence there may be; what is copied is as wide as the longest table
 in the step::
 
@@ -64,7 +64,8 @@ class HostArrays:
 
 
 class SharedArrays:
-    """What the sequences of a step share in a layer group. See `attention.backend.SharedRows`."""
+    """Blocks that sequences of a step share in a layer group. See
+    `attention.backend.SharedRows`."""
 
     def __init__(self, group: int, sequences: int) -> None:
         self.group = group
@@ -84,7 +85,7 @@ class SharedArrays:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What a decode step is padded to for a graph: so many sequences of length 1, in this block."""
+    """Padding of a decode step for a graph: sequences of length 1, in the null block."""
 
     num_sequences: int
     trash_block: int
@@ -92,9 +93,9 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferNeeds:
-    """What the runner and its attention backend need of the buffers.
+    """Demands of the runner and its attention backend on the buffers.
 
-    `apart`: on the CPU too the device's side is memory of its own, as a graph's inputs must be.
+    `apart`: on the CPU too the device's side is separate memory, as a graph's inputs must be.
     `shared_group`: a step says what its sequences share in that layer group. `reads_tables`: the
     backend's kernels read block tables on the device.
     """
@@ -278,7 +279,7 @@ class InputBuffers:
 
     @cached_property
     def _no_tables(self) -> torch.Tensor:
-        """Tables that nobody reads: a shape, and no memory but for one number."""
+        """Tables that are not read: a shape, and no memory but for one number."""
         none = torch.zeros(1, dtype=torch.int32, device=self._device)
         return none.expand(self._tables.shape)
 

@@ -1,4 +1,4 @@
-"""What the runner needs of a plan, and what the engine needs of a runner."""
+"""The interface of a plan to the runner, and of a runner to the engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class HiddenState:
 
 @dataclass(frozen=True, slots=True)
 class MTPStep:
-    """What a step is to the MTP layers of a model (see `executor/mtp.py`).
+    """A step as the MTP layers of a model see it (see `executor/mtp.py`).
 
     `before` are the states of the token before each sequence's first one; None where they are not
     known, or there is none. `rows`, int64 `[K]`, are those among the step's tokens whose states

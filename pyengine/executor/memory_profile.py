@@ -1,4 +1,4 @@
-"""What fits into memory: the KV cache, the longest sequence, the largest step.
+"""Sizes that fit into memory: the KV cache, the longest sequence, the largest step.
 
 The largest step is estimated first, from below, and on a GPU it is run once to see.
 """
@@ -89,7 +89,7 @@ def plan_cache(
 
 
 def cache_specs(loaded: LoadedModel, kv_dtype: torch.dtype) -> list[KVCacheSpec]:
-    """What each layer of a model keeps, and behind them each of its heads."""
+    """The KV cache of each layer of a model, its MTP layers last."""
     configs = loaded.cached_configs
     return [
         kv_cache_spec
@@ -153,7 +153,7 @@ class MemoryMeter(Protocol):
 
 
 class CudaMeter:
-    """What torch's allocator hands out on a CUDA device."""
+    """Memory that torch's allocator has allocated on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

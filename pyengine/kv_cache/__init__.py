@@ -1,9 +1,9 @@
-"""The KV cache: the block manager and what it hands out, and (beside it) the KV tensors.
+"""The KV cache: the block manager, its handles, and the KV tensors.
 
 `CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
 a step), attends over such tensors in Rust; `Suffixes` finds what came after a text's end before.
 
-This room is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
+This package is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
 only; the tensors live in `pyengine.kv_cache.pool`, which imports torch when it is used.
 """
 

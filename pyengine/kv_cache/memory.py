@@ -74,7 +74,7 @@ def _host_memory(meminfo: Path) -> int:
 
 
 def _container_memory(cgroup: Path) -> int | None:
-    """What the cgroup (v2) of this process leaves, in bytes; None where it sets no limit.
+    """Bytes that the cgroup (v2) of this process leaves; None where it sets no limit.
 
     File pages count as used there although the kernel drops them on demand; they are added
     back, as `MemAvailable` does.

@@ -4,8 +4,8 @@ One key and one value tensor per layer of a layer group (`layer_groups`)::
 
     [num_blocks + 1, block_size, kv_heads, head_dim]
      |           |
-     |           the trash block: rows that must not be kept are written there
-     the blocks that the manager hands out, by id
+     |           the null block: rows that must not be kept are written there
+     the blocks that the manager allocates, by id
 
 A *slot* is a position in this layout seen flat: `block * block_size + offset`. Layers of different
 groups share tensors, never blocks: each reads and writes by the block table of its group.
@@ -33,7 +33,7 @@ _CPU_DEFAULT_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer keeps per token: its KV heads, their dimensions, the element type.
+    """The KV cache of one layer per token: KV heads, their dimensions, the element type.
 
     Keys and values may differ in dimension (multi-head latent attention). In 8-bit floats they
     are kept divided by `scale_k` and `scale_v`, constants of the whole tensor.
@@ -101,11 +101,11 @@ def bytes_per_block(specs: Sequence[KVCacheSpec], block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """What the caller asks of the pool; `None` leaves the choice to `resolve_num_blocks`.
+    """The pool that the caller asks for; `None` leaves the choice to `resolve_num_blocks`.
 
     `kv_cache_memory` is in bytes. `gpu_memory_utilization` is the share of the memory that is
     free once the model is loaded, and applies to CUDA devices. `blocks_per_seq` is what a
-    sequence of `max_model_len` tokens takes at most; `None`: one table, nothing given back.
+    sequence of `max_model_len` tokens takes at most; `None`: one table, nothing freed.
     `available_memory`, in bytes, is what the pool may take where something else than the free
     memory of its device limits it; `None`: nothing does. `bytes_beside` is what each block takes
     in another pool besides, that of a draft model: both together keep to the limits.

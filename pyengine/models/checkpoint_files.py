@@ -79,11 +79,11 @@ def _workshop(target: Path) -> Iterator[Path]:
         workshop = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
             handle = os.open(workshop, os.O_RDONLY)
-        except FileNotFoundError:  # somebody took it for abandoned
+        except FileNotFoundError:  # another process took it for abandoned
             continue
-        with suppress(OSError):  # a file system without locks: then nobody removes it either
+        with suppress(OSError):  # a file system without locks: then it is not removed either
             fcntl.flock(handle, fcntl.LOCK_EX)
-        if workshop.is_dir():  # and nobody did so before it was locked
+        if workshop.is_dir():  # and it was not removed before it was locked
             break
         os.close(handle)
     try:
@@ -94,7 +94,7 @@ def _workshop(target: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the workshops in `folder` whose process is gone: nobody holds their lock."""
+    """Remove the workshops in `folder` whose process is gone: their lock is free."""
     for path in folder.iterdir():
         if not _WORKSHOP.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
             continue
@@ -130,7 +130,7 @@ _HEADER_SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says about one of its tensors; `dtype` as safetensors writes it: `BF16`."""
+    """A tensor in the header of a file; `dtype` as safetensors writes it: `BF16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -138,7 +138,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class WeightHeaders:
-    """What the headers of a folder's safetensors files say; `num_bytes` of all tensors."""
+    """The headers of a folder's safetensors files; `num_bytes` of all tensors."""
 
     tensors: dict[str, TensorHeader]
     num_bytes: int

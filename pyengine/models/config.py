@@ -1,4 +1,4 @@
-"""What a model folder says about its model, before and beside the weights."""
+"""The configuration in a model folder, checked before the weights are read."""
 
 import copy
 import re

@@ -68,7 +68,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file says about itself: numbers and strings by key (no arrays), and tensors."""
+    """The header of a GGUF file: numbers and strings by key (no arrays), and tensors."""
 
     values: dict[str, Any]
     tensors: tuple[GGUFTensor, ...]
@@ -191,7 +191,7 @@ class _Reader:
         return GGUFTensor(name, prod(shape), type_name, offset, prod(shape) // block * num_bytes)
 
     def _check_places(self, tensors: list[GGUFTensor], start: int) -> None:
-        """Raise unless every tensor has a name and a place of its own within the file."""
+        """Raise unless every tensor has a unique name and place within the file."""
         if len({tensor.name for tensor in tensors}) < len(tensors):
             raise ValueError("two of its tensors have one name")
         end, before = 0, ""
@@ -317,7 +317,7 @@ def _convert(path: Path, folder: Path, header: GGUFHeader, dtype: str) -> None:
 def _read(path: Path, header: GGUFHeader, dtype: str) -> tuple[Any, Any]:
     """The model and the tokenizer in a GGUF file.
 
-    It is read by a link in a folder of its own: what lies beside it has no say.
+    It is read by a link in a separate folder: files beside it are ignored.
     """
     from transformers import AutoTokenizer
 

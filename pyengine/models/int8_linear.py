@@ -10,12 +10,12 @@ ones; elsewhere oneDNN may have loops in C for those, which take a thousand time
 Processors and switches (`ONEDNN_MAX_CPU_ISA`) are many, so a short trial of the operator decides,
 not the name of an instruction set.
 
-What they multiply becomes integers too, so that oneDNN can use VNNI and AMX: each row gets a scale
-of its own and two digits of 8 bits, which are two rows of one product. That is as good as 16 bits,
-where one digit (dynamic quantisation by token: Yao et al., 2022, ZeroQuant, arXiv:2206.01861) costs
-three times what rounding the weights does. Sums of integers are exact in any order: a row has the
-same bits in every batch. `choose_encoding` finds digits whose sums do not saturate.
-"""
+The rows that they multiply become integers too, so that oneDNN can use VNNI and AMX: each row gets
+a scale of its own and two digits of 8 bits, which are two rows of one product. That is as good as
+16 bits, where one digit (dynamic quantisation by token: Yao et al., 2022, ZeroQuant,
+arXiv:2206.01861) costs three times what rounding the weights does. Sums of integers are exact in
+any order: a row has the same bits in every batch. `choose_encoding` finds digits whose sums do not
+saturate. """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,8 +81,8 @@ HALVES = Encoding("halves", 64, 2)
 def pack(numbers: torch.Tensor) -> torch.Tensor:
     """Weights `[N, K]` in int8 as oneDNN wants them; opaque."""
     operators: Any = torch.ops.onednn
-    packed: torch.Tensor = operators.qlinear_prepack(numbers, [PACKED_ROWS, numbers.shape[1]])
-    return packed
+    prepacked: torch.Tensor = operators.qlinear_prepack(numbers, [PACKED_ROWS, numbers.shape[1]])
+    return prepacked
 
 
 def _multiply(
@@ -152,7 +152,7 @@ def choose_encoding() -> Encoding:
 
 
 _SECOND = 1 / (2 * LARGEST)
-"""What the second digit counts, in units of the first: that is half a unit off at most."""
+"""The unit of the second digit, in units of the first, which is half a unit off at most."""
 
 _TINY = 1e-12
 """The least a scale is: rows and channels of zeros stay zeros."""
@@ -187,7 +187,7 @@ def digits(rows: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.
 class Int8Linear(nn.Module):
     """Computes about what `linear` does, with a weight of a byte per element.
 
-    `weight` is opaque: laid out for oneDNN, int8, without arithmetic of its own.
+    `weight` is opaque: laid out for oneDNN, int8, without arithmetic.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -259,7 +259,7 @@ torch.library.register_fake("pyengine::int8_product")(_shape)
 def quantise_linears(model: Any, device: torch.device) -> int:
     """Replace every linear layer of `model` by one in 8-bit integers; returns how many.
 
-    An embedding that is tied to the head is replaced too. Weights are given back one by one, where
+    An embedding that is tied to the head is replaced too. Weights are freed one by one, where
     nothing else holds them. Raises `ConfigurationError`, and has changed nothing then, for a
     device other than the CPU, and for a model with weights that are no plain linear layer's.
     """

@@ -2,7 +2,7 @@
 
 Linear layers that multiply the same rows, as one product.
 
-A product has a cost of its own that does not depend on its size. The layers stay where
+A product has a cost that does not depend on its size. The layers stay where
 transformers looks for them. The one that is called first multiplies for all of them; the others,
 called with the very same tensor, have their part of what it found.
 
@@ -10,7 +10,7 @@ Linear layers that multiply by oneDNN, with weights in its layout or as they are
 
 In bfloat16 torch calls oneDNN in any case, and lays out the weights anew in every call.
 torch's compiler lays out weights that it freezes in the same way, by the same operators
-(`torch._inductor.fx_passes.mkldnn_fusion`). Which layers multiply so: `models/linear_kernels.py`.
+(`torch._inductor.fx_passes.mkldnn_fusion`). `models/linear_kernels.py` chooses the layers.
 
 oneDNN also computes what follows a product while that is in the processor's cache: the SiLU of a
 gate, and the gate times what it lets through. By themselves they cost half as much as all products
@@ -46,7 +46,7 @@ class _FusedProduct:
         self._to_come = 0
 
     def part(self, rows: torch.Tensor, place: int) -> torch.Tensor:
-        """Which nobody may write to before the last part is asked for: `[..., sizes[place]]`."""
+        """`[..., sizes[place]]`; not to be written to before the last part is asked for."""
         if rows is not self._rows:
             self._rows, self._parts = rows, self.product(rows).split(self._sizes, -1)
             self._to_come = len(self._sizes)
@@ -94,7 +94,7 @@ def replace_linears(
 ) -> int:
     """Replace every linear layer that `takes` takes by what is `made` of it; returns how many.
 
-    Those of a parent whose names stand `together` are fused first. Weights are given back one
+    Those of a parent whose names stand `together` are fused first. Weights are freed one
     by one, where nothing else holds them.
     """
     num_replaced = 0
@@ -141,7 +141,7 @@ _numbers = count()
 class PrepackedLinear(nn.Module):
     """Computes what `linear` does, by oneDNN; its weight is a copy in oneDNN's layout.
 
-    `weight` is opaque then: it has a shape and a dtype, and no arithmetic of its own. With the
+    `weight` is opaque then: it has a shape and a dtype, and no arithmetic. With the
     product "onednn-unpacked" it is that of `linear`.
     """
 

@@ -1,4 +1,4 @@
-"""Which product linear layers use on this CPU: a short measurement says, once per shape.
+"""The choice of the product of linear layers on this CPU: a short measurement, once per shape.
 
 torch multiplies float32 matrices by MKL, which is several times slower than oneDNN on processors
 that are not Intel's, and faster for one row on some that are. Neither the instruction sets nor the

@@ -151,7 +151,7 @@ def _load(
 
 
 def _placement(device: torch.device, shards: int) -> dict[str, Any]:
-    """What tells transformers where the weights go: to one device, or a part to every process."""
+    """Keyword arguments that place the weights: on one device, or a part in every process."""
     if shards > 1:
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -265,7 +265,7 @@ def refuse_not_finite(model: Any, folder: Path) -> None:
 
 
 def _of_all(number: Any) -> torch.Tensor:
-    """What all processes of a divided model have added up, in each of them."""
+    """The sum over all processes of a divided model."""
     # torch 2.9 shows each process its own part of a DTensor where that is looked at.
     whole: torch.Tensor = number.full_tensor() if hasattr(number, "full_tensor") else number
     return whole

@@ -149,7 +149,7 @@ _NO_AMX = ("AVX2_VNNI_2", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512",
 
 
 def bfloat16_instructions() -> str | None:
-    """What the CPU multiplies bfloat16 with; None: with nothing, as far as torch tells.
+    """The instructions by which the CPU multiplies bfloat16; None: none that torch knows of.
 
     `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` hide instructions of torch and of oneDNN.
     """

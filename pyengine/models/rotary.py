@@ -12,7 +12,7 @@ A layer of transformers normalises its queries and keys, turns them by their pos
 them to attention. Where it does nothing else, `OwnRotation` takes its place, which hands over what
 the projections gave, and says what is to be done with it.
 
-What a layer does is found by a trial, not by its name: the model runs over a few tokens, and the
+A trial finds what a layer does, not its name: the model runs over a few tokens, and the
 queries, keys and values that reach attention, and what becomes of its result, have to be what
 `OwnRotation` would make of the same input. A layer for which they are not stays as it is.
 """
@@ -169,7 +169,7 @@ class OwnRotation(nn.Module):
         return Rotation(cos[0], sin[0], self._layout, norm)
 
     def projected(self, attended: torch.Tensor) -> torch.Tensor:
-        """What attention gave, `[1, T, query_heads, d]`, as the layer gives it."""
+        """The result of attention, `[1, T, query_heads, d]`, as the layer returns it."""
         found: torch.Tensor = self.o_proj(attended.flatten(2))
         return found
 
@@ -205,7 +205,7 @@ def take_over_rotations(model: Any) -> int:
 
 
 class _Call(NamedTuple):
-    """What reached attention, `[T, heads, d]`, and what it gave."""
+    """The inputs of attention, `[T, heads, d]`, and its result."""
 
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     options: AttentionOptions

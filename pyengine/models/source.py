@@ -1,4 +1,4 @@
-"""What the caller named as the model, resolved to a local folder."""
+"""The model that the caller named, resolved to a local folder."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ModelSource:
 
     @property
     def way_out(self) -> str:
-        """What to do where the folder cannot be loaded, for the end of a message."""
+        """Advice where the folder cannot be loaded, for the end of a message."""
         if not self.is_converted:
             return ""
         return f"; delete the folder {self.folder}, and it is made again"

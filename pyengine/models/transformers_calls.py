@@ -71,7 +71,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says in one line; its type too, where the text alone says little."""
+    """The text of an error in one line; its type too, where the text alone says little."""
     text = " ".join(str(error).split())
     if len(text) > _LONGEST_REASON:
         text = f"{text[:_LONGEST_REASON]} ..."
@@ -99,8 +99,8 @@ def code_asked_for(settings: dict[str, Any], purpose: str) -> str:
 
 
 def remote_code(path: Path, asked: str) -> ModelLoadError:
-    """The refusal of a model whose file at `path` cannot do without Python of its own."""
+    """The refusal of a model whose file at `path` needs its own Python code."""
     return ModelLoadError(
-        f"{path} asks for Python code of its own ({asked}), and pyengine never runs code out of "
+        f"{path} asks for its own Python code ({asked}), and pyengine never runs code out of "
         "model folders: choose a model that transformers itself knows"
     )

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of a batch, and how it changes logits.
+"""A batch as the sampler sees it, and the changes of its logits.
 
 Changes to single logits: allowed tokens, barred tokens, bias, penalties.
 
@@ -23,11 +23,11 @@ from pyengine.sampling.uniform import Positions
 _Ids: TypeAlias = npt.NDArray[np.int64]
 
 _LARGEST = torch.finfo(torch.float32).max
-"""What overflows becomes this, not infinite: a row with an infinite logit has no distribution."""
+"""Overflow becomes this, not infinite: a row with an infinite logit has no distribution."""
 
 
 class Adjustments:
-    """What changes the logits of a batch; worked out once, good for many steps.
+    """The changes of a batch's logits; worked out once, valid for many steps.
 
     In vLLM's order: tokens that are not allowed, bad words, and stop tokens before
     ``min_tokens`` become -inf, then the bias is added, then penalties apply.

@@ -80,7 +80,7 @@ class _FairQueue:
         self._waiting[tenant] = jobs
 
     def take(self) -> tuple[_Job, bytes] | None:
-        """The next job, started, and the tenant whose turn it is; `end` follows."""
+        """The next job, started, and its tenant; `end` follows."""
         for tenant in list(self._waiting):
             if self._running[tenant] >= _AT_ONCE:
                 continue
@@ -122,7 +122,7 @@ class Grammars:
         self._vocabulary: Any = None
         """`llguidance.LLTokenizer`, once it was needed."""
         self._checker_setup: dict[str, Any] = {}
-        """What checkers are told of it."""
+        """The setup that checkers get."""
         self._idle: list[_Checker] = []
 
     def matcher(self, structured_outputs: StructuredOutputs, tenant: bytes = b"") -> TokenMatcher:

@@ -24,7 +24,7 @@ _TIE_SLACK = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What one position says about its token and the alternatives."""
+    """The log-probabilities at one position: of its token and of the alternatives."""
 
     token_id: int
     logprob: float
@@ -101,7 +101,7 @@ class PromptRows:
 
 
 class PendingPromptLogprobs:
-    """What the device finds out about the prompts of a step.
+    """Log-probabilities of the prompts of a step, on the device.
 
     ``logits`` [T, V] are the raw rows of the parts, one part after the other. They are read when
     this is made, and not kept: a step that makes it while it runs may drop them.

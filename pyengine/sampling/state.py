@@ -1,4 +1,4 @@
-"""What the sampler remembers of one request, from submission to its end."""
+"""The sampler's state of one request, from submission to its end."""
 
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
@@ -181,7 +181,7 @@ class SamplingState:
         self.matcher, self.depends_on_output = matcher, True
 
     def sibling(self, seed: int) -> "SamplingState":
-        """Return the state of another sample of the same prompt, with a seed of its own.
+        """Return the state of another sample of the same prompt, with its own seed.
 
         It starts without output. For less than making it anew: what stays the same is shared.
         """

@@ -16,7 +16,7 @@ from pyengine.sampling.draw_cpu import largest_on_cpu
 from pyengine.sampling.host import upload
 
 _LONGEST_MASK = 0.1
-"""Seconds of the processor; nobody waits longer for a row."""
+"""Seconds of the processor; a row that takes longer fails."""
 _LOOKS_EVERY = 0.05
 _LEAST_ROWS, _MOST_THREADS = 16, 8
 """Rows of a thread, where there is more than one, and threads."""
@@ -34,7 +34,7 @@ A mask takes 0.05 ms as a rule; whoever shares the step waits for all of them.""
 
 @dataclass(slots=True)
 class _Spent:
-    """What a sample's masks have taken of the processor."""
+    """Processor time that a sequence's masks have taken."""
 
     seconds: float = 0.0
     num_masks: int = 0
@@ -132,7 +132,7 @@ class TokenMatcher:
 
 
 class TokenMasks:
-    """Which tokens may come in some rows of a batch; filled in the background, once they begin."""
+    """Masks of the tokens allowed in some rows of a batch, filled in the background."""
 
     def __init__(
         self, matchers: Mapping[int, TokenMatcher], vocab_size: int, filler: "MaskFiller"
@@ -325,7 +325,7 @@ class _Run:
 
     @property
     def seconds(self) -> float:
-        """What the row has taken so far; only as long as the thread is not through."""
+        """Processor time of the row so far, while the thread works on it."""
         return 0.0 if self._clock is None else clock_gettime(self._clock) - self._begin
 
 

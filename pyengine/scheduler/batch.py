@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step, and for whom."""
+"""The plan of one step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class ScheduledStep:
 
     plan: StepPlan
     is_ahead: bool = False
-    """Planned while the step before it runs: nobody can be preempted."""
+    """Planned while the step before it runs: nothing can be preempted."""
     planned_time: float = field(default_factory=monotonic)
     """In seconds of `time.monotonic`."""
     decodes: "tuple[SequenceState, ...]" = ()
@@ -111,7 +111,7 @@ class ScheduledStep:
             sequence.num_tokens += 1
 
     def add_prefill(self, sequence: "SequenceState", num_tokens: int, num_cached: int) -> Entry:
-        """Note a sequence of whose known tokens the plan computes some and adopts others."""
+        """Note a sequence whose known tokens the plan computes in part, and reuses in part."""
         start = sequence.num_computed + num_cached
         samples = start + num_tokens == sequence.num_tokens
         entry = Entry(sequence, start, num_tokens, num_cached, samples)
@@ -166,7 +166,7 @@ def _move_back(decodes: "Iterable[SequenceState]", chunks: Iterable[Entry]) -> N
 
 
 class ReuseCounters:
-    """What the counters of the block manager miss: added to them, every prompt token is counted.
+    """Counts that the block manager misses: added to its own, every prompt token is counted.
 
     The block manager counts what a step plan finds in the cache. A prefix that is attached before
     the step is planned, and blocks that a fork shares, are counted here.

@@ -1,6 +1,6 @@
 """By priority, then first come, first served, over exact counts of blocks.
 
-What it promises (the tests carry the numbers):
+Its promises (the tests carry the numbers):
 
 1. The prefix is matched before the budget is charged.
 2. An idle block that a match revives counts like a fresh one; an active one costs nothing.
@@ -15,7 +15,7 @@ What it promises (the tests carry the numbers):
    recomputation.
 8. Same input, same seed, same tokens, whatever the schedule.
 9. Drafts take what decodes, chunks and admissions leave of budget and blocks: they are planned
-   last, nobody is preempted for them, and what they held is given back at the commit.
+   last, nothing is preempted for them, and their blocks are released at the commit.
 
 Matching, charging and allocating are one call of the block manager (`StepPlan.prefill`), so 1, 2
 and 5 are its doing; the order of calls below makes 3, 4, 6 and 7. A request that may read the cache
@@ -74,7 +74,7 @@ class SchedulerLimits:
 
 
 class _NoPlanAheadError(Exception):
-    """What should be planned ahead takes blocks that only a preemption or a commit would free."""
+    """The step ahead needs blocks that only a preemption or a commit would free."""
 
 
 class _Decodes(NamedTuple):
@@ -85,14 +85,14 @@ class _Decodes(NamedTuple):
 
 
 class _Attached(NamedTuple):
-    """What was attached to a sequence before its first chunk was planned."""
+    """The prefix attached to a sequence before its first chunk was planned."""
 
     num_tokens: int = 0
     num_blocks: int = 0
 
 
 class Scheduler:
-    """Decides what each step computes. Who waits and who runs is in order."""
+    """Decides what each step computes. Waiting and running sequences are in order."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Scheduler:
         self._decodes = [_Decodes(), _Decodes()]
         self._newest: ScheduledStep | None = None
         self._is_steady = False
-        """All who run were decoded by the newest step, and nobody has come or gone since."""
+        """The newest step decoded all running sequences, and none has come or gone since."""
         self._arrivals = 0
         self._num_preemptions = 0
         self._reuse = ReuseCounters(manager.block_size, manager.trash_block)
@@ -260,7 +260,7 @@ class Scheduler:
             handles = [sequence.kv for sequence in sequences]
 
     def _current_decodes(self, ahead: bool, out: "Collection[SequenceState]") -> _Decodes:
-        """Who decodes next: the same object as before, while they are the same.
+        """The sequences that decode next: the same object while they are the same.
 
         Two such objects are kept: with overlap, those who wait for their tokens decode in every
         other step.
@@ -341,7 +341,7 @@ class Scheduler:
             attached = self._attach(sequence)
             answer = self._prefill(step, sequence, reserve)
             if not isinstance(answer, Prefilled):
-                _give_back(sequence)
+                _release_blocks(sequence)
                 return answer
             insort(self._running, sequence, key=_by_order)
             self._waiting.discard(sequence)
@@ -361,7 +361,7 @@ class Scheduler:
         request = sequence.request
         if request.read_cache:  # the plan matches and charges in one call
             return _Attached()
-        _give_back(sequence)  # an interrupt may have left some
+        _release_blocks(sequence)  # an interrupt may have left some
         most = request.readable_tokens()
         if not most:
             return _Attached()
@@ -395,7 +395,7 @@ class Scheduler:
     def _candidates(
         self, step: ScheduledStep, without: "Collection[SequenceState]"
     ) -> "Iterator[SequenceState]":
-        """Who may be admitted, in order; each has been admitted when the next one is asked for.
+        """Sequences that may be admitted, in order; each is admitted before the next is asked for.
 
         Others pass a sequence that waits for the prefix that another one computes, and a prompt for
         which the bound of the step leaves no token: both wait for sequences that run, not for
@@ -417,8 +417,8 @@ class Scheduler:
     def _blocks_to_come(self, sequence: "SequenceState") -> int:
         """Blocks that the sequence takes at most for the known tokens that no step computes yet.
 
-        Each layer group takes a block for every `block_size` tokens. A sliding one gives back what
-        falls behind its window, so it never takes more than the most that it holds at once.
+        Each layer group takes a block for every `block_size` tokens. A sliding one frees what
+        falls out of its window, so it never takes more than the most that it holds at once.
         """
         size, end = self._manager.block_size, sequence.num_computed
         begun = -(-end // size)
@@ -450,7 +450,7 @@ class Scheduler:
 
     def _put_back(self, sequence: "SequenceState") -> None:
         sequence.is_running = self._is_steady = False
-        _give_back(sequence)
+        _release_blocks(sequence)
         self._waiting.add(sequence)
         self._running.remove(sequence)
 
@@ -533,7 +533,7 @@ class Scheduler:
             self._newest = None  # an open step that Ctrl-C has let fall ends with its plan
 
 
-def _give_back(sequence: "SequenceState") -> None:
+def _release_blocks(sequence: "SequenceState") -> None:
     """Take the blocks from a sequence that waits: those that it stood on when a step was
     planned."""
     if sequence.kv.num_computed_tokens:

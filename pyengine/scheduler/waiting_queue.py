@@ -1,4 +1,4 @@
-"""Who waits, in order of priority and arrival."""
+"""Waiting sequences in order of priority and arrival."""
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
@@ -21,7 +21,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._entries: dict[SequenceState, _Entry] = {}
-        """Who waits, each with the one entry that counts."""
+        """Waiting sequences, each with its valid entry."""
 
     def __len__(self) -> int:
         return len(self._entries)

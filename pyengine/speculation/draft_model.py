@@ -1,9 +1,9 @@
 """A second, smaller model as a drafter (`speculation="draft"`).
 
-A second, smaller model as a drafter: greedily, over a KV cache of its own.
+A second, smaller model as a drafter: greedily, over a separate KV cache.
 
 Each sample has a sequence there, of the tokens that stand. Drafts are decoded on a fork of it that
-is given up when they have been: so a wrong draft leaves nothing behind.
+is released afterwards: so a wrong draft leaves nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,7 +238,7 @@ class DraftModel:
             plan.commit(last_tokens)
 
     def _give_up_others(self, asked: Mapping[Context, int]) -> bool:
-        """Give back the blocks of texts that nobody asks about now; whether there were any."""
+        """Release the blocks of texts that are not asked about now; whether there were any."""
         others = [sequence for sequence in self._sequences if sequence not in asked]
         for context in others:
             self.forget(context)

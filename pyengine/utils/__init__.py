@@ -1,1 +1,1 @@
-"""Helpers without a package of their own: validation, settings, processors, packaging."""
+"""Helpers: validation, settings, processors, packaging."""

@@ -50,7 +50,7 @@ def openmp_runtime() -> Path | None:
 def release_threads() -> None:
     """End the OpenMP threads of the calling thread; its next computation makes new ones.
 
-    Each thread that computes has a team of its own. Where the threads of all teams are more than
+    Each thread that computes has its own team. Where the threads of all teams are more than
     the cores, GCC's runtime lets none of them spin: they sleep at every barrier, hundreds of times
     a step, and a step takes 1.4 times as long. So the thread that has loaded a model must not keep
     its team while another one runs the steps. (`omp_pause_resource_all`, OpenMP 5.0.)

@@ -1,7 +1,7 @@
 """The distribution that holds the package: its name, its version, and how its extras are had.
 
 The package is imported as `pyengine`. That name belongs to another project on PyPI, so the
-distribution has one of its own.
+distribution has another one.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,6 +1,4 @@
-"""What rank 0 and the workers say to each other, and what every rank does.
-
-What rank 0 and the workers say to each other.
+"""Messages between rank 0 and the workers, and the work of every rank.
 
 A worker is told two setups, then steps, and answers each with a report. A step is one int64 array,
 a header and the arrays of `StepInputs` behind each other::
@@ -12,7 +10,7 @@ a header and the arrays of `StepInputs` behind each other::
 `width` is that of the longest table in the step: what lies behind a sequence's last block is not
 sent, as nothing reads it.
 
-What every rank does: meet the others, make its runner, enter a step with them or not at all.
+Every rank meets the others, makes its runner, and enters a step with them or not at all.
 
 Inside the forward pass the ranks meet in one collective operation after the other, and who waits
 there for a rank that does not come waits for ever. So they ask each other before the first of them:
@@ -120,10 +118,10 @@ class Failed:
 
 
 Report = Started | Loaded | Done | Failed
-"""What workers say."""
+"""A report of a worker."""
 
 CARRY_ON = b""
-"""What rank 0 says to a worker that failed in the forward pass; a step is never empty."""
+"""The message to a worker that failed in the forward pass; a step is never empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +276,7 @@ class StepAbandoned(Exception):
 
 
 class Barrier:
-    """What this rank tells the others in the current step, and whether it did."""
+    """The barrier at which this rank says whether it can enter the current step."""
 
     def __init__(self) -> None:
         self._ready = torch.ones(1, dtype=torch.int32)

@@ -60,13 +60,13 @@ class InterruptWatch:
         for end in (self._heard, self._wakeup):
             end.setblocking(False)
         self._reading = threading.Lock()
-        """What was heard is about the block that was there when it was read."""
+        """The signal belongs to the block that was current when it was read."""
         self._block: _Block | None = None
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C waits for the end of the block, where it is raised as ever.
+        """Inside, the first Ctrl-C waits for the end of the block, where it is raised as usual.
 
         A second one is raised at once. One for which was given up is raised in place of the error
         that this caused. In threads other than the main one nothing is held, as Python delivers no
@@ -272,7 +272,7 @@ class Workers:
             raise self.death() from error
 
     def reports(self, timeout: float | None = None) -> list[Report] | None:
-        """What every worker says next, in the order of ranks; None if it takes `timeout` seconds.
+        """The next report of every worker, in the order of ranks; None after `timeout` seconds.
 
         Raises `EngineDeadError` if one of them has ended.
         """
