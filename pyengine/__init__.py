@@ -2,7 +2,7 @@
 
 Two doors, and the first does not open the second; what is behind them is loaded when it is used:
 
-- `BlockManager` and what it hands out (`Sequence`, `StepPlan`, `Lease`, ...): for people who
+- `BlockManager` and its handles (`Sequence`, `StepPlan`, `Lease`, ...): for people who
   build engines. Needs NumPy only.
 - `LLM` and `SamplingParams`: for people who run models. `LLM` imports torch and transformers, the
   distribution's extra `engine`.
