@@ -22,8 +22,8 @@ from pyengine.attention.varlen import (
     varlen_obstacle,
 )
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVCacheSpec, KVPool
+from pyengine.utils.host_copy import upload
 from pyengine.utils.validation import shown
 
 _TRIAL_BLOCKS = 4

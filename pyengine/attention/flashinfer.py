@@ -34,8 +34,8 @@ from pyengine.attention.paged import (
     page_table,
     window_left,
 )
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.host_copy import upload
 
 _PLAN_BUFFER = "_pin_memory_int_workspace_buffer"
 """The attribute in which a wrapper keeps the pinned memory that it plans in."""

@@ -29,8 +29,8 @@ from pyengine.attention.needs import (
 )
 from pyengine.attention.paged import KVWriter, apply_sinks, leading_decodes
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.host_copy import upload
 
 _WIDE_OFFSETS = (2, 15)
 """torch from which kernels multiply slots by strides in 64 bits (pytorch#185264): 2.13 does not."""

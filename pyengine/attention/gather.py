@@ -25,8 +25,8 @@ from pyengine.attention.backend import AttentionOptions, GraphPlan, Int32Array, 
 from pyengine.attention.needs import FLOAT8_DTYPES
 from pyengine.attention.paged import KVWriter
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.host_copy import upload
 
 MAX_SPAN_ROWS = 512
 """Rows of one prefill piece: bounds the mask, and what a sliding window gathers in vain."""

@@ -30,8 +30,8 @@ from pyengine.attention.needs import (
 )
 from pyengine.attention.paged import KVWriter, apply_sinks, cumulative, leading_decodes, window_left
 from pyengine.errors import ConfigurationError
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.host_copy import upload
 
 PAGE = 256
 """Its pages are a multiple of this many tokens."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pyengine.engine.untrusted_calls import encode_text, tokenizer_errors
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
+from pyengine.utils import validation
 from pyengine.utils.validation import is_integer
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -222,12 +223,7 @@ def _no_prompt(found: Any) -> InvalidRequestError:
 
 def shown(value: Any) -> str:
     """A value and its type, short enough for a message."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = "?"
-    text = text if len(text) <= 60 else f"{text[:57]}..."
-    return f"{text} ({type(value).__name__})"
+    return f"{validation.shown(value)} ({type(value).__name__})"
 
 
 def match_params(

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from pyengine.sampling.batch import SamplingBatch
-from pyengine.sampling.host import upload
 from pyengine.sampling.logprobs import PendingPromptLogprobs, PromptRows
 from pyengine.sampling.state import SamplingState
 from pyengine.scheduler.batch import Entry, ScheduledStep
+from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request, SequenceState

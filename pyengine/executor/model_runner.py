@@ -20,10 +20,10 @@ from pyengine.executor.cuda_graphs import DecodeGraphs, Recorder, graph_sizes
 from pyengine.executor.input_buffers import BufferNeeds, InputBuffers, RunnerLimits
 from pyengine.executor.interface import DraftRow, Forward, MTPStep, Plan, StepLogits
 from pyengine.executor.mtp import DraftInputs, MTPLayers
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
 from pyengine.models.rotary import settle_rotary, take_over_rotations
+from pyengine.utils.host_copy import upload
 
 
 class ModelRunner:

@@ -27,9 +27,9 @@ from pyengine.attention.backend import StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.gather import GatherBackend
 from pyengine.executor.interface import HiddenState, MTPStep
-from pyengine.kv_cache.memory import upload
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
+from pyengine.utils.host_copy import upload
 
 Int64Array = npt.NDArray[np.int64]
 

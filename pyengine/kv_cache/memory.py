@@ -1,14 +1,11 @@
-"""Memory: how much can be allocated right now; its pages; from the host to the device."""
+"""Memory: how much can be allocated right now, and its pages."""
 
 import ctypes
 import mmap
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +31,6 @@ def available_memory(device: "torch.device") -> int:
         return free + cached
     limits = [_host_memory(_MEMINFO), _container_memory(_CGROUP)]
     return min(limit for limit in limits if limit is not None)
-
-
-def upload(array: npt.NDArray[Any], device: "torch.device") -> "torch.Tensor":
-    """`array` on `device`; on the CPU the same memory, if it is contiguous.
-
-    To copy from pageable memory the host would wait until the device has come there.
-    """
-    import torch
-
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def populate(address: int, num_bytes: int) -> bool:

@@ -21,7 +21,8 @@ import numpy as np
 
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.layer_groups import LayerGroups
-from pyengine.kv_cache.memory import available_memory, populate, upload
+from pyengine.kv_cache.memory import available_memory, populate
+from pyengine.utils.host_copy import upload
 
 if TYPE_CHECKING:
     import torch

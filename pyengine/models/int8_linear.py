@@ -15,7 +15,7 @@ a scale of its own and two digits of 8 bits, which are two rows of one product. 
 16 bits, where one digit (dynamic quantisation by token: Yao et al., 2022, ZeroQuant,
 arXiv:2206.01861) costs three times what rounding the weights does. Sums of integers are exact in
 any order: a row has the same bits in every batch. `choose_encoding` finds digits whose sums do not
-saturate. """
+saturate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ from torch import nn
 
 from pyengine.attention.backend import AttentionOptions, HeadNorm, RotaryLayout, Rotation, rotated
 from pyengine.attention.dispatch import PagedContext, paged_attention
-from pyengine.kv_cache.memory import upload
+from pyengine.utils.host_copy import upload
 
 
 def settle_rotary(model: nn.Module, longest: int) -> str | None:

@@ -12,8 +12,8 @@ import torch
 
 from pyengine.sampling.batch import DrawBatch, DrawSettings
 from pyengine.sampling.draw_cpu import draw_on_cpu
-from pyengine.sampling.host import upload
 from pyengine.sampling.uniform import Positions, uniforms
+from pyengine.utils.host_copy import upload
 
 _CHUNK_ELEMENTS = 1 << 24
 """Rows are drawn in chunks of about so many logits: 256 rows of 151,936 in three, as each is a

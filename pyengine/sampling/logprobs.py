@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.outputs import Logprob
-from pyengine.sampling.host import HostCopy, upload
+from pyengine.utils.host_copy import HostCopy, upload
 
 _CHUNK_ELEMENTS = 1 << 22
 """Rows are worked on in chunks of about so many logits; a float32 copy of one is 16 MiB."""

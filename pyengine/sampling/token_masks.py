@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pyengine.sampling.draw_cpu import largest_on_cpu
-from pyengine.sampling.host import upload
+from pyengine.utils.host_copy import upload
 
 _LONGEST_MASK = 0.1
 """Seconds of the processor; a row that takes longer fails."""

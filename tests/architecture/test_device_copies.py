@@ -1,6 +1,6 @@
 """No copy to the device makes the host wait: a lint over what runs in a step.
 
-`cache.memory.upload` and `sampling.host.upload` are the ways there: pinned, and not blocking.
+`utils.host_copy.upload` is the way there: pinned, and not blocking.
 """
 
 import ast
