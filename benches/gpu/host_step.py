@@ -68,8 +68,8 @@ LIBRARY = SimpleNamespace(
 class NoLaunches:
     """Captures nothing: a replay gives what the first pass gave."""
 
-    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See `runner.graphs.Recorder`."""
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See `executor.cuda_graphs.Record`."""
         result = compute()
         return lambda: result
 

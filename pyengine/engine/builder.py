@@ -20,7 +20,7 @@ from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits, compute_model_limits
 from pyengine.errors import ConfigurationError
 from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
-from pyengine.executor.cuda_graphs import CudaRecorder
+from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor, InlineQueue, ThreadQueue
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.interface import Runner
@@ -287,7 +287,7 @@ def _memory_left(
     limits = _runner_limits(settings, longest, pool.block_size, groups, loaded.num_mtp_layers)
     backend = choice.build(smallest)
     recorder = _recorder(settings, loaded, backend)
-    runner = ModelRunner(loaded, smallest, backend, limits, recorder=recorder)
+    runner = ModelRunner(loaded, smallest, backend, limits, record=recorder)
     meter = CudaMeter(loaded.device)
     taken = activation_bytes(runner, limits, smallest.num_blocks, loaded.vocab_size, meter)
     taken += graph_bytes(runner, meter)
@@ -313,10 +313,10 @@ def _runner_limits(
 
 def _recorder(
     settings: EngineSettings, loaded: LoadedModel, backend: AttentionBackend
-) -> CudaRecorder | None:
+) -> CudaGraphRecorder | None:
     """The recorder of CUDA graphs, where there can be one; None: steps run eagerly."""
     graphs = loaded.device.type == "cuda" and backend.supports_graphs and loaded.mtp_layers is None
-    return CudaRecorder() if graphs and not settings.enforce_eager else None
+    return CudaGraphRecorder() if graphs and not settings.enforce_eager else None
 
 
 def _runner(
@@ -340,7 +340,7 @@ def _runner(
     elif loaded.device.type == "cuda":
         fuse_linears(loaded.model)
     recorder = _recorder(settings, loaded, backend)
-    runner = ModelRunner(loaded, pool, backend, limits, recorder=recorder)
+    runner = ModelRunner(loaded, pool, backend, limits, record=recorder)
     runner.take_over_rotations()
     if settings.compile:
         pool.populate()  # who waits for a compiler wants fast steps, and steady ones

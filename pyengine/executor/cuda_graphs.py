@@ -9,7 +9,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -22,22 +21,19 @@ _log = logging.getLogger(__name__)
 Compute = Callable[[], torch.Tensor]
 
 
-class Recorder(Protocol):
-    """Makes something that can be replayed out of launches on fixed tensors."""
-
-    def record(self, compute: Compute) -> Compute:
-        """Capture `compute`, which has run before. The result replays it, into the same tensor."""
-        ...
+Record = Callable[[Compute], Compute]
+"""Captures launches on fixed tensors, which have run before. The result replays them, into the same
+tensor."""
 
 
-class CudaRecorder:
-    """CUDA graphs that share one memory pool."""
+class CudaGraphRecorder:
+    """Captures CUDA graphs that share one memory pool. See `Record`."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, compute: Compute) -> Compute:
-        """See `Recorder.record`."""
+    def __call__(self, compute: Compute) -> Compute:
+        """Capture `compute`."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -48,14 +44,6 @@ class CudaRecorder:
             return result
 
         return replay
-
-
-class EagerRecorder:
-    """No graphs: the launches are made again. The oracle of graphs, on any device."""
-
-    def record(self, compute: Compute) -> Compute:
-        """See `Recorder.record`."""
-        return compute
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -102,7 +90,7 @@ class DecodeGraphs:
         """The batch sizes that have a graph, smallest first."""
         return list(self._sizes)
 
-    def capture(self, sizes: Sequence[int], recorder: Recorder) -> None:
+    def capture(self, sizes: Sequence[int], record: Record) -> None:
         """Capture a graph for each size, the largest first.
 
         One that cannot be captured is left out, and the log says why: steps of its size run in the
@@ -110,7 +98,7 @@ class DecodeGraphs:
         """
         for size in sorted(sizes, reverse=True):
             try:
-                self._graphs[size] = self._captured(size, recorder)
+                self._graphs[size] = self._captured(size, record)
             except Exception as error:  # whatever a kernel says that cannot be captured
                 _log.warning(
                     "no CUDA graph for a batch of %d, %s: %s", size, type(error).__name__, error
@@ -118,7 +106,7 @@ class DecodeGraphs:
         self._sizes = sorted(self._graphs)
 
     @torch.inference_mode()
-    def _captured(self, size: int, recorder: Recorder) -> _Graph:
+    def _captured(self, size: int, record: Record) -> _Graph:
         inputs = self._buffers.fixed_inputs(Padding(size, self._trash_block))
         plan = self._backend.graph_plan(inputs)
         found = self._forward(inputs, plan)  # what is made at first use is made now
@@ -129,7 +117,7 @@ class DecodeGraphs:
         def compute() -> torch.Tensor:
             return logits.copy_(self._forward(inputs, plan))
 
-        return _Graph(inputs, plan, recorder.record(compute))
+        return _Graph(inputs, plan, record(compute))
 
     def padding(self, plan: Plan) -> Padding | None:
         """The padding of a step; None: not all of its sequences decode, or there is no graph."""

@@ -16,7 +16,7 @@ from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.paged import has_kernels, on_device
 from pyengine.errors import ConfigurationError
 from pyengine.executor.compiled import CompiledForward
-from pyengine.executor.cuda_graphs import DecodeGraphs, Recorder, graph_sizes
+from pyengine.executor.cuda_graphs import DecodeGraphs, Record, graph_sizes
 from pyengine.executor.input_buffers import BufferNeeds, InputBuffers, RunnerLimits
 from pyengine.executor.interface import DraftRow, Forward, MTPStep, Plan, StepLogits
 from pyengine.executor.mtp import DraftInputs, MTPLayers
@@ -40,16 +40,16 @@ class ModelRunner:
         backend: AttentionBackend,
         limits: RunnerLimits,
         *,
-        recorder: Recorder | None = None,
+        record: Record | None = None,
     ) -> None:
-        """With a `recorder`, `capture` can be called; the backend must support graphs then."""
+        """With `record`, `capture` can be called; the backend must support graphs then."""
         self._model: Any = loaded.model
         self._pool = pool
         self._backend = backend
         self._compiled: CompiledForward | None = None
         size, device = pool.block_size, pool.device
         needs = BufferNeeds(
-            apart=recorder is not None,
+            apart=record is not None,
             shared_group=backend.shared_group,
             reads_tables=backend.reads_tables,
         )
@@ -60,7 +60,7 @@ class ModelRunner:
         self._mtp = MTPLayers(loaded, pool) if loaded.mtp_layers is not None else None
         self._num_mtp_layers = loaded.num_mtp_layers
         self._draft_buffers = InputBuffers(limits, size, device) if self._mtp else None
-        self._recorder = recorder
+        self._record = record
         self._longest = limits.max_blocks_per_seq * size
         self._most_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.graphs = DecodeGraphs(self._forward, backend, self.buffers, pool.num_blocks)
@@ -76,8 +76,8 @@ class ModelRunner:
 
     @property
     def graph_sizes(self) -> list[int]:
-        """The batch sizes that `capture` is for, smallest first; none without a recorder."""
-        return graph_sizes(self._most_decodes) if self._recorder is not None else []
+        """The batch sizes that `capture` is for, smallest first; none without `record`."""
+        return graph_sizes(self._most_decodes) if self._record is not None else []
 
     def capture(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decode steps per batch size, `graph_sizes` by default; they are replayed then.
@@ -86,13 +86,13 @@ class ModelRunner:
         rotary embedding looks at the positions of each step, which a graph cannot.
         """
         asked = self.graph_sizes if sizes is None else sizes
-        if self._recorder is None or not asked:
+        if self._record is None or not asked:
             return
         obstacle = settle_rotary(self._model, self._longest)
         if obstacle is not None:
             raise ConfigurationError(f"{obstacle}; or set enforce_eager=True")
         with on_device(self._pool.device):
-            self.graphs.capture(asked, self._recorder)
+            self.graphs.capture(asked, self._record)
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the forward pass, and say so on standard error: it takes a while.

@@ -12,11 +12,11 @@ import torch
 
 from pyengine import LLM
 from pyengine.engine import builder
-from pyengine.executor.cuda_graphs import EagerRecorder
 from tests.gpu.answers import ask, oracle
 from tests.gpu.compare import compare, rounded
 from tests.gpu.conftest import InChild
 from tests.gpu.models import ORACLE, Place, Refused, backends
+from tests.support.graphs import record_eagerly
 
 DTYPE = "bfloat16"
 
@@ -43,7 +43,7 @@ def replay_is_launches(place: Place, family: str, backend: str) -> dict[str, Any
         raise Refused("it has no graphs")
     replayed = recorded(captured)
     answers = ask(captured)
-    with patch.object(builder, "CudaRecorder", EagerRecorder):
+    with patch.object(builder, "CudaGraphRecorder", lambda: record_eagerly):
         again = build(enforce_eager=False)
     launched = recorded(again)
     ask(again)

@@ -10,7 +10,6 @@ from pyengine import LLM, BlockManager, RequestOutput, SamplingParams
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
-from pyengine.executor.cuda_graphs import EagerRecorder
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import RunnerLimits
 from pyengine.executor.model_runner import ModelRunner
@@ -18,6 +17,7 @@ from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import load_model
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import LazyQueue
+from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.models.tiny import save_tiny_model
 
@@ -87,8 +87,8 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
     limits = SchedulerLimits(max_num_batched_tokens=32, max_num_seqs=8)
     pool = KVPool(kv_cache_specs(loaded.config, loaded.dtype), 48, 4, loaded.device)
     runner_limits = RunnerLimits(max_num_batched_tokens=32, max_num_seqs=8, max_blocks_per_seq=48)
-    recorder = EagerRecorder() if graphs else None
-    runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, recorder=recorder)
+    recorder = record_eagerly if graphs else None
+    runner = ModelRunner(loaded, pool, StaticBackend(pool), runner_limits, record=recorder)
     runner.capture()
     model_limits = ModelLimits(
         vocab_size=97,

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyengine.attention.choice import choose_backend
 from pyengine.attention.needs import AttentionNeeds
-from pyengine.executor.cuda_graphs import Recorder
+from pyengine.executor.cuda_graphs import Record
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
@@ -91,7 +91,7 @@ class PagedRun:
         num_blocks: int = 60,
         grouped: bool = False,
         backend: Callable[[KVPool], Any] | None = None,
-        recorder: Recorder | None = None,
+        record: Record | None = None,
         max_tokens: int = 64,
     ) -> None:
         device = torch.device("cpu")
@@ -115,7 +115,7 @@ class PagedRun:
             num_groups=len(self.groups.windows),
         )
         built = backend(self.pool) if backend else choice.build(self.pool)
-        self.runner = ModelRunner(loaded, self.pool, built, limits, recorder=recorder)
+        self.runner = ModelRunner(loaded, self.pool, built, limits, record=record)
         self.runner.capture()
         for buffers in (self.runner.buffers, self.runner._other_buffers):
             buffers.arrays.block_tables.fill(num_blocks - 1)  # stale from the start

@@ -10,8 +10,9 @@ import torch
 from pyengine.attention.gather import GatherBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import input_buffers as buffers
-from pyengine.executor.cuda_graphs import EagerRecorder, graph_sizes
+from pyengine.executor.cuda_graphs import graph_sizes
 from pyengine.executor.input_buffers import Padding
+from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 from tests.unit.executor.test_model_runner import FAMILIES
@@ -25,7 +26,7 @@ class StubRecorder:
         self.replays = 0
         self._fails_at = fails_at
 
-    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         result = compute()
         if len(result) == self._fails_at:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -68,7 +69,7 @@ def decode(run: PagedRun, lengths: list[int], random: Random) -> tuple[list[Entr
 def test_replayed_steps_give_what_eager_ones_give(family: str, grouped: bool) -> None:
     model = random_model(family, **FAMILIES[family])
     recorder = StubRecorder()
-    run = PagedRun(model, num_blocks=120, grouped=grouped, backend=StaticBackend, recorder=recorder)
+    run = PagedRun(model, num_blocks=120, grouped=grouped, backend=StaticBackend, record=recorder)
     assert recorder.recorded == [8, 4, 2, 1]  # the largest first
     assert run.runner.graphs.sizes == [1, 2, 4, 8]
     random = Random(1)
@@ -94,7 +95,7 @@ def test_a_graph_takes_tables_as_wide_as_the_longest_of_the_step(
     monkeypatch.setattr(buffers, "_WIDTHS", 1)
     model = random_model("gpt_oss", **FAMILIES["gpt_oss"])
     run = PagedRun(
-        model, num_blocks=120, grouped=grouped, backend=StaticBackend, recorder=StubRecorder()
+        model, num_blocks=120, grouped=grouped, backend=StaticBackend, record=StubRecorder()
     )
     backend = run.runner._backend
     assert isinstance(backend, StaticBackend)
@@ -116,16 +117,16 @@ def test_a_graph_takes_tables_as_wide_as_the_longest_of_the_step(
 
 def test_a_padded_batch_gives_the_bits_of_the_same_launches_without_a_capture() -> None:
     results = []
-    for recorder in (StubRecorder(), EagerRecorder()):
+    for recorder in (StubRecorder(), record_eagerly):
         model = random_model("llama")
-        run = PagedRun(model, backend=StaticBackend, recorder=recorder)
+        run = PagedRun(model, backend=StaticBackend, record=recorder)
         entries, _ = decode(run, [5, 3, 7], Random(2))
         results.append(run.step(entries, all_rows=False)[1].clone())
     assert torch.equal(*results)
 
 
 def test_padding_reads_the_trash_block_and_writes_nowhere() -> None:
-    run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=StubRecorder())
+    run = PagedRun(random_model("llama"), backend=StaticBackend, record=StubRecorder())
     entries, _ = decode(run, [5, 3, 7], Random(2))
     run.step(entries, all_rows=False)
     backend = run.runner._backend
@@ -146,7 +147,7 @@ def test_a_capture_that_fails_costs_that_graph_alone(
 ) -> None:
     recorder = StubRecorder(fails_at)
     with caplog.at_level(logging.WARNING):
-        run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=recorder)
+        run = PagedRun(random_model("llama"), backend=StaticBackend, record=recorder)
     assert run.runner.graphs.sizes == left
     said = f"no CUDA graph for a batch of {fails_at}, RuntimeError: operation not permitted"
     assert said in caplog.text
@@ -160,7 +161,7 @@ def test_a_capture_that_fails_costs_that_graph_alone(
 
 def test_all_graphs_give_their_logits_in_the_same_memory() -> None:
     """Else each size keeps its own: 78 MB at 256 rows of 151,936 tokens in bfloat16."""
-    run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=StubRecorder())
+    run = PagedRun(random_model("llama"), backend=StaticBackend, record=StubRecorder())
     addresses = set()
     for lengths in ([5], [4, 3, 7], [1, 2, 3, 4, 5]):
         entries, _ = decode(run, lengths, Random(2))
@@ -172,7 +173,7 @@ def test_all_graphs_give_their_logits_in_the_same_memory() -> None:
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
     run = PagedRun(
-        random_model("llama"), backend=StaticBackend, recorder=StubRecorder(), max_tokens=5
+        random_model("llama"), backend=StaticBackend, record=StubRecorder(), max_tokens=5
     )
     assert run.runner.graphs.sizes == [1, 2, 4, 5]
 

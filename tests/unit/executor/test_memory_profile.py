@@ -11,12 +11,12 @@ import torch
 from pyengine.attention.gather import GatherBackend
 from pyengine.errors import ConfigurationError
 from pyengine.executor import memory_profile as capacity
-from pyengine.executor.cuda_graphs import EagerRecorder
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
 from pyengine.executor.memory_profile import LargestStep, activation_bytes, graph_bytes
 from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import LoadedModel
+from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import as_loaded, random_model
 
@@ -85,8 +85,8 @@ def test_graphs_are_reckoned_by_two_of_them(most: int | None, expected: int) -> 
     loaded = loaded_model()
     pool = KVPool(kv_cache_specs(loaded.config, torch.float32), 1, 16, loaded.device)
     limits = RunnerLimits(max_num_batched_tokens=50, max_num_seqs=most or 8, max_blocks_per_seq=4)
-    recorder = EagerRecorder() if most else None
-    runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, recorder=recorder)
+    recorder = record_eagerly if most else None
+    runner = ModelRunner(loaded, pool, StaticBackend(pool), limits, record=recorder)
     assert graph_bytes(runner, Counting(runner)) == expected
     assert len(runner.graphs.sizes) <= 2
 

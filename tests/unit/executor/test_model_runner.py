@@ -9,7 +9,7 @@ import torch
 
 from pyengine.errors import ConfigurationError
 from pyengine.executor import model_runner
-from pyengine.executor.cuda_graphs import EagerRecorder
+from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import Entry, HandMadePlan, PagedRun, random_model
 
@@ -207,7 +207,7 @@ def test_a_switched_model_refuses_plain_calls():
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_after_a_step_that_sampled_nothing_no_token_is_pending(with_graphs):
     """With two steps open the tokens of the first are fed to the second; there may be none."""
-    extras = {"backend": StaticBackend, "recorder": EagerRecorder()} if with_graphs else {}
+    extras = {"backend": StaticBackend, "record": record_eagerly} if with_graphs else {}
     run = PagedRun(random_model("llama"), **extras)
     tokens = sequences()[0]
     tables = run.tables(len(tokens))
@@ -224,7 +224,7 @@ def test_kernels_of_a_second_device_are_launched_there(monkeypatch):
     """Triton, events and graphs go to the current device, not to that of their tensors."""
     entered = []
     monkeypatch.setattr(model_runner, "on_device", lambda device: entered.append(device) or OPEN)
-    run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=EagerRecorder())
+    run = PagedRun(random_model("llama"), backend=StaticBackend, record=record_eagerly)
     assert entered == [run.pool.device]  # the capture
     run.step([Entry([3, 4], 0, 2, run.tables(2))])
     assert entered == [run.pool.device] * 2

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pyengine.executor.cuda_graphs import EagerRecorder
 from pyengine.models.norms import fuse_norms
 from pyengine.models.rotary import OwnRotation, take_over_rotations
+from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.executor.hand_made import Entry, PagedRun, random_model
 
@@ -81,8 +81,8 @@ def test_a_model_gives_the_logits_that_it_gave(family, backend):
             step,
             offset,
         )
-    recorder = EagerRecorder() if backend else None
-    found = logits(PagedRun(model, backend=backend, recorder=recorder))
+    recorder = record_eagerly if backend else None
+    found = logits(PagedRun(model, backend=backend, record=recorder))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert take_over_rotations(model) == model.config.num_hidden_layers  # and nothing twice
 

@@ -69,5 +69,5 @@ def test_the_runner_says_so_before_it_captures_and_runs_eagerly_if_asked() -> No
     with pytest.raises(
         ConfigurationError, match=r"dynamic.*=32 at most; or set enforce_eager=True"
     ):
-        PagedRun(model, backend=StaticBackend, recorder=StubRecorder())
+        PagedRun(model, backend=StaticBackend, record=StubRecorder())
     PagedRun(model, backend=StaticBackend)
