@@ -130,7 +130,10 @@ class Service:
         """A request, from what a caller brings to the queue; with `streams` he reads each step."""
         parsed = parse_prompt(prompt, self._tokenizer)
         sink = Reader(self._states) if streams else None
-        self._states[name] = self._engine.add_request(name, parsed, params, sink=sink)
+        request = self._engine.input_processor.request(name, parsed, params)
+        request.sink = sink
+        self._engine.add(request)
+        self._states[name] = request
 
     def step(self) -> None:
         """One step; outputs go to whoever reads them."""

@@ -49,7 +49,7 @@ def step_time(engine: Engine, count: int, form: StructuredOutputs | None) -> flo
     )
     for at in range(count):
         ids = [3 + (at * 31 + place) % 90 for place in range(PROMPT)]
-        engine.add_request(f"{at}", Prompt(token_ids=ids), params)
+        engine.add(engine.input_processor.request(f"{at}", Prompt(token_ids=ids), params))
     while any(state.first_token_time is None for state in engine.unfinished):
         engine.step()
     for _ in range(4):

@@ -160,7 +160,8 @@ def decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[Decodin
     try:
         for number, prompt in enumerate(prompts):
             name = f"timed {number}"
-            states.append(engine.add_request(name, Prompt(token_ids=prompt), params))
+            states.append(engine.input_processor.request(name, Prompt(token_ids=prompt), params))
+            engine.add(states[-1])
         while (new := engine.step().num_new_tokens) < count:
             given += new
             if not engine.has_work:
@@ -327,7 +328,8 @@ def duplicates(bench: Bench) -> Iterator[Figures]:
         for copies, so_far in best.items():
             (prompt,) = bench.prompts(1, length, random)
             for number in range(copies):
-                engine.add_request(f"timed {number}", Prompt(token_ids=prompt), out(1))
+                name = f"timed {number}"
+                engine.add(engine.input_processor.request(name, Prompt(token_ids=prompt), out(1)))
             start = perf_counter()
             while engine.has_work:
                 engine.step()

@@ -13,9 +13,8 @@ import torch
 
 from pyengine.engine.input_processor import InputProcessor, ModelLimits, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
-from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FailureLog, FaultFinder, LimitRecovery, is_out_of_memory
-from pyengine.engine.request import OutputSink, Request, SequenceState
+from pyengine.engine.request import Request, SequenceState
 from pyengine.engine.stats import EngineView, view_of
 from pyengine.errors import (
     BrokenLogitsError,
@@ -30,7 +29,6 @@ from pyengine.executor.executor import Executor, SubmittedStep
 from pyengine.executor.input_batch import InputBatch
 from pyengine.kv_cache import BlockManager, Ledger
 from pyengine.outputs import RequestOutput
-from pyengine.sampling_params import SamplingParams
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
 from pyengine.speculation.drafting import Drafting, Speculator
@@ -184,21 +182,6 @@ class Engine:
             raise
         for observer in self._observers:
             observer.on_arrival(request)
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: float = 0,
-        sink: OutputSink | None = None,
-    ) -> Request:
-        """Make and queue a request; its outputs go to `sink`."""
-        request = self.input_processor.request(request_id, prompt, params, priority=priority)
-        request.sink = sink
-        self.add(request)
-        return request
 
     def step(self) -> StepResult:
         """Run one step: schedule and submit, wait and commit, emit.

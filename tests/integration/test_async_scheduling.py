@@ -16,7 +16,7 @@ from pyengine.executor.model_runner import ModelRunner
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs
 from pyengine.models.loader import load_model
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
-from tests.support.engines import LazyQueue
+from tests.support.engines import LazyQueue, add_request
 from tests.support.graphs import record_eagerly
 from tests.support.static_attention import StaticBackend
 from tests.unit.models.tiny import save_tiny_model
@@ -100,7 +100,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
     executor = Executor(runner, LazyQueue(), depth=depth)
     engine = Engine(manager, Scheduler(manager, limits), executor, model_limits)
     for name, (prompt, params) in enumerate(zip(*asked(60), strict=True)):
-        engine.add_request(str(name), Prompt(token_ids=prompt), params)
+        add_request(engine, str(name), Prompt(token_ids=prompt), params)
     done: dict[str, RequestOutput] = {}
     while engine.has_work:
         done.update((item.request_id, item.output()) for item in engine.step().finished)

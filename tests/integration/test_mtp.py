@@ -21,6 +21,7 @@ from pyengine.speculation.drafting import Speculator
 from pyengine.speculation.mtp import MTPDrafter
 from tests.integration.test_speculation import ROOMY, VOCAB, answers, same, served
 from tests.support.drafters import EveryDraft
+from tests.support.engines import add_request
 from tests.support.mtp import LAYERS, Reference, save_with_mtp_layers
 from tests.support.soak import soak_only
 from tests.support.tokenizers import save_byte_level
@@ -158,7 +159,7 @@ def mtp_cache(llm: LLM, state: Request, mtp_layers: int) -> list[torch.Tensor]:
 def run_to_middle(llm: LLM, prompt: list[int], stop: int = 12) -> Request:
     """Generate until the answer has so many tokens."""
     engine = llm._engine
-    state = engine.add_request(str(prompt), Prompt(token_ids=prompt), GREEDY)
+    state = add_request(engine, str(prompt), Prompt(token_ids=prompt), GREEDY)
     while len(state.sequences[0].token_ids) < stop:
         engine.step()
     return state
@@ -187,7 +188,7 @@ def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
     engine, prompt = llm._engine, list(range(3, 23))  # five blocks of four
     llm.generate([prompt], GREEDY, use_tqdm=False)
     before = llm.stats().ledger
-    state = engine.add_request("hit", Prompt(token_ids=prompt), GREEDY)
+    state = add_request(engine, "hit", Prompt(token_ids=prompt), GREEDY)
     assert engine.step().num_tokens == mtp_layers
     ledger = llm.stats().ledger
     assert ledger.active == 5 and ledger.free == before.free
@@ -282,15 +283,15 @@ def waited(llm: LLM) -> list[int]:
         if not free:
             break
         tokens = [3 + at // 200, 3 + at % 200, *([5] * 200)][: 4 * free]
-        engine.add_request(f"old {at}", Prompt(token_ids=tokens), replace(GREEDY, max_tokens=1))
+        add_request(engine, f"old {at}", Prompt(token_ids=tokens), replace(GREEDY, max_tokens=1))
         while engine.has_work:
             engine.step()
     running = [
-        engine.add_request(f"runs {at}", Prompt(token_ids=[3 + at, 7]), GREEDY)
+        add_request(engine, f"runs {at}", Prompt(token_ids=[3 + at, 7]), GREEDY)
         for at in range(RUNNING)
     ]
     running += [
-        engine.add_request(f"known {at}", Prompt(token_ids=entry), replace(GREEDY, max_tokens=1))
+        add_request(engine, f"known {at}", Prompt(token_ids=entry), replace(GREEDY, max_tokens=1))
         for at, entry in enumerate(known)
     ]
     while any(sequence.first_token_time is None for sequence in running):
@@ -305,7 +306,7 @@ def waited(llm: LLM) -> list[int]:
             params = replace(GREEDY, max_tokens=3)
             arrived[f"new {at}"] = (
                 at,
-                engine.add_request(f"new {at}", Prompt(token_ids=prompt), params),
+                add_request(engine, f"new {at}", Prompt(token_ids=prompt), params),
             )
         engine.step()
         for name, (came, state) in arrived.items():

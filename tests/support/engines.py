@@ -8,7 +8,7 @@ from typing import Any
 from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.prompts import Prompt
-from pyengine.engine.request import Request
+from pyengine.engine.request import OutputSink, Request
 from pyengine.executor.executor import Executor, ThreadWork, Work
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
@@ -72,6 +72,22 @@ class Sink:
         self.error = error
 
 
+def add_request(
+    engine: Engine,
+    request_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    priority: float = 0,
+    sink: OutputSink | None = None,
+) -> Request:
+    """Make and queue a request; its outputs go to `sink`."""
+    request = engine.input_processor.request(request_id, prompt, params, priority=priority)
+    request.sink = sink
+    engine.add(request)
+    return request
+
+
 @dataclass
 class Bench:
     manager: BlockManager
@@ -82,7 +98,7 @@ class Bench:
 
     def submit(self, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> None:
         for request_id, tokens in prompts.items():
-            state = self.engine.add_request(request_id, Prompt(token_ids=tokens), params)
+            state = add_request(self.engine, request_id, Prompt(token_ids=tokens), params)
             self.states[request_id] = state
 
     def output(self, name: str) -> RequestOutput:

@@ -10,7 +10,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.errors import InvalidRequestError
 from pyengine.sampling.uniform import sample_seed
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import EOS, GREEDY, Sink, make_bench
+from tests.support.engines import EOS, GREEDY, Sink, add_request, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault, continued, logits_of
 from tests.support.tokenizers import Fast, byte_level
 
@@ -183,8 +183,8 @@ def test_an_answer_that_the_context_cut_says_so(
 ) -> None:
     """The reason is `max_tokens` only where all of them came."""
     bench, sink = make_bench(max_model_len=16), Sink(streams)
-    state = bench.engine.add_request(
-        "one", Prompt(token_ids=[1] * 10), greedy(max_tokens=max_tokens), sink=sink
+    state = add_request(
+        bench.engine, "one", Prompt(token_ids=[1] * 10), greedy(max_tokens=max_tokens), sink=sink
     )
     bench.states["one"] = state
     whole = bench.run()["one"].outputs[0]
@@ -283,7 +283,7 @@ def test_a_request_that_cannot_be_served_is_refused(
     bench = make_bench(num_blocks=16, block_size=4)
     before = bench.manager.ledger()
     with pytest.raises(InvalidRequestError, match=message):
-        bench.engine.add_request("a", Prompt(token_ids=prompt), params)
+        add_request(bench.engine, "a", Prompt(token_ids=prompt), params)
     assert bench.manager.ledger() == before
     assert not bench.engine.has_work
     assert bench.generate([[1, 2]])[0].outputs[0].token_ids == continued([1, 2], 8)
@@ -383,7 +383,7 @@ def test_an_id_in_use_is_refused_before_anything_is_taken_over() -> None:
     first = bench.states["a"]
     bench.engine.step()
     with pytest.raises(InvalidRequestError, match="request id 'a' is in use"):
-        bench.engine.add_request("a", Prompt(token_ids=[9, 9]), GREEDY)
+        add_request(bench.engine, "a", Prompt(token_ids=[9, 9]), GREEDY)
     assert bench.engine.unfinished == [first]
     assert bench.run()["a"].outputs[0].token_ids == continued([1, 2, 3], 8)
     bench.assert_all_free()

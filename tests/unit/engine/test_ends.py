@@ -11,7 +11,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
 from pyengine.executor.interface import StepLogits
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import Bench, Sink, make_bench
+from tests.support.engines import Bench, Sink, add_request, make_bench
 from tests.support.fake_runner import continued
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
@@ -58,7 +58,9 @@ def broken(**settings: Any) -> tuple[Bench, Ends, list[int]]:
 
 def add(bench: Bench, name: str, prompt: list[int], params: SamplingParams) -> Sink:
     sink = Sink()
-    bench.states[name] = bench.engine.add_request(name, Prompt(token_ids=prompt), params, sink=sink)
+    bench.states[name] = add_request(
+        bench.engine, name, Prompt(token_ids=prompt), params, sink=sink
+    )
     return sink
 
 

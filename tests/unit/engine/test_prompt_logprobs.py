@@ -15,7 +15,7 @@ from pyengine.executor.interface import StepLogits
 from pyengine.outputs import RequestOutput
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import Bench, make_bench
+from tests.support.engines import Bench, add_request, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault
 
 BLOCK = 4
@@ -248,7 +248,7 @@ def test_requests_that_cannot_read_wait_for_no_other() -> None:
     bench.submit({"a": prompt}, asked(1))
     bench.submit({"b": prompt}, asked(2))  # more than is kept
     bench.submit({"c": prompt}, asked(None))
-    bench.engine.add_request("d", Prompt(token_ids=prompt, namespace=b"other"), asked(1))
+    add_request(bench.engine, "d", Prompt(token_ids=prompt, namespace=b"other"), asked(1))
     bench.engine.step()
     assert bench.scheduler.num_waiting == 0
 
@@ -316,7 +316,7 @@ def test_other_namespaces_are_not_read() -> None:
     prompt = list(range(50))
     bench = make_bench(256, BLOCK)
     for name, salt in [("a", b"x"), ("b", b"y"), ("c", b"x")]:
-        state = bench.engine.add_request(name, Prompt(token_ids=prompt, namespace=salt), asked())
+        state = add_request(bench.engine, name, Prompt(token_ids=prompt, namespace=salt), asked())
         bench.states[name] = state
         found = bench.run()[name]
         same(found, computed(prompt, asked()))

@@ -11,7 +11,7 @@ from pyengine.engine.recovery import FaultFinder, LimitRecovery, Verdict
 from pyengine.errors import RequestFailedError
 from pyengine.executor.interface import StepLogits
 from pyengine.scheduler.scheduler import SchedulerLimits
-from tests.support.engines import GREEDY, Bench, Sink, make_bench
+from tests.support.engines import GREEDY, Bench, Sink, add_request, make_bench
 from tests.support.fake_runner import Fault, continued
 
 POISON = 96
@@ -108,7 +108,7 @@ def test_one_at_fault_that_comes_during_the_search_proves_nothing_about_others(
     bench.submit({name: PROMPTS.get(name, [POISON]) for name in names})
     for _ in range(moment):
         bench.engine.step()
-    worse = bench.engine.add_request("worse", Prompt(token_ids=[3, POISON]), GREEDY, priority=-1)
+    worse = add_request(bench.engine, "worse", Prompt(token_ids=[3, POISON]), GREEDY, priority=-1)
     states = bench.states | {"worse": worse}
     bench.run()
     at_fault = {name for name, state in states.items() if state.error is not None}
@@ -156,7 +156,7 @@ def test_one_at_fault_in_the_middle_of_its_answer_keeps_what_it_has() -> None:
 
 def test_one_that_streams_is_told_by_its_sink() -> None:
     bench, sink = poisoned(), Sink()
-    bench.engine.add_request("bad", Prompt(token_ids=[POISON]), GREEDY, sink=sink)
+    add_request(bench.engine, "bad", Prompt(token_ids=[POISON]), GREEDY, sink=sink)
     bench.submit({"good": [1]})
     assert bench.run()["good"].outputs[0].token_ids == continued([1], 8)
     assert isinstance(sink.error, RequestFailedError)

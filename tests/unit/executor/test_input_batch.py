@@ -6,7 +6,7 @@ import pytest
 
 from pyengine.engine.prompts import Prompt
 from pyengine.sampling_params import SamplingParams
-from tests.support.engines import GREEDY, Sink, make_bench
+from tests.support.engines import GREEDY, Sink, add_request, make_bench
 from tests.support.fake_runner import continued
 
 
@@ -40,7 +40,7 @@ def test_tokens_that_nobody_reads_are_kept_together_and_none_is_lost() -> None:
     """Some end, some are aborted, some come and some go on, while others stream."""
     bench, sink = make_bench(), Sink()
     bench.submit({str(at): [at, 7] for at in range(6)}, replace(GREEDY, max_tokens=20))
-    state = bench.engine.add_request("loud", Prompt(token_ids=[9]), GREEDY, sink=sink)
+    state = add_request(bench.engine, "loud", Prompt(token_ids=[9]), GREEDY, sink=sink)
     for _ in range(5):
         bench.engine.step()
     rows = bench.engine._unread
@@ -102,8 +102,8 @@ def test_news_go_to_whoever_asked_and_hold_what_is_new(n: int) -> None:
     bench = make_bench()
     params = SamplingParams(n=n, temperature=0, ignore_eos=True, max_tokens=3)
     sinks = {"a": Sink(), "b": Sink()}
-    bench.engine.add_request("a", Prompt(token_ids=[1, 2]), params, sink=sinks["a"])
-    bench.engine.add_request("b", Prompt(token_ids=[3]), GREEDY, sink=sinks["b"])
+    add_request(bench.engine, "a", Prompt(token_ids=[1, 2]), params, sink=sinks["a"])
+    add_request(bench.engine, "b", Prompt(token_ids=[3]), GREEDY, sink=sinks["b"])
     while bench.engine.has_work:
         bench.engine.step()
     assert {item.request_id for item in sinks["a"].items} == {"a"}

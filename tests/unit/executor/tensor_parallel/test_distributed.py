@@ -29,6 +29,7 @@ from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.executor.tensor_parallel.workers import WORKER
 from pyengine.models.loader import LoadedModel, load_model
 from tests.support import faulty_worker
+from tests.support.engines import add_request
 from tests.support.processes import listening, unix_names, workers_left, workers_of
 from tests.unit.executor.hand_made import random_model
 from tests.unit.executor.test_model_runner import FAMILIES
@@ -146,7 +147,7 @@ class Faults:
         """Tokens of every prompt, in spite of steps that fail; and what failed."""
         engine, failures, name = self.llm._engine, [], next(self._rounds)
         states = [
-            engine.add_request(f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
+            add_request(engine, f"{name}-{index}", Prompt(token_ids=prompt), GREEDY)
             for index, prompt in enumerate(prompts())
         ]
         go_on = engine._failed

@@ -13,7 +13,7 @@ from pyengine.engine.stats import EngineView
 from pyengine.kv_cache import BlockManager
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard.frames import MOST_NAMESPACES, FrameMaker, Tree
-from tests.support.engines import Bench, make_bench
+from tests.support.engines import Bench, add_request, make_bench
 
 STATES = ["free", "idle", "active", "leased"]
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
@@ -101,7 +101,7 @@ def test_any_tree_is_cut_right(seed: int) -> None:
     for at in range(30):
         tokens = [3 + int(one) for one in random.integers(0, 2, random.integers(2, 14))]
         namespace = bytes([int(random.integers(0, 3))])
-        bench.engine.add_request(str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
+        add_request(bench.engine, str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
         bench.step()
         tree = Tree.of(bench.manager.survey())
         held = np.flatnonzero(tree.block_pieces >= 0).tolist()
@@ -125,7 +125,7 @@ def test_a_large_tree_is_shown_in_part_and_nothing_is_lost() -> None:
     bench = make_bench(num_blocks=4000, max_num_seqs=256, max_num_batched_tokens=4000)
     for at in range(600):
         tokens = [3, 4, 5, 6, at % 90, at // 90, 7, 8, 9, 10, 11, 12, at % 89]
-        bench.engine.add_request(str(at), Prompt(token_ids=tokens), LONG)
+        add_request(bench.engine, str(at), Prompt(token_ids=tokens), LONG)
     frame = Shown(decoded(bench))
     assert len(frame.tree) <= 255
     held = len([one for one in frame.spaces if one])
@@ -145,7 +145,7 @@ def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
     bench = make_bench(num_blocks=200)
     for at in range(MOST_NAMESPACES + 3):
         prompt = Prompt(token_ids=[*range(3, 3 + 4 * (at + 1)), 90], namespace=b"secret%d" % at)
-        bench.engine.add_request(str(at), prompt, LONG)
+        add_request(bench.engine, str(at), prompt, LONG)
     frame = Shown(decoded(bench))
     spaces = frame.message["spaces"]
     assert [one["blocks"] for one in spaces] == [11, 10, 9, 8, 7, 6, 5, 4, 6]
@@ -159,8 +159,8 @@ def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
 def test_prompts_are_shown_only_where_they_may_be() -> None:
     bench = make_bench()
     prompt = Prompt(token_ids=[3, 4, 5], text="between you and me")
-    bench.engine.add_request("a", prompt, LONG)
-    bench.engine.add_request("b", Prompt(token_ids=[95, 94, 93]), LONG)
+    add_request(bench.engine, "a", prompt, LONG)
+    add_request(bench.engine, "b", Prompt(token_ids=[95, 94, 93]), LONG)
     view = decoded(bench)
     frame = Shown(view)
     assert "between" not in frame.text and "95,94" not in frame.text.replace(" ", "")
