@@ -19,7 +19,7 @@ from pyengine.engine.prompts import parse_prompt
 from pyengine.engine.request import Request
 from pyengine.executor.executor import Executor
 from pyengine.executor.input_buffers import InputBuffers, RunnerLimits
-from pyengine.executor.interface import Forward, StepLogits
+from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import BlockManager
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams

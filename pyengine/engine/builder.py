@@ -23,7 +23,6 @@ from pyengine.executor.cpu_threads import ComputeThreads, compute_threads
 from pyengine.executor.cuda_graphs import CudaGraphRecorder
 from pyengine.executor.executor import Executor, InlineQueue, ThreadQueue
 from pyengine.executor.input_buffers import RunnerLimits
-from pyengine.executor.interface import Runner
 from pyengine.executor.memory_profile import (
     CachePlan,
     CudaMeter,
@@ -34,7 +33,7 @@ from pyengine.executor.memory_profile import (
     keep_freed_memory,
     plan_cache,
 )
-from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.model_runner import ModelRunner, Runner
 from pyengine.executor.tensor_parallel.distributed import WorkerGroup
 from pyengine.executor.tensor_parallel.ranks import RunnerSetup
 from pyengine.kv_cache import BlockManager, ConfigError

@@ -20,8 +20,7 @@ from pyengine.kv_cache.pool import PoolSettings
 from pyengine.models.loader import LoadedModel
 from pyengine.outputs import CONTEXT_FULL
 from pyengine.sampling.grammar import Grammars
-from pyengine.sampling.state import SamplingState, tokens_of_words
-from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling.state import SamplingState, sample_seed, tokens_of_words
 from pyengine.sampling_params import SamplingParams
 from pyengine.utils.validation import is_real
 

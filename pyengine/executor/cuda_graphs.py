@@ -9,12 +9,15 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from pyengine.attention.backend import AttentionBackend, AttentionPlan, GraphPlan, StepInputs
 from pyengine.executor.input_buffers import InputBuffers, Padding
-from pyengine.executor.interface import Plan
+
+if TYPE_CHECKING:
+    from pyengine.executor.model_runner import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +122,7 @@ class DecodeGraphs:
 
         return _Graph(inputs, plan, record(compute))
 
-    def padding(self, plan: Plan) -> Padding | None:
+    def padding(self, plan: "Plan") -> Padding | None:
         """The padding of a step; None: not all of its sequences decode, or there is no graph."""
         count = plan.num_sequences
         if not plan.num_tokens == count == plan.num_samples:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,14 @@ from pyengine.executor.input_batch import (
     prompt_parts,
     prompt_rows,
 )
-from pyengine.executor.interface import DraftRow, MTPRunner, MTPStep, Runner
 from pyengine.kv_cache import StepPlan
 from pyengine.sampling.logprobs import PendingPromptLogprobs, TokenLogprobs
 from pyengine.sampling.sampler import PendingSample, Sampled, Sampler
 from pyengine.sampling.token_masks import MaskFiller
 from pyengine.scheduler.batch import ScheduledStep
+
+if TYPE_CHECKING:
+    from pyengine.executor.model_runner import DraftRow, MTPRunner, MTPStep, Runner
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -153,7 +155,7 @@ class Executor:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: "Runner",
         queue: DeviceQueue | None = None,
         *,
         depth: int = 1,
@@ -172,7 +174,7 @@ class Executor:
         self.batches = BatchCache()
 
     def submit(
-        self, step: ScheduledStep, before: SubmittedStep | None, mtp: MTPStep | None = None
+        self, step: ScheduledStep, before: SubmittedStep | None, mtp: "MTPStep | None" = None
     ) -> SubmittedStep:
         """Put a step into the queue, behind `before` if that is still in it.
 
@@ -185,7 +187,7 @@ class Executor:
         if mtp is None:
             forward = self.runner.prepare(step.plan, extra_rows=extra)
         else:
-            runner = cast(MTPRunner, self.runner)
+            runner = cast("MTPRunner", self.runner)
             forward = runner.prepare(step.plan, extra_rows=extra, mtp=mtp)
         masks = self._masks.masks(batch.sampling.matchers, batch.sampling.vocab_size)
         if masks is not None and (batch.sampling.draws is not None or self._device.type != "cpu"):
@@ -206,10 +208,10 @@ class Executor:
 
         return SubmittedStep(step, batch, positions, parts, self._queue.submit(work))
 
-    def draft(self, plan: StepPlan, asked: Sequence[DraftRow]) -> list[list[int]]:
+    def draft(self, plan: StepPlan, asked: "Sequence[DraftRow]") -> list[list[int]]:
         """The tokens that the model's MTP layers propose after these decodes of a plan. Waits for
         them."""
-        return self.run(cast(MTPRunner, self.runner).prepare_drafts(plan, asked))
+        return self.run(cast("MTPRunner", self.runner).prepare_drafts(plan, asked))
 
     def run(self, work: Callable[[], T]) -> T:
         """Do something behind the steps that are in the queue, and wait for it."""

@@ -13,7 +13,7 @@ Where the attention backend reads its tables on the host, they are not copied at
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,10 @@ import torch
 
 from pyengine.attention.backend import StepInputs
 from pyengine.errors import ConfigurationError
-from pyengine.executor.interface import Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
+
+if TYPE_CHECKING:
+    from pyengine.executor.model_runner import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +224,7 @@ class InputBuffers:
             **{name: getattr(self.arrays, name) for name in HostArrays.__dataclass_fields__}
         )
 
-    def fill(self, plan: Plan, padding: Padding | None = None) -> FilledStep:
+    def fill(self, plan: "Plan", padding: Padding | None = None) -> FilledStep:
         """Let `plan` write its step, padded if asked. Only the rows of this step will be copied.
 
         If the step that was here before is still being copied, this waits until it is not: a step

@@ -14,8 +14,7 @@ import torch
 
 from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
-from pyengine.executor.interface import StepLogits
-from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.model_runner import ModelRunner, StepLogits
 from pyengine.kv_cache import BlockManager, SharedPrefixes, StepBuffers
 from pyengine.kv_cache.layer_groups import LayerGroups, choose_layer_groups, layer_windows
 from pyengine.kv_cache.pool import (

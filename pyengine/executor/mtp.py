@@ -17,7 +17,7 @@ MTP layers attend by the gather backend, one layer beside the many of the model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,12 @@ import torch
 from pyengine.attention.backend import StepInputs
 from pyengine.attention.dispatch import PagedContext, register_paged_attention
 from pyengine.attention.gather import GatherBackend
-from pyengine.executor.interface import HiddenState, MTPStep
 from pyengine.kv_cache.pool import KVPool
 from pyengine.models.loader import LoadedModel
 from pyengine.utils.host_copy import upload
+
+if TYPE_CHECKING:
+    from pyengine.executor.model_runner import HiddenState, MTPStep
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -46,7 +48,7 @@ class DraftInputs:
     token_ids: Int64Array
     positions: Int64Array
     tables: npt.NDArray[np.int32]
-    before: Sequence[HiddenState | None]
+    before: "Sequence[HiddenState | None]"
     counts: Int64Array
 
 
@@ -73,7 +75,7 @@ class MTPLayers:
         self._hidden = output.last_hidden_state[0]
 
     @torch.inference_mode()
-    def extend(self, inputs: StepInputs, step: MTPStep | None) -> None:
+    def extend(self, inputs: StepInputs, step: "MTPStep | None") -> None:
         """Compute the keys and values of a step's tokens, which the model has just computed.
 
         `step` says which states they follow, and takes those that others will.
@@ -158,7 +160,7 @@ class MTPLayers:
             host_block_tables=tables,
         )
 
-    def _gathered(self, wanted: Sequence[HiddenState | None]) -> torch.Tensor:
+    def _gathered(self, wanted: "Sequence[HiddenState | None]") -> torch.Tensor:
         """Those states, `[B, layers, hidden]`; zeros for what is not there."""
         shape = (len(wanted), self._count, self._size)
         out = torch.zeros(shape, dtype=self._dtype, device=self._pool.device)

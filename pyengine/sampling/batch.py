@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pyengine.sampling.draw_cpu import Columns
-from pyengine.sampling.state import SamplingState
-from pyengine.sampling.uniform import Positions
+from pyengine.sampling.state import Positions, SamplingState
 from pyengine.utils.host_copy import upload
 
 _Ids: TypeAlias = npt.NDArray[np.int64]

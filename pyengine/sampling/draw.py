@@ -3,7 +3,7 @@
 Every filter is a *floor*: tokens below it are out, all others stay. A floor is a value, so it
 does not depend on how a sort orders equal logits, nor on the route by which it was found (a
 short top-k or a full sort). The draw then walks the remaining tokens by id. Together with
-:mod:`pyengine.sampling.uniform` this makes a row's token a function of that row alone.
+:mod:`pyengine.sampling.state` this makes a row's token a function of that row alone.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from pyengine.sampling.batch import DrawBatch, DrawSettings
 from pyengine.sampling.draw_cpu import draw_on_cpu
-from pyengine.sampling.uniform import Positions, uniforms
+from pyengine.sampling.state import Positions, uniforms
 from pyengine.utils.host_copy import upload
 
 _CHUNK_ELEMENTS = 1 << 24

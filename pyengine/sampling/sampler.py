@@ -11,9 +11,8 @@ from pyengine.sampling.batch import SamplingBatch
 from pyengine.sampling.draw import draw
 from pyengine.sampling.draw_cpu import largest_on_cpu
 from pyengine.sampling.logprobs import PendingLogprobs, TokenLogprobs
-from pyengine.sampling.state import SamplingState
+from pyengine.sampling.state import Positions, SamplingState
 from pyengine.sampling.token_masks import TokenMasks
-from pyengine.sampling.uniform import Positions
 from pyengine.utils.host_copy import HostCopy, upload
 
 

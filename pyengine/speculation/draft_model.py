@@ -17,8 +17,8 @@ from pyengine.attention.needs import needs_of
 from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 from pyengine.executor.executor import Executor
-from pyengine.executor.interface import Runner
 from pyengine.executor.memory_profile import CachePlan, cache_specs, plan_cache
+from pyengine.executor.model_runner import Runner
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, StepPlan
 from pyengine.kv_cache import Sequence as CachedSequence
 from pyengine.kv_cache.pool import PoolSettings, bytes_per_block, resolve_kv_cache_dtype

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyengine.executor.executor import Executor
-from pyengine.executor.interface import DraftRow, HiddenState, MTPStep, StepStates
+from pyengine.executor.model_runner import DraftRow, HiddenState, MTPStep, StepStates
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.speculation.drafters import Context, Draft
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pyengine import LLM, RequestOutput, SamplingParams
-from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling.state import sample_seed
 from tests.gpu.answers import GREEDY, answer, oracle, tokens
 from tests.gpu.compare import compare, rounded
 from tests.gpu.conftest import InChild

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pyengine.executor.interface import StepLogits
+from pyengine.executor.model_runner import StepLogits
 from pyengine.outputs import RequestOutput
-from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams
 from tests.support import fake_runner
 from tests.support.engines import EOS, make_bench

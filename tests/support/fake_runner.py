@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyengine.executor.interface import Forward, StepLogits
+from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import StepBuffers
 
 VOCAB_SIZE = 97

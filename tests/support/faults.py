@@ -13,8 +13,8 @@ from pyengine.engine.core import Engine
 from pyengine.engine.input_processor import ModelLimits
 from pyengine.engine.request import SequenceState
 from pyengine.executor.executor import Executor
-from pyengine.executor.interface import Forward, StepLogits
 from pyengine.executor.memory_profile import longest_sequence
+from pyengine.executor.model_runner import Forward, StepLogits
 from pyengine.kv_cache import BlockManager, Redirect
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits

@@ -7,7 +7,7 @@ from functools import cache
 from random import Random
 from typing import Any, Literal
 
-from pyengine.executor.interface import StepLogits
+from pyengine.executor.model_runner import StepLogits
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import RequestOutputKind, SamplingParams
 from tests.support.engines import Bench, make_bench

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from pyengine.errors import ConfigurationError, EngineDeadError, WorkerError
-from pyengine.executor.interface import Forward, Plan, StepLogits
-from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.model_runner import Forward, ModelRunner, Plan, StepLogits
 from pyengine.executor.tensor_parallel.ranks import (
     Barrier,
     Failed,

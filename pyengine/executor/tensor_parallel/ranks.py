@@ -36,8 +36,7 @@ from pyengine.attention.choice import choose_backend
 from pyengine.attention.needs import AttentionNeeds
 from pyengine.errors import ConfigurationError
 from pyengine.executor.input_buffers import HostArrays, RunnerLimits
-from pyengine.executor.interface import Plan
-from pyengine.executor.model_runner import ModelRunner
+from pyengine.executor.model_runner import ModelRunner, Plan
 from pyengine.kv_cache import SharedPrefixes, StepBuffers
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.pool import KVPool, kv_cache_specs

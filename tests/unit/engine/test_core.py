@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pyengine.engine.prompts import Prompt
 from pyengine.errors import InvalidRequestError
-from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import EOS, GREEDY, Sink, add_request, make_bench
 from tests.support.fake_runner import VOCAB_SIZE, Fault, continued, logits_of

@@ -12,7 +12,7 @@ import torch
 
 from pyengine.engine.recovery import is_out_of_memory
 from pyengine.errors import ConfigurationError, DeviceMemoryError, EngineDeadError
-from pyengine.executor.interface import StepLogits
+from pyengine.executor.model_runner import StepLogits
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import GREEDY, Bench, make_bench
 from tests.support.fake_runner import Fault, continued

@@ -9,7 +9,7 @@ import pytest
 from pyengine.engine.core import StepResult
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
-from pyengine.executor.interface import StepLogits
+from pyengine.executor.model_runner import StepLogits
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, Sink, add_request, make_bench
 from tests.support.fake_runner import continued

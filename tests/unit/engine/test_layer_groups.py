@@ -8,7 +8,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.errors import InvalidRequestError
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.kv_cache import BlockManager
-from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams
 from tests.support.engines import Bench, add_request, make_bench
 from tests.support.fake_runner import Fault, continued

@@ -11,7 +11,7 @@ from pyengine.engine import input_processor
 from pyengine.engine.prompt_logprobs import PromptLogprobCache, PromptLogprobs
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.request import Request
-from pyengine.executor.interface import StepLogits
+from pyengine.executor.model_runner import StepLogits
 from pyengine.outputs import RequestOutput
 from pyengine.sampling.logprobs import TokenLogprobs
 from pyengine.sampling_params import SamplingParams

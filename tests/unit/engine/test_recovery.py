@@ -9,7 +9,7 @@ import pytest
 from pyengine.engine.prompts import Prompt
 from pyengine.engine.recovery import FaultFinder, LimitRecovery, Verdict
 from pyengine.errors import RequestFailedError
-from pyengine.executor.interface import StepLogits
+from pyengine.executor.model_runner import StepLogits
 from pyengine.scheduler.scheduler import SchedulerLimits
 from tests.support.engines import GREEDY, Bench, Sink, add_request, make_bench
 from tests.support.fake_runner import Fault, continued

@@ -13,7 +13,7 @@ import pytest
 from pyengine.errors import InvalidRequestError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling import token_masks as structured_module
-from pyengine.sampling.uniform import sample_seed
+from pyengine.sampling.state import sample_seed
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from tests.support import tokenizers
 from tests.support.engines import EOS, Bench, Sink, make_bench

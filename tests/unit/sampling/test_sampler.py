@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pyengine.errors import BrokenLogitsError
 from pyengine.sampling.sampler import Sampler
-from pyengine.sampling.state import SamplingState
-from pyengine.sampling.uniform import uniforms
+from pyengine.sampling.state import SamplingState, uniforms
 from pyengine.sampling_params import SamplingParams
 
 VOCAB = 1200  # more than the head in which a nucleus is looked for first

@@ -1,6 +1,6 @@
 import numpy as np
 
-from pyengine.sampling.uniform import mix64, sample_seed, uniforms
+from pyengine.sampling.state import mix64, sample_seed, uniforms
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
