@@ -4,7 +4,7 @@ say."""
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class MTPDrafter:
         places = {sequence: at for at, sequence in enumerate(self.step.decodes)}
         drafts = [Draft()] * len(contexts)
         asked: list[tuple[int, DraftRow]] = []
-        for at, sequence in enumerate(contexts):
+        for at, sequence in enumerate(cast("Sequence[SequenceState]", contexts)):
             position = sequence.num_computed - 1
             before = self.history.before(sequence, position)
             if before is not None:

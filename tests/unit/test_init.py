@@ -49,8 +49,8 @@ def test_llm_without_torch_names_the_extra() -> None:
 
 def test_a_defect_of_our_own_is_not_blamed_on_the_extra() -> None:
     code = (
-        "import sys; sys.modules['pyengine.engine'] = None; import pyengine\n"
+        "import sys; sys.modules['pyengine.engine.core'] = None; import pyengine\n"
         "try: pyengine.LLM\n"
         "except ModuleNotFoundError as error: print(error.name)\n"
     )
-    assert python(code) == "pyengine.engine"
+    assert python(code) == "pyengine.engine.core"

@@ -299,7 +299,7 @@ COMPILES = """
 import sys
 from pyengine.sampling_params import StructuredOutputs
 from pyengine.sampling import grammar as grammars
-from tests.unit.engine import test_grammars as tests
+from tests.unit.sampling import test_grammar as tests
 
 grammars._SECONDS = 100.0
 there = tests.grammars()
