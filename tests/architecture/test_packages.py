@@ -1,4 +1,4 @@
-"""docs/architecture.md: its packages, files and imports are those of the tree."""
+"""docs/explanation/architecture.md: its packages, files and imports are those of the tree."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.docs import ROOT, table
 
-DOCUMENT = "docs/architecture.md"
+DOCUMENT = "docs/explanation/architecture.md"
 PACKAGE = ROOT / "pyengine"
 PACKAGES = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 SAID = {row[0]: row for row in table(DOCUMENT, "package", "holds")}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyengine.core.openmp import openmp_runtime
+from pyengine.utils.openmp import openmp_runtime
 from tests.support.docs import ROOT, blocks, printed, run
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))

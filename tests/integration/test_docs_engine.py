@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 
-from pyengine.core import errors
-from pyengine.core.sampling_params import RequestOutputKind
+from pyengine import errors
 from pyengine.engine import LLM, AsyncEngine, EngineObserver
+from pyengine.sampling_params import RequestOutputKind
 from tests.support.docs import ROOT, table
 
 DOCUMENT = "docs/guides/engine.md"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
 from tests.support.docs import BLOCK, ROOT
 from tools.docs_tables import TABLES, with_tables
 

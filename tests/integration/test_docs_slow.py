@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
 from pyengine.engine import builder, threads
 from pyengine.models import products
 from tests.support.docs import ROOT, blocks, commands, table
