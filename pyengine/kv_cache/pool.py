@@ -141,7 +141,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """A pool that fits: its blocks, the bytes of its tensors (trash block included), and why."""
+    """A pool that fits: its blocks, the bytes of its tensors (null block included), and why."""
 
     num_blocks: int
     num_bytes: int
@@ -173,7 +173,7 @@ def resolve_num_blocks(
         if num_blocks < 1:
             raise ConfigurationError(
                 f"{asked} bytes hold no KV pool: two blocks of {settings.block_size} tokens "
-                f"(one of them the trash block) take {2 * per_block} bytes for this model; "
+                f"(one of them the null block) take {2 * per_block} bytes for this model; "
                 "give at least that, or a smaller block_size"
             )
     else:
@@ -283,12 +283,12 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together, the trash block included."""
+        """Bytes of all tensors together, the null block included."""
         return (self.num_blocks + 1) * bytes_per_block(self._tensor_specs, self.block_size)
 
     @property
-    def trash_slot(self) -> int:
-        """First slot of the trash block: where a row that must not be kept is written."""
+    def null_slot(self) -> int:
+        """First slot of the null block: where a row that must not be kept is written."""
         return self.num_blocks * self.block_size
 
     def populate(self) -> bool:

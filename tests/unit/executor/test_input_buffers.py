@@ -216,7 +216,7 @@ def test_a_step_is_padded_on_the_host_and_costs_no_further_copy(reads_tables: bo
     buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), needs)
     buffers.arrays.slot_mapping[:] = 9  # stale
     buffers._upload = recording = Recording()
-    padding = Padding(3, trash_block=8)
+    padding = Padding(3, null_block=8)
     inputs = buffers.fill(Decodes([5], buffers, 4), padding).upload()
     assert inputs.input_ids.tolist() == [5, 0, 0]
     assert inputs.positions.tolist()[1:] == [0, 0]
