@@ -39,10 +39,19 @@ def files_of(name: str) -> list[Path]:
 
 
 def imports_of(name: str, known: set[str]) -> set[str]:
-    """What of `known` a package or module imports, itself left out."""
+    """The members of `known` that a package or module imports when it runs, itself left out."""
     found: set[str] = set()
     for path in files_of(name):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        types_only = {
+            inner
+            for node in tree.body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if node in types_only:
+                continue
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module is not None:

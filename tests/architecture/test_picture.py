@@ -21,7 +21,7 @@ def test_the_picture_is_that_of_the_imports() -> None:
 
 def test_the_picture_looked() -> None:
     found = graph()
-    assert EXTENSION in found["cache"] and "kv-core" in found[EXTENSION]
+    assert EXTENSION in found["kv_cache"] and "kv-core" in found[EXTENSION]
     assert "torch" not in found
     assert [row for row in layers() if "engine" in row]
     ends: set[str] = set()
