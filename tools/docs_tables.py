@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pyengine.cache import BlockManager
-from pyengine.cache.counters import COUNTERS
-from pyengine.core.option import option_of
-from pyengine.core.server_settings import ServerSettings
-from pyengine.core.settings import EngineSettings
+from pyengine.config import EngineSettings
 from pyengine.engine import EngineStats
+from pyengine.kv_cache import BlockManager
+from pyengine.kv_cache.counters import COUNTERS
 from pyengine.server.metrics import EngineMetrics
+from pyengine.server.settings import ServerSettings
+from pyengine.utils.settings import option_of
 
 _PACKAGE = Path(__file__).parents[1] / "pyengine"
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)

@@ -24,8 +24,10 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
-from pyengine.cache.counters import COUNTERS
-from pyengine.engine import EngineStats, RequestState, Sample, StepResult
+from pyengine.engine.core import EngineStats, StepResult
+from pyengine.engine.request import Request as EngineRequest
+from pyengine.engine.request import SequenceState
+from pyengine.kv_cache.counters import COUNTERS
 from pyengine.server.middleware.auth import caller_of
 
 _FIRST_TOKEN = (

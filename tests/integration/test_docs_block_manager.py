@@ -7,8 +7,8 @@ import sys
 
 from benches.test_block_manager import CASES
 from pyengine import _kv
-from pyengine.cache import BlockManager, Lease, Sequence, StepPlan, Stored
-from pyengine.cache.counters import COUNTERS
+from pyengine.kv_cache import BlockManager, Lease, Sequence, StepPlan, Stored
+from pyengine.kv_cache.counters import COUNTERS
 from tests.support.docs import ROOT, table
 
 GUIDE = "docs/guides/block-manager.md"

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from pyengine import errors
-from pyengine.engine import LLM, AsyncEngine, EngineObserver
+from pyengine import LLM, AsyncEngine, errors
+from pyengine.engine.core import EngineObserver
 from pyengine.sampling_params import RequestOutputKind
 from tests.support.docs import ROOT, table
 
