@@ -63,7 +63,7 @@ def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in rows.items():
         name = key.replace("_", " ")
         if isinstance(value, Mapping):
-            yield from ((f"{name}: {one}", of_it) for one, of_it in value.items())
+            yield from ((f"{name}: {key}", of_it) for key, of_it in value.items())
         else:
             yield name, value
 

@@ -104,9 +104,9 @@ def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
 
 def _check_apart(files: Mapping[str, Path | None]) -> None:
     given = [(option, path) for option, path in files.items() if path is not None]
-    for (one, path), (other, same) in combinations(given, 2):
+    for (name, path), (other, same) in combinations(given, 2):
         if os.path.realpath(path) == os.path.realpath(same):
-            raise InvalidRequestError(f"{one} and {other} are the same file: {path}")
+            raise InvalidRequestError(f"{name} and {other} are the same file: {path}")
 
 
 def _check_recording(path: Path | None) -> None:

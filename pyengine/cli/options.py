@@ -83,15 +83,19 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
         options: list[inspect.Parameter] = []
         if own.pop("params", None):
             makers["params"] = _sampling_params
-            options += [_sampling_option(*one) for one in {**_SAMPLING, **_FORMS}.items()]
+            options += [_sampling_option(*item) for item in {**_SAMPLING, **_FORMS}.items()]
         serves = "server" in own
         for name, kind in (("settings", EngineSettings), ("server", ServerSettings)):
             if own.pop(name, None):
                 makers[name] = partial(_settings, kind)
                 options += [
-                    _setting_option(one, serves) for one in fields(kind) if one.name not in own
+                    _setting_option(field, serves)
+                    for field in fields(kind)
+                    if field.name not in own
                 ]
-        options = [one.replace(default=defaults.get(one.name, one.default)) for one in options]
+        options = [
+            option.replace(default=defaults.get(option.name, option.default)) for option in options
+        ]
 
         @wraps(body)
         def run(**values: Any) -> None:
@@ -101,7 +105,9 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
 
         shown: Any = run  # what typer reads
         shown.__signature__ = inspect.Signature([*own.values(), *options])
-        shown.__annotations__ = {one.name: one.annotation for one in (*own.values(), *options)}
+        shown.__annotations__ = {
+            parameter.name: parameter.annotation for parameter in (*own.values(), *options)
+        }
         return run
 
     return decorate

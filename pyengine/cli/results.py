@@ -57,7 +57,7 @@ class Batch:
     @cached_property
     def _circumstances(self) -> list[object]:
         plain, settings = SamplingParams(), self.settings
-        chosen = {one.name: getattr(self.params, one.name) for one in fields(SamplingParams)}
+        chosen = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
         changed = {n: repr(value) for n, value in chosen.items() if value != getattr(plain, n)}
         return [self.template, str(settings.model), settings.revision, settings.seed, changed]
 

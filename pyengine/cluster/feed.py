@@ -65,8 +65,8 @@ class EventFeed:
         events = self._log.take(self._load())
         with self._lock:
             followers = list(self._followers)
-        for one in followers:
-            one.put(events)
+        for follower in followers:
+            follower.put(events)
 
     def _begin(self, follower: "_Follower") -> Snapshot:
         """In the engine's thread, between two steps: nothing falls between picture and events."""
@@ -140,7 +140,7 @@ def merged(batches: Sequence[Events]) -> Events:
     return Events(
         first.life,
         first.first,
-        b"".join([one.kinds for one in batches]),
-        b"".join([one.names for one in batches]),
+        b"".join([batch.kinds for batch in batches]),
+        b"".join([batch.names for batch in batches]),
         last.load,
     )

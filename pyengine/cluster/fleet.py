@@ -123,5 +123,5 @@ class Fleet:
     def _admit(self, name: str, info: ReplicaInfo) -> None:
         if self.router is None:
             self.router = PrefixRouter(info.kind, imbalance=self._imbalance, slack=self._slack)
-        if all(one.name != name for one in self.router.replicas()):
+        if all(replica.name != name for replica in self.router.replicas()):
             self.router.join(info)

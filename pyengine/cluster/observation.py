@@ -39,8 +39,8 @@ def merged(several: Iterable[Sequence[Metric]], model_name: str) -> list[Metric]
                 metric.name, Metric(metric.name, metric.documentation, metric.type)
             )
             family.samples += [
-                one._replace(labels={**one.labels, "model_name": model_name})
-                for one in metric.samples
+                sample._replace(labels={**sample.labels, "model_name": model_name})
+                for sample in metric.samples
             ]
     return list(families.values())
 
@@ -67,8 +67,8 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
     ):
         labels = ["model_name", "engine"]
         gauge = GaugeMetricFamily(f"pyengine:router_replica_{name}", help, labels=labels)
-        for one in replicas:
-            gauge.add_metric([model_name, one.name], float(getattr(one, field)))
+        for replica in replicas:
+            gauge.add_metric([model_name, replica.name], float(getattr(replica, field)))
         yield gauge
 
 
@@ -125,7 +125,7 @@ class ClusterObservation:
             name = names[0]
         if name not in names:
             raise NoReplicaError(f"there is no replica {name!r} now; there are {names}")
-        for gone in [one for one in self._watches if one not in names]:
+        for gone in [name for name in self._watches if name not in names]:
             del self._watches[gone]
         if name not in self._watches:
             self._watches[name] = ReplicaWatch(self._replicas, name, self._is_over)
@@ -136,8 +136,8 @@ class ClusterObservation:
 
     async def close(self) -> None:
         """Let the pages go."""
-        for one in self._watches.values():
-            await one.close()
+        for watch in self._watches.values():
+            await watch.close()
 
 
 class ReplicaWatch(Watch):
@@ -159,16 +159,16 @@ def _lines(router: PrefixRouter | None) -> list[dict[str, Any]]:
     """A line of the page for each replica."""
     return [
         {
-            "name": one.name,
-            "is_current": one.is_current,
-            "blocks": one.num_blocks,
-            "active": one.load.num_active,
-            "idle": one.load.num_idle,
-            "prompt_tokens": one.load.prompt_tokens,
-            "cached_tokens": one.load.cached_tokens,
-            "running": one.load.num_running,
-            "waiting": one.load.num_waiting,
-            "sent": one.num_routed,
+            "name": replica.name,
+            "is_current": replica.is_current,
+            "blocks": replica.num_blocks,
+            "active": replica.load.num_active,
+            "idle": replica.load.num_idle,
+            "prompt_tokens": replica.load.prompt_tokens,
+            "cached_tokens": replica.load.cached_tokens,
+            "running": replica.load.num_running,
+            "waiting": replica.load.num_waiting,
+            "sent": replica.num_routed,
         }
-        for one in (router.replicas() if router is not None else ())
+        for replica in (router.replicas() if router is not None else ())
     ]

@@ -280,15 +280,17 @@ class PrefixRouter:
         num_blocks = -(-len(token_ids) // self.kind.block_size)
         with self._lock:
             replicas = [
-                one for name, one in self._replicas.items() if among is None or name in among
+                replica
+                for name, replica in self._replicas.items()
+                if among is None or name in among
             ]
             if not replicas:
                 raise NoReplicaError("no replica can take requests now: try again later")
             depths = self._holders.depths(names)
-            best = min(replicas, key=lambda one: self._cost(one, num_blocks, depths))
+            best = min(replicas, key=lambda replica: self._cost(replica, num_blocks, depths))
             least = self._least_loaded(replicas, best)
             if least is not replicas:
-                best = min(least, key=lambda one: self._cost(one, num_blocks, depths))
+                best = min(least, key=lambda replica: self._cost(replica, num_blocks, depths))
             hits = depths[best.slot] if best.slot < len(depths) else 0
             return Choice(best.info.name, num_blocks, hits, names)
 
@@ -308,12 +310,12 @@ class PrefixRouter:
 
     def _least_loaded(self, replicas: list[_Replica], best: _Replica) -> list[_Replica]:
         """The same replicas if `best` may have one more, else those that may."""
-        total = sum([one.num_requests for one in replicas]) + 1
+        total = sum([replica.num_requests for replica in replicas]) + 1
         most = math.ceil(self._imbalance * total / len(replicas)) + self._slack
         if best.num_requests < most:
             return replicas
         self.stats.num_diverted += 1
-        return [one for one in replicas if one.num_requests < most]
+        return [replica for replica in replicas if replica.num_requests < most]
 
     def begin(self, choice: Choice, replica: str | None = None) -> Ticket | None:
         """A prompt was sent where `choice` says, or to another `replica`. None: that has left."""
@@ -372,14 +374,14 @@ class PrefixRouter:
             return [
                 ReplicaState(
                     name=name,
-                    num_blocks=one.info.num_blocks,
-                    num_held=one.num_held,
-                    is_current=one.is_current,
-                    num_routed=one.num_routed,
-                    num_requests=one.num_requests,
-                    load=one.load,
+                    num_blocks=replica.info.num_blocks,
+                    num_held=replica.num_held,
+                    is_current=replica.is_current,
+                    num_routed=replica.num_routed,
+                    num_requests=replica.num_requests,
+                    load=replica.load,
                 )
-                for name, one in self._replicas.items()
+                for name, replica in self._replicas.items()
             ]
 
     @property
@@ -391,5 +393,5 @@ class PrefixRouter:
     def imbalance(self) -> float:
         """The most requests that run on a replica over the mean; 1 where they are level."""
         with self._lock:
-            counts = [one.num_requests for one in self._replicas.values()]
+            counts = [replica.num_requests for replica in self._replicas.values()]
         return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0

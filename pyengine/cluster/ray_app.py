@@ -88,7 +88,9 @@ def engines(
     size = settings.get("tensor_parallel_size", 1)
     resources = {"CPU": num_cpus * size, "GPU": num_gpus * size}
     if size > 1:
-        options["placement_group_bundles"] = [{key: one for key, one in resources.items() if one}]
+        options["placement_group_bundles"] = [
+            {key: amount for key, amount in resources.items() if amount}
+        ]
         options["placement_group_strategy"] = "STRICT_PACK"
     deployment = serve.deployment(
         EngineDeployment,
@@ -174,9 +176,9 @@ class RayReplicas:
         asked = [self.ask(name, method, *args) for name in names]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return {
-            name: one
-            for name, one in zip(names, answers, strict=True)
-            if not isinstance(one, BaseException)
+            name: answer
+            for name, answer in zip(names, answers, strict=True)
+            if not isinstance(answer, BaseException)
         }
 
 

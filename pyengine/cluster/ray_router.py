@@ -25,7 +25,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """See Ray Serve. Called on the router's event loop."""
         super().update_replicas(replicas)
-        self.fleet.update({one.replica_id.unique_id: ReplicaLink(one) for one in replicas})
+        self.fleet.update(
+            {replica.replica_id.unique_id: ReplicaLink(replica) for replica in replicas}
+        )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """See Ray Serve."""
@@ -38,8 +40,8 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """See Ray Serve: the best one, then the others. What is no request goes to any."""
-        found = {one.replica_id.unique_id: one for one in candidate_replicas}
-        fit = {name: one for name, one in found.items() if name not in self.fleet.refused}
+        found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        fit = {name: replica for name, replica in found.items() if name not in self.fleet.refused}
         request = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(request, RemoteRequest):
             try:
@@ -59,4 +61,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
 
     def links(self) -> dict[str, ReplicaLink]:
         """Every replica that is there, by its name."""
-        return {one.replica_id.unique_id: ReplicaLink(one) for one in list(self._replicas.values())}
+        return {
+            replica.replica_id.unique_id: ReplicaLink(replica)
+            for replica in list(self._replicas.values())
+        }

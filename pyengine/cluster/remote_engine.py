@@ -119,7 +119,7 @@ class RemoteEngine:
 
     def stats(self) -> RemoteLoad:
         """How much there is to do."""
-        begun = sum([one.has_begun for one in self._live.values()])
+        begun = sum([request.has_begun for request in self._live.values()])
         return RemoteLoad(begun, len(self._live) - begun)
 
     def request(
@@ -142,8 +142,10 @@ class RemoteEngine:
         """See `AsyncEngine.submit`. Called on the event loop."""
         self.check_room()
         refuse_taken(requests, self._live)
-        stream = RemoteStream(self, [_Remote(one, place) for place, one in enumerate(requests)])
-        self._live.update({one.state.request_id: one for one in stream.requests})
+        stream = RemoteStream(
+            self, [_Remote(request, place) for place, request in enumerate(requests)]
+        )
+        self._live.update({request.state.request_id: request for request in stream.requests})
         return stream
 
     def check_room(self) -> None:
@@ -177,9 +179,9 @@ class RemoteEngine:
 
     def leave(self, requests: "Sequence[_Remote]") -> None:
         """Their caller reads no more, or they have ended."""
-        for one in requests:
-            if self._live.get(one.state.request_id) is one:
-                del self._live[one.state.request_id]
+        for request in requests:
+            if self._live.get(request.state.request_id) is request:
+                del self._live[request.state.request_id]
 
     async def drain(self, timeout: float | None = None) -> bool:
         """See `AsyncEngine.drain`."""
@@ -249,8 +251,8 @@ class RemoteStream:
         self._engine = engine
         self.requests = requests
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        for one in requests:
-            one.task = asyncio.create_task(self._run(one))
+        for request in requests:
+            request.task = asyncio.create_task(self._run(request))
 
     async def _run(self, remote: _Remote) -> None:
         try:
@@ -275,5 +277,5 @@ class RemoteStream:
     def close(self) -> None:
         """End what has not ended. May be called more than once."""
         self._engine.leave(self.requests)
-        for one in self.requests:
-            one.cancel()
+        for request in self.requests:
+            request.cancel()

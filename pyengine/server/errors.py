@@ -130,7 +130,7 @@ def handle_errors(app: FastAPI) -> None:
 
 def _of_validation(errors: Sequence[Any], request: Request) -> ApiError:
     """The error that says most, of those that pydantic found."""
-    unknown = [one for one in errors if one["type"] == "extra_forbidden"]
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     first = unknown[0] if unknown else _telling(errors)
     path = _path(first["loc"])
     if unknown:
@@ -148,7 +148,7 @@ def _of_validation(errors: Sequence[Any], request: Request) -> ApiError:
 
 def _telling(errors: Sequence[Any]) -> Any:
     """Of the errors of a field's alternatives, the one about a value that nearly fits."""
-    return max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+    return max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
 
 
 def _path(location: Sequence[Any]) -> str:

@@ -63,7 +63,7 @@ def one_two_five(most: int) -> tuple[int, ...]:
 
 def reason_of(request: RequestState) -> str:
     """Why a request ended: of several samples the worst."""
-    reasons = {one.finish_reason for one in request.samples}
+    reasons = {sample.finish_reason for sample in request.samples}
     return next(reason for reason in FINISH_REASONS if reason in reasons)
 
 
@@ -133,9 +133,9 @@ class _Times:
 
     def stop(self, samples: Iterable[Sample]) -> None:
         """These get no more tokens, also from a step that runs."""
-        for one in samples:
-            self._gone.add(one)
-            self._since.pop(one, None)
+        for sample in samples:
+            self._gone.add(sample)
+            self._since.pop(sample, None)
 
     def step(self, rows: Sequence[Sample], ended: Sequence[Sample], now: float) -> int:
         """How many samples got a token."""
@@ -157,13 +157,13 @@ class _Times:
         return len(live)
 
     def _change(self, live: set[Sample], now: float) -> None:
-        for one in live - self._live:
-            last = self._since.pop(one, None)
+        for request in live - self._live:
+            last = self._since.pop(request, None)
             if last is not None:
                 self._histogram.add(now - last)
-        for one in self._live - live:
-            if one.finish_reason is None:
-                self._since[one] = self._last
+        for request in self._live - live:
+            if request.finish_reason is None:
+                self._since[request] = self._last
 
 
 @dataclass(slots=True)
@@ -260,9 +260,11 @@ class EngineMetrics:
 
     def on_finish(self, request: RequestState) -> None:
         """Count a request that has ended."""
-        self._times.stop([one for one in request.samples if one.finish_reason in _CUT_SHORT])
+        self._times.stop(
+            [sample for sample in request.samples if sample.finish_reason in _CUT_SHORT]
+        )
         self._ends[reason_of(request)] += 1
-        num_output = sum([len(one.token_ids) for one in request.samples])
+        num_output = sum([len(sample.token_ids) for sample in request.samples])
         self._prompts.add(len(request.prompt_token_ids))
         self._outputs.add(num_output)
         self._n.add(request.params.n)
@@ -282,9 +284,9 @@ class EngineMetrics:
             return
         self._prefill.add(first - begun)
         self._decode.add(end - first)
-        num_later = num_output - sum([1 for one in request.samples if one.token_ids])
+        num_later = num_output - sum([1 for sample in request.samples if sample.token_ids])
         if num_later > 0:
-            per_sample = len([one for one in request.samples if len(one.token_ids) > 1])
+            per_sample = len([sample for sample in request.samples if len(sample.token_ids) > 1])
             self._mean_gap.add((end - first) * per_sample / num_later)
 
     # What a reader's thread calls.

@@ -31,7 +31,7 @@ def request_line(request: RequestState) -> dict[str, Any]:
         "status": reason_of(request),
         "prompt_tokens": len(request.prompt_token_ids),
         "cached_tokens": request.num_cached_tokens,
-        "output_tokens": sum([len(one.token_ids) for one in request.samples]),
+        "output_tokens": sum([len(sample.token_ids) for sample in request.samples]),
         "preemptions": request.num_preemptions,
         "queue_s": after(request.scheduled_time),
         "first_token_s": after(request.first_token_time),

@@ -38,8 +38,8 @@ SHOWN = """() => ({
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    with browser() as one:
-        yield one
+    with browser() as opened:
+        yield opened
 
 
 class Watched:
@@ -144,7 +144,7 @@ def test_it_stays_usable_with_1000_requests_and_100000_blocks(
 
     async def crowd(engine: AsyncEngine) -> None:
         prompts = [[3, 4, 5, 6, 7, 8, at % 90, at // 90] for at in range(1000)]
-        await asyncio.gather(*(exhausted(engine.generate(one, forever)) for one in prompts))
+        await asyncio.gather(*(exhausted(engine.generate(prompt, forever)) for prompt in prompts))
 
     with model.async_engine() as engine, Watched(engine) as watched:
         work = watched.served.submit(crowd(engine))
@@ -271,7 +271,7 @@ def test_replicas_stand_side_by_side(
         page.goto(f"{served.url}/kv")
         page.wait_for_selector("#replicas tbody tr:nth-child(2)")
         lines = page.locator("#replicas tbody tr")
-        assert [one.split()[0] for one in lines.all_inner_texts()] == [*names]
+        assert [line.split()[0] for line in lines.all_inner_texts()] == [*names]
         for at, replica in enumerate(replicas):
             current = page.locator("#replicas tbody tr[aria-current=true]")
             assert current.inner_text().split()[0] == names[at]
@@ -289,8 +289,8 @@ def test_replicas_stand_side_by_side(
         page.close()
         served.submit(app.state.observation.close()).result()
         served.submit(local.__aexit__()).result()
-    for one in replicas:
-        one.close()
+    for each in replicas:
+        each.close()
 
 
 async def _lose(local: LocalReplicas, name: str) -> None:

@@ -92,7 +92,7 @@ def test_load_that_others_sent_counts_too() -> None:
     router, caches = joined("a", "b")
     busy = Load(num_running=9, num_waiting=3, num_active=60)
     assert router.apply("a", Events(caches["a"].log.life, 0, b"", b"", busy)) is Taken.APPLIED
-    assert [one.load for one in router.replicas()] == [busy, Load()]
+    assert [replica.load for replica in router.replicas()] == [busy, Load()]
     assert {router.choose(PROMPT).replica for _ in range(4)} == {"b"}
 
 
@@ -119,7 +119,7 @@ def test_a_replica_of_another_kind_is_refused_with_both_values(field: str, value
     with pytest.raises(ConfigurationError, match=f"{field}={value!r}.*{field}=") as refusal:
         router.join(ReplicaInfo("b", CacheKind(**values), 8))  # type: ignore[arg-type]
     assert repr(getattr(KIND, field)) in str(refusal.value)
-    assert [one.name for one in router.replicas()] == ["a"]
+    assert [replica.name for replica in router.replicas()] == ["a"]
     assert router.stats.num_refused == 1
 
 
@@ -214,7 +214,7 @@ def test_a_request_that_went_elsewhere_is_counted_there() -> None:
     ticket = router.begin(router.choose(PROMPT), "b")
     assert ticket is not None
     assert (ticket.choice.replica, ticket.choice.num_hits) == ("b", 0)
-    assert [one.num_requests for one in router.replicas()] == [0, 1]
+    assert [replica.num_requests for replica in router.replicas()] == [0, 1]
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 400))
@@ -256,4 +256,4 @@ def test_threads_may_call_it_at_once() -> None:
     for thread in threads:
         thread.join()
     assert router.stats.num_routed == 1200
-    assert all(one.num_requests == 0 for one in router.replicas())
+    assert all(replica.num_requests == 0 for replica in router.replicas())

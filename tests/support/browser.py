@@ -19,9 +19,9 @@ class Served:
     """An application that answers on a port of this machine, on an event loop of its own."""
 
     def __init__(self, app: FastAPI) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         config = uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
@@ -69,7 +69,9 @@ def errors_of(page: Any) -> list[str]:
     errors: list[str] = []
     page.on(
         "console",
-        lambda one: errors.append(one.text) if one.type in ("error", "warning") else None,
+        lambda message: (
+            errors.append(message.text) if message.type in ("error", "warning") else None
+        ),
     )
     page.on("pageerror", lambda error: errors.append(str(error)))
     return errors

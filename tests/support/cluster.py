@@ -125,7 +125,7 @@ class World:
         self.lives[self.caches[name].log.life] = self.caches[name]
 
     def come_and_go(self, name: str) -> None:
-        if any(one.name == name for one in self.router.replicas()):
+        if any(replica.name == name for replica in self.router.replicas()):
             self.router.leave(name)
         else:
             self.router.join(self.info(name))
@@ -138,7 +138,7 @@ class World:
 
     def send(self) -> None:
         """Choose for a prompt, and compare with what the caches held that the router knows of."""
-        states = {one.name: one for one in self.router.replicas()}
+        states = {replica.name: replica for replica in self.router.replicas()}
         if not states:
             return
         prompt = self.prompt()
@@ -148,9 +148,9 @@ class World:
         known = self.router.contents(choice.replica)
         expected = {
             name
-            for one in self.tickets
-            if one.replica is self.router._replicas[choice.replica]
-            for name in cut(one.choice.names)
+            for ticket in self.tickets
+            if ticket.replica is self.router._replicas[choice.replica]
+            for name in cut(ticket.choice.names)
         }
         hits = 0
         for name in cut(choice.names):
@@ -183,15 +183,15 @@ class World:
         """All mail is lost; the next events come. Then the picture is right."""
         for name, cache in self.caches.items():
             self.mail[name].clear()
-            if all(one.name != name for one in self.router.replicas()):
+            if all(replica.name != name for replica in self.router.replicas()):
                 self.router.join(self.info(name))
             if self.router.apply(name, cache.take()) is Taken.GAP:
                 assert self.router.restore(name, cache.log.snapshot(Load())) is Taken.APPLIED
             assert self.router.contents(name) == set(cache.manager.contents())
-        assert all(one.is_current for one in self.router.replicas())
+        assert all(replica.is_current for replica in self.router.replicas())
         while self.tickets:
             self.end()
-        assert all(one.num_requests == 0 for one in self.router.replicas())
+        assert all(replica.num_requests == 0 for replica in self.router.replicas())
 
     def step(self) -> None:
         """One random operation."""

@@ -106,7 +106,9 @@ class Bench:
 
     def take_finished(self) -> dict[str, RequestOutput]:
         """Requests that have ended, in whatever way, since it was last called."""
-        ended = {name: one for name, one in self.states.items() if one.finished_time is not None}
+        ended = {
+            name: state for name, state in self.states.items() if state.finished_time is not None
+        }
         for name in ended:
             del self.states[name]
         return {name: state.output() for name, state in ended.items()}

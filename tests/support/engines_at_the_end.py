@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 6
 
 def answers(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    return [one.outputs[0].token_ids for one in outputs]
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def main(folder: str, size: int) -> None:
@@ -42,7 +42,7 @@ def main(folder: str, size: int) -> None:
     for stream in streams:
         next(stream)
     globals().update(kept=(first, made, streams, asynchronous))
-    print([one == expected for one in found], flush=True)
+    print([tokens == expected for tokens in found], flush=True)
     sys.exit(7)
 
 

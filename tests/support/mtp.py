@@ -48,7 +48,7 @@ def save_with_heads(family: str, folder: Path, heads: int, **settings: Any) -> N
     for layer in range(LAYERS, LAYERS + heads):
         both = torch.cat([torch.eye(size), 0.1 * torch.randn(size, size) / size**0.5], 1)
         norms = {name: 1 + 0.1 * torch.randn(size) for name in ("enorm", "hnorm")}
-        tensors |= {f"model.layers.{layer}.{name}.weight": one for name, one in norms.items()}
+        tensors |= {f"model.layers.{layer}.{name}.weight": norm for name, norm in norms.items()}
         tensors[f"model.layers.{layer}.eh_proj.weight"] = both
         tensors[f"model.layers.{layer}.shared_head.norm.weight"] = torch.ones(size)
     save_file(tensors, path, metadata={"format": "pt"})
@@ -65,7 +65,9 @@ class Reference:
             folder, dtype=torch.float32, attn_implementation="eager"
         )
         layers = range(LAYERS, LAYERS + heads)
-        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{one}\." for one in layers]
+        model._keys_to_ignore_on_load_unexpected = [
+            rf"model\.layers\.{layer}\." for layer in layers
+        ]
         self.model = model.eval()
         self.heads: Any = MtpModel.from_pretrained(model).eval()
 

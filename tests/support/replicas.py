@@ -64,7 +64,7 @@ class LocalReplicas:
 
     async def __aenter__(self) -> "LocalReplicas":
         self.fleet = Fleet(**self._options)
-        self.there = {one.info.name: Lossy(one) for one in self._made}
+        self.there = {replica.info.name: Lossy(replica) for replica in self._made}
         self.fleet.update(self.there)
         await self.until_current()
         return self
@@ -74,7 +74,7 @@ class LocalReplicas:
             while True:
                 router = self.fleet.router
                 if router is not None:
-                    known = [one.name for one in router.replicas() if one.is_current]
+                    known = [replica.name for replica in router.replicas() if replica.is_current]
                     if sorted(known) == sorted(self.there):
                         return
                 await asyncio.sleep(0.01)

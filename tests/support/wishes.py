@@ -101,9 +101,9 @@ class Alone:
         (output,) = self._bench.generate([list(wish.prompt)], wish.params)
         params = wish.params
         if params.temperature == 0 and not params.presence_penalty and not params.min_tokens:
-            for one in output.outputs:  # and the same without any engine
-                expected = continued(list(wish.prompt), len(one.token_ids))
-                assert one.token_ids == expected or POISON in expected
+            for completion in output.outputs:  # and the same without any engine
+                expected = continued(list(wish.prompt), len(completion.token_ids))
+                assert completion.token_ids == expected or POISON in expected
         return output
 
 

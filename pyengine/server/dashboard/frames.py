@@ -127,7 +127,9 @@ class FrameMaker:
         pieces = tree.block_pieces
         root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
         if self._decode is not None:
-            self._prompts = {one.state: self._prompt(one.state) for one in view.requests}
+            self._prompts = {
+                request.state: self._prompt(request.state) for request in view.requests
+            }
         ledger = stats.ledger
         message = {
             "time": time(),
@@ -151,7 +153,7 @@ class FrameMaker:
             "spaces": spaces,
             "tree": nodes,
             "hidden": hidden,
-            "requests": [self._request(one) for one in view.requests],
+            "requests": [self._request(request) for request in view.requests],
         }
         return json.dumps(message, separators=(",", ":"))
 

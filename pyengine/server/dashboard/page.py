@@ -119,7 +119,9 @@ class Watch(ABC):
                 self._end()
                 break
             with suppress(PyEngineError):  # the engine has ended: nothing new
-                frame, cost = await self.look(lambda: any(one.is_new for one in self._watchers))
+                frame, cost = await self.look(
+                    lambda: any(watcher.is_new for watcher in self._watchers)
+                )
                 self.num_looks += 1
                 if frame is not None:
                     self._newest = frame

@@ -140,15 +140,15 @@ def render(
 
 def _texts(value: Any) -> list[str]:
     """All texts within, at any depth."""
-    todo, texts = [value], []
-    while todo:
-        one = todo.pop()
-        if isinstance(one, str):
-            texts.append(one)
-        elif isinstance(one, dict):
-            todo += one.values()
-        elif isinstance(one, list):
-            todo += one
+    pending, texts = [value], []
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
     return texts
 
 
@@ -163,23 +163,23 @@ class _Answer:
         self.plain: TextItems | None = None
         """How it goes on with text alone, if items need no more."""
 
-    def new(self, one: CompletionOutput) -> tuple[str, list[ToolCall]]:
+    def new(self, output: CompletionOutput) -> tuple[str, list[ToolCall]]:
         """The content and the calls that are certain now that this has come."""
         if self._parser is None:
-            return one.text, []
-        parts = self._parser.feed(one.text)
-        if one.is_finished:
+            return output.text, []
+        parts = self._parser.feed(output.text)
+        if output.is_finished:
             parts += self._parser.end()
         before = len(self._calls)
         for part in parts:
             if isinstance(part, ParsedCall) and len(self._calls) != self._most:
                 self._calls.append(_call(len(self._calls), part))
-        return "".join([one for one in parts if isinstance(one, str)]), self._calls[before:]
+        return "".join([part for part in parts if isinstance(part, str)]), self._calls[before:]
 
-    def finish_reason(self, one: CompletionOutput) -> FinishReason | None:
+    def finish_reason(self, output: CompletionOutput) -> FinishReason | None:
         """Why it has ended, if it has."""
-        is_for_calls = one.finish_reason == "stop" and self._calls
-        return "tool_calls" if is_for_calls else one.finish_reason
+        is_for_calls = output.finish_reason == "stop" and self._calls
+        return "tool_calls" if is_for_calls else output.finish_reason
 
 
 def _call(index: int, call: ParsedCall) -> ToolCall:
@@ -204,12 +204,12 @@ class _Writer:
         tally = Tally(call)
         tally.add(output)
         choices = []
-        for one in output.outputs:
-            content, calls = self._answers[one.index].new(one)
+        for completion in output.outputs:
+            content, calls = self._answers[completion.index].new(completion)
             message = ChatMessage(role="assistant", content=content or (None if calls else ""))
             if calls:
                 message.tool_calls = calls
-            choices.append(ChatChoice(message=message, **self._rest(one)))
+            choices.append(ChatChoice(message=message, **self._rest(completion)))
         return ChatCompletionResponse(
             id=f"chatcmpl-{call.name}",
             object="chat.completion",
@@ -229,18 +229,18 @@ class _Writer:
             rest = {} if self._answers else self._of_prompt(item)
             if has_usage:
                 rest["usage"] = tally.usage()
-            for one in item.outputs:
-                answer = self._answers[one.index]
-                content, calls = answer.new(one)
-                if answer.plain is not None and not calls and not one.is_finished:
+            for output in item.outputs:
+                answer = self._answers[output.index]
+                content, calls = answer.new(output)
+                if answer.plain is not None and not calls and not output.is_finished:
                     if content:
                         yield answer.plain.with_text(content)
                     continue
-                choice = self._choice(answer, one, content, calls)
+                choice = self._choice(answer, output, content, calls)
                 if choice is not None:
                     yield self._chunk(call, [choice], rest).to_json()
                 if not (has_usage or self._shows_tokens):
-                    answer.plain = self._text_items(call, one)
+                    answer.plain = self._text_items(call, output)
         if options is not None and options.include_usage:
             yield self._chunk(call, [], {"usage": tally.usage()}).to_json()
 
@@ -249,7 +249,7 @@ class _Writer:
         return bool(self._body.logprobs or self._body.return_token_ids)
 
     def _choice(
-        self, answer: _Answer, one: CompletionOutput, content: str, calls: list[ToolCall]
+        self, answer: _Answer, output: CompletionOutput, content: str, calls: list[ToolCall]
     ) -> ChatChunkChoice | None:
         """What is new of an answer; None where that is nothing a client could tell."""
         delta = ChatMessage()
@@ -260,36 +260,36 @@ class _Writer:
         if calls:
             delta.tool_calls = calls
         answer.is_begun = True
-        if not (delta.model_fields_set or self._shows_tokens or one.is_finished):
+        if not (delta.model_fields_set or self._shows_tokens or output.is_finished):
             return None
-        return ChatChunkChoice(delta=delta, **self._rest(one))
+        return ChatChunkChoice(delta=delta, **self._rest(output))
 
-    def _text_items(self, call: Call, one: CompletionOutput) -> TextItems:
+    def _text_items(self, call: Call, output: CompletionOutput) -> TextItems:
         """How an answer that has not ended goes on where it is text alone."""
-        rest = {**self._rest(one), "finish_reason": None, "stop_reason": None}
+        rest = {**self._rest(output), "finish_reason": None, "stop_reason": None}
         return TextItems(
             lambda text: self._chunk(
                 call, [ChatChunkChoice(delta=ChatMessage(content=text), **rest)], {}
             )
         )
 
-    def _rest(self, one: CompletionOutput) -> dict[str, Any]:
+    def _rest(self, output: CompletionOutput) -> dict[str, Any]:
         """What choices have beside the message, in one piece or streamed."""
         rest: dict[str, Any] = {
-            "index": one.index,
-            "finish_reason": self._answers[one.index].finish_reason(one),
-            "stop_reason": one.stop_reason,
+            "index": output.index,
+            "finish_reason": self._answers[output.index].finish_reason(output),
+            "stop_reason": output.stop_reason,
             "logprobs": None,
         }
         if self._body.logprobs:
             rest["logprobs"] = chat_logprobs(
-                one.token_ids,
-                one.logprobs or (),
+                output.token_ids,
+                output.logprobs or (),
                 top=self._body.top_logprobs or 0,
                 as_ids=self._body.return_tokens_as_token_ids,
             )
         if self._body.return_token_ids:
-            rest["token_ids"] = one.token_ids
+            rest["token_ids"] = output.token_ids
         return rest
 
     def _of_prompt(self, item: RequestOutput) -> dict[str, Any]:

@@ -52,12 +52,14 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     def encoded(tokenizer: Any) -> list[list[int]]:
         special = body.add_special_tokens
         several = [
-            encode(context, tokenizer, one, special=special) if isinstance(one, str) else list(one)
-            for one in prompts
+            encode(context, tokenizer, prompt, special=special)
+            if isinstance(prompt, str)
+            else list(prompt)
+            for prompt in prompts
         ]
         if body.echo:
             most = context.max_model_len - 1
-            kept = [list(params.truncated(one, most)) for one in several]
+            kept = [list(params.truncated(prompt, most)) for prompt in several]
             has_text = body.detokenize is not False
             echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in kept])
         return several
@@ -124,13 +126,13 @@ class _Writer:
             usage = {}
             if options is not None and options.continuous_usage_stats:
                 usage["usage"] = tally.usage()
-            for one in item.outputs:
-                plain = self._plain.get(item.index * self.n + one.index)
-                if plain is not None and one.finish_reason is None:
-                    if one.text:  # else it is half a character
-                        yield plain.with_text(one.text)
+            for output in item.outputs:
+                plain = self._plain.get(item.index * self.n + output.index)
+                if plain is not None and output.finish_reason is None:
+                    if output.text:  # else it is half a character
+                        yield plain.with_text(output.text)
                     continue
-                choice = self._choice(item, one)
+                choice = self._choice(item, output)
                 says_more = choice.model_fields_set > _ALWAYS_SET
                 if choice.text or choice.finish_reason or says_more:
                     yield _response(call, [choice], usage).to_json()
@@ -140,33 +142,33 @@ class _Writer:
             yield _response(call, [], {"usage": tally.usage()}).to_json()
 
     def _choices(self, item: RequestOutput) -> list[CompletionChoice]:
-        return [self._choice(item, one) for one in item.outputs]
+        return [self._choice(item, output) for output in item.outputs]
 
-    def _choice(self, item: RequestOutput, one: CompletionOutput) -> CompletionChoice:
+    def _choice(self, item: RequestOutput, output: CompletionOutput) -> CompletionChoice:
         """A choice, or what is new of it; what is known of the prompt is in its first item."""
-        index = item.index * self.n + one.index
+        index = item.index * self.n + output.index
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
         echo = self.echoes[item.index] if self.echoes and is_first else _Echo()
         choice = CompletionChoice(
             index=index,
-            text=echo.text + one.text,
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
+            text=echo.text + output.text,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
         )
         if self.body.logprobs is not None:
             prompt = item.prompt_token_ids if self.body.echo and is_first else []
             entries = [*(item.prompt_logprobs or ())] if prompt else []
             found = choice.logprobs = completion_logprobs(
-                [*prompt, *one.token_ids],
-                [*entries, *(one.logprobs or ())],
+                [*prompt, *output.token_ids],
+                [*entries, *(output.logprobs or ())],
                 offset=offset,
                 first=echo.first,
                 as_ids=self.body.return_tokens_as_token_ids,
             )
             self._offsets[index] = offset + sum(map(len, found.tokens))
         if self.body.return_token_ids:
-            choice.token_ids = one.token_ids
+            choice.token_ids = output.token_ids
             if is_first:
                 choice.prompt_token_ids = item.prompt_token_ids
         if self.body.prompt_logprobs is not None and is_first and item.prompt_logprobs is not None:

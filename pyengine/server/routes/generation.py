@@ -370,8 +370,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
             raise ApiError(499, "the client has gone")
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for pending in (task, gone):
+            pending.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 

@@ -74,15 +74,15 @@ def offered(body: ChatCompletionRequest) -> Offered:
             "send one of them",
             param="tool_choice",
         )
-    return Offered(frozenset(one.name for one in chosen), _schema(chosen))
+    return Offered(frozenset(function.name for function in chosen), _schema(chosen))
 
 
 def _schema(functions: Sequence[Function]) -> dict[str, Any]:
     """The form of a call of one of these. Definitions move to the top, where references look."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
-    for one in functions:
-        parameters = dict(one.parameters or {"type": "object"})
+    for function in functions:
+        parameters = dict(function.parameters or {"type": "object"})
         for place in ("$defs", "definitions"):
             for name, what in dict(parameters.pop(place, {})).items():
                 if definitions.setdefault(place, {}).setdefault(name, what) != what:
@@ -94,7 +94,7 @@ def _schema(functions: Sequence[Function]) -> dict[str, Any]:
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": one.name}, "arguments": parameters},
+                "properties": {"name": {"const": function.name}, "arguments": parameters},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }

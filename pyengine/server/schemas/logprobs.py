@@ -67,9 +67,9 @@ def chat_logprobs(
     content = []
     for token, several in zip(token_ids, entries, strict=True):
         assert several is not None
-        ranked = sorted(several.items(), key=lambda one: one[1].rank)[:top]
+        ranked = sorted(several.items(), key=lambda item: item[1].rank)[:top]
         own = _top(token, several[token], as_ids)
-        others = [_top(one, entry, as_ids) for one, entry in ranked]
+        others = [_top(other, entry, as_ids) for other, entry in ranked]
         content.append(
             TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others)
         )

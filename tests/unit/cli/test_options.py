@@ -117,7 +117,7 @@ def test_the_page_about_the_command_line_names_what_there_is() -> None:
         assert any(option in text for text in shown.values()), option
     for words in commands("docs/guides/command-line.md"):
         name = " ".join(words[1:3]) if words[1] == "trace" else words[1]
-        assert all(one in shown[name] for one in words if one.startswith("--")), words
+        assert all(word in shown[name] for word in words if word.startswith("--")), words
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[object]:
@@ -184,7 +184,7 @@ def test_the_form_of_an_answer(
     file = tmp_path / "form"
     file.write_text('{"const": "ü"}', encoding="utf-8")
     engine = FakeEngine()
-    result = run(engine, "generate", "hi", *(one.format(file=file) for one in arguments))
+    result = run(engine, "generate", "hi", *(argument.format(file=file) for argument in arguments))
     assert result.exit_code == 0, result.output
     assert engine.params is not None
     assert engine.params.structured_outputs == expected
@@ -227,7 +227,9 @@ def test_a_form_that_cannot_be_read_is_refused_before_a_model_is_opened(
     (tmp_path / "long").write_bytes(b"a" * 1_000_000)
     (tmp_path / "list").write_bytes(b"[]")
     engine = FakeEngine()
-    result = run(engine, "generate", "hi", *(one.format(folder=tmp_path) for one in arguments))
+    result = run(
+        engine, "generate", "hi", *(argument.format(folder=tmp_path) for argument in arguments)
+    )
     assert result.exit_code == 2
     assert complaint.format(folder=tmp_path) in result.stderr
     assert engine.settings is None

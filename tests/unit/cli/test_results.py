@@ -306,14 +306,14 @@ def test_a_pipe_takes_results(prompts: Path, tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-@pytest.mark.parametrize(("one", "other"), [("--output", "--record"), ("--file", "--output")])
-def test_two_options_never_name_the_same_file(prompts: Path, one: str, other: str) -> None:
+@pytest.mark.parametrize(("first", "second"), [("--output", "--record"), ("--file", "--output")])
+def test_two_options_never_name_the_same_file(prompts: Path, first: str, second: str) -> None:
     before = prompts.read_bytes()
     alias = prompts.parent / "." / prompts.name
     engine = FakeEngine()
-    arguments = ["generate", "hi", one, str(prompts), other, str(alias)]
+    arguments = ["generate", "hi", first, str(prompts), second, str(alias)]
     result = CliRunner().invoke(app, arguments, obj=engine.open)
-    assert result.exit_code == 2 and f"{one} and {other} are the same file" in result.stderr
+    assert result.exit_code == 2 and f"{first} and {second} are the same file" in result.stderr
     assert engine.settings is None and prompts.read_bytes() == before
 
 

@@ -349,7 +349,7 @@ def test_a_disk_that_fills_keeps_what_was_whole(tmp_path: Path) -> None:
     assert b"No space left on device" in line
     whole = done.stdout.split(b"\n")[:-1]
     assert len(whole) > 5
-    assert len({json.loads(one)["index"] for one in whole}) == len(whole)
+    assert len({json.loads(line)["index"] for line in whole}) == len(whole)
     assert f"{len(whole)} of 200 results are in".encode() in done.stderr
 
 

@@ -116,7 +116,7 @@ def test_a_body_that_is_none(content: bytes, words: str, client: Client) -> None
 
 
 def test_a_form_is_no_json(client: Client) -> None:
-    response = client.run(lambda one: one.post(COMPLETIONS, data={"prompt": "x"}))
+    response = client.run(lambda http: http.post(COMPLETIONS, data={"prompt": "x"}))
     assert "content-type: application/json" in error_of(response)["message"]
 
 

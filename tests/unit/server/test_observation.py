@@ -23,7 +23,7 @@ def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> N
     labels = f'{{engine="0",model_name="{name}"}}'
 
     def value(text: str, metric: str) -> float:
-        [line] = [one for one in text.splitlines() if one.startswith(f"{metric}{labels}")]
+        [line] = [line for line in text.splitlines() if line.startswith(f"{metric}{labels}")]
         return float(line.split()[-1])
 
     def count(text: str) -> float:
@@ -36,7 +36,7 @@ def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> N
     assert value(after, "pyengine:kv_committed_steps_total") == float(
         engine.stats().counters["committed_steps"]
     )
-    [config] = [one for one in after.splitlines() if one.startswith("vllm:cache_config_info")]
+    [config] = [line for line in after.splitlines() if line.startswith("vllm:cache_config_info")]
     assert 'block_size="16"' in config and 'num_gpu_blocks="512"' in config
 
 

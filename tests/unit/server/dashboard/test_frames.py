@@ -98,7 +98,7 @@ def test_any_tree_is_cut_right(seed: int) -> None:
     random = np.random.default_rng(seed)
     bench = make_bench(num_blocks=50, block_size=2, max_num_seqs=8)
     for at in range(30):
-        tokens = [3 + int(one) for one in random.integers(0, 2, random.integers(2, 14))]
+        tokens = [3 + int(value) for value in random.integers(0, 2, random.integers(2, 14))]
         namespace = bytes([int(random.integers(0, 3))])
         bench.engine.add_request(str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
         bench.step()
@@ -127,7 +127,7 @@ def test_a_large_tree_is_shown_in_part_and_nothing_is_lost() -> None:
         bench.engine.add_request(str(at), Prompt(token_ids=tokens), LONG)
     frame = Shown(decoded(bench))
     assert len(frame.tree) <= 255
-    held = len([one for one in frame.spaces if one])
+    held = len([space for space in frame.spaces if space])
     shown, hidden = sum(node[4] for node in frame.tree), sum(node[7] for node in frame.tree)
     assert shown + hidden + frame.message["hidden"][1] == held
     assert hidden > 0
@@ -147,11 +147,11 @@ def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
         bench.engine.add_request(str(at), prompt, LONG)
     frame = Shown(decoded(bench))
     spaces = frame.message["spaces"]
-    assert [one["blocks"] for one in spaces] == [11, 10, 9, 8, 7, 6, 5, 4, 6]
+    assert [space["blocks"] for space in spaces] == [11, 10, 9, 8, 7, 6, 5, 4, 6]
     assert spaces[-1]["name"] == "3 others"
     assert "secret" not in frame.text
     assert frame.spaces.count(1) == 11
-    names = [one["name"] for one in spaces]
+    names = [space["name"] for space in spaces]
     assert len(set(names)) == len(names)
 
 

@@ -53,7 +53,7 @@ def test_every_route_but_health_needs_a_key(guarded: Client) -> None:
     several = routes(guarded)
     assert len(several) > 10
     for method, path in several:
-        response = guarded.run(lambda one, m=method, p=path: one.request(m, p))
+        response = guarded.run(lambda http, m=method, p=path: http.request(m, p))
         if path == "/health":
             assert response.status_code == 200
             continue
@@ -122,7 +122,7 @@ def test_without_keys_an_empty_one_does_no_harm(client: Client) -> None:
 
 def test_a_browser_may_ask_before_it_has_a_key(guarded: Client) -> None:
     asks = {"origin": "http://page", "access-control-request-method": "POST"}
-    response = guarded.run(lambda one: one.options(COMPLETIONS, headers=asks))
+    response = guarded.run(lambda http: http.options(COMPLETIONS, headers=asks))
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "http://page"
     response = guarded.get("/version", headers={"origin": "http://page"})
@@ -163,7 +163,7 @@ def test_keys_part_the_cache(engine: AsyncEngine) -> None:
         ({"bad_words": ["x"] * 1025}, "at most 1024"),
         ({"bad_words": ["x" * 1025]}, "at most 1024"),
         ({"allowed_token_ids": [5] * 1025}, "at most 1024"),
-        ({"logit_bias": {f"{one}": 1 for one in range(1025)}}, "at most 1024"),
+        ({"logit_bias": {f"{token}": 1 for token in range(1025)}}, "at most 1024"),
         ({"logprobs": 21}, "less than or equal to 20"),
         ({"logprobs": -1}, "greater than or equal to 0"),
         ({"prompt_logprobs": 21}, "less than or equal to 20"),
@@ -320,9 +320,9 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 def test_a_full_queue_says_when_to_come_again(narrow: AsyncEngine) -> None:
     client = make_client(narrow)
 
-    async def use(one: httpx2.AsyncClient) -> Any:
+    async def use(http: httpx2.AsyncClient) -> Any:
         async def ask(body: Any) -> httpx2.Response:
-            return await one.post(COMPLETIONS, json=body)
+            return await http.post(COMPLETIONS, json=body)
 
         first = asyncio.create_task(ask(LONG))
         while narrow.stats().num_running < 1:
@@ -410,14 +410,14 @@ async def until_live(client: Client, count: int) -> list[str]:
 
 @pytest.mark.parametrize("prompt", [[5, 6], [[5, 6], [7, 8]]])
 def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
-    async def use(one: httpx2.AsyncClient) -> Any:
+    async def use(http: httpx2.AsyncClient) -> Any:
         headers = {"x-request-id": "trace"}
         body = {**LONG, "prompt": prompt}
-        calls = [one.post(COMPLETIONS, json=body, headers=headers) for _ in range(4)]
-        calls.append(one.post(CHAT, json={**CHATTING, "request_id": "trace"}, headers=headers))
+        calls = [http.post(COMPLETIONS, json=body, headers=headers) for _ in range(4)]
+        calls.append(http.post(CHAT, json={**CHATTING, "request_id": "trace"}, headers=headers))
         tasks = [asyncio.create_task(call) for call in calls]
         await until_live(client, 5)
-        aborted = await one.post("/abort_requests", json={"request_ids": ["trace", "yours"]})
+        aborted = await http.post("/abort_requests", json={"request_ids": ["trace", "yours"]})
         assert aborted.json() == {"aborted": ["trace"]}
         return await asyncio.gather(*tasks)
 
@@ -433,12 +433,12 @@ def test_calls_of_one_trace_have_one_id(prompt: Any, client: Client) -> None:
 def test_a_call_is_aborted_by_the_id_of_its_answer(path: str, prefix: str, client: Client) -> None:
     body = LONG if path == COMPLETIONS else CHATTING
 
-    async def use(one: httpx2.AsyncClient) -> Any:
-        several = [asyncio.create_task(one.post(path, json=body)) for _ in range(2)]
+    async def use(http: httpx2.AsyncClient) -> Any:
+        several = [asyncio.create_task(http.post(path, json=body)) for _ in range(2)]
         first, second = await until_live(client, 2)
         for name in (first, second):
             asked = {"request_ids": [f"{prefix}{name}"]}
-            assert (await one.post("/abort_requests", json=asked)).json()["aborted"]
+            assert (await http.post("/abort_requests", json=asked)).json()["aborted"]
         return await asyncio.gather(*several)
 
     for answer in client.run(use):
@@ -448,15 +448,15 @@ def test_a_call_is_aborted_by_the_id_of_its_answer(path: str, prefix: str, clien
 def test_nobody_aborts_what_came_with_another_key(engine: AsyncEngine) -> None:
     client = make_client(engine, api_key=("one", "two"))
 
-    async def use(one: httpx2.AsyncClient) -> Any:
+    async def use(http: httpx2.AsyncClient) -> Any:
         body = {**LONG, "request_id": "mine"}
-        first = asyncio.create_task(one.post(COMPLETIONS, json=body, headers=KEY))
+        first = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=KEY))
         await until_live(client, 1)
         answers = []
         for key in ("two", "one"):
             headers = {"authorization": f"Bearer {key}"}
             body = {"request_ids": ["mine"]}
-            answers.append((await one.post("/abort_requests", json=body, headers=headers)).json())
+            answers.append((await http.post("/abort_requests", json=body, headers=headers)).json())
         await first
         return answers
 

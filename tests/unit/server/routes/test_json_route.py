@@ -90,7 +90,9 @@ def test_no_list_has_an_error_for_each_of_its_items(model: type[ClientModel]) ->
             try:
                 model.model_validate({field.alias or name: value})
             except ValidationError as error:
-                of_field = [one for one in error.errors() if name in one["loc"]]
+                of_field = [
+                    found_error for found_error in error.errors() if name in found_error["loc"]
+                ]
                 assert len(of_field) < 32, name
 
 
@@ -121,4 +123,4 @@ def test_every_model_of_a_route_is_looked_at() -> None:
         for route in router.routes
         if (field := getattr(route, "body_field", None)) is not None
     }
-    assert bodies == set(MODELS) and not [one for one in bodies if get_args(one)]
+    assert bodies == set(MODELS) and not [body for body in bodies if get_args(body)]
