@@ -1,9 +1,8 @@
-"""What Prometheus reads: `GET /metrics`. docs/reference/metrics.md is made of the help texts here.
+"""Prometheus metrics: `GET /metrics`. docs/reference/metrics.md is made of the help texts here.
 
-Names, labels and buckets that begin with ``vllm:`` are those of vLLM, so that boards made for it
-show this engine; ours begin with ``pyengine:``. What happens is counted by an observer in the
-engine's thread, in plain numbers; what is now is read when somebody asks. prometheus-client writes
-the text.
+Metrics ``vllm:*`` have vLLM's names, labels and buckets, so its dashboards work; metrics of our own
+are ``pyengine:*``. An observer on the engine's thread counts events in plain numbers. Gauges are
+read at scrape time.
 """
 
 from bisect import bisect_left
@@ -43,11 +42,11 @@ _REQUEST = (
 _STEP_TOKENS = (1, *(8 << doubling for doubling in range(12)))
 _SAMPLES = (1, 2, 5, 10, 20)
 FINISH_REASONS = ("error", "abort", "length", "stop")
-"""The worst one first."""
-_MOST_TOKENS = 1 << 17
-"""Of a request, where the engine does not say."""
+"""From worst to best."""
+_MAX_TOKENS = 1 << 17
+"""Largest bucket of token counts if the engine does not name a context length."""
 _SHARED_BLOCKS = ("hit_blocks", "present_blocks", "merged_blocks", "forked_blocks")
-_CUT_SHORT = FINISH_REASONS[:2]
+_EARLY_ENDS = FINISH_REASONS[:2]
 _COUNTERS = {
     **COUNTERS,
     "forked_tokens": "Prompt tokens that further samples (`n`) share with the first.",
@@ -62,21 +61,21 @@ def one_two_five(most: int) -> tuple[int, ...]:
 
 
 def reason_of(request: RequestState) -> str:
-    """Why a request ended: of several samples the worst."""
+    """The finish reason of a request: the worst of its sequences."""
     reasons = {sample.finish_reason for sample in request.samples}
     return next(reason for reason in FINISH_REASONS if reason in reasons)
 
 
 def bytes_per_block(about: Mapping[str, object]) -> int | None:
-    """Bytes of KV in a block, by an engine's `describe`; its pool has a trash block besides."""
+    """Bytes of KV per block, from an engine's `describe`. The pool includes a null block."""
     num_bytes, num_blocks = about.get("kv_cache_bytes"), about.get("num_blocks")
     if isinstance(num_bytes, int) and isinstance(num_blocks, int):
         return num_bytes // (num_blocks + 1)
     return None
 
 
-class Watched(Protocol):
-    """What the metrics ask of an engine: `AsyncEngine` and `LLM` have it."""
+class MeteredEngine(Protocol):
+    """The part of `AsyncEngine` and `LLM` that the metrics read."""
 
     def stats(self) -> EngineStats:
         """See `Frontend.stats`."""
@@ -92,7 +91,7 @@ class Watched(Protocol):
 
 
 class _Histogram:
-    """Counts in buckets. Several equal values are one call, which prometheus-client's has not."""
+    """Counts in buckets. Unlike prometheus-client's, it adds several equal values at once."""
 
     __slots__ = ("bounds", "counts", "help", "name", "total")
 
@@ -115,10 +114,10 @@ class _Histogram:
         return family
 
 
-class _Times:
-    """Time between two tokens of a sample, for whole steps at once.
+class _TokenGaps:
+    """Measures the time between two tokens of a sequence, for a whole step at once.
 
-    As long as the same samples decode, the time between their tokens is that between two steps.
+    While the same sequences decode, it equals the time between two steps.
     """
 
     def __init__(self, histogram: _Histogram) -> None:
@@ -127,18 +126,18 @@ class _Times:
         self._last = 0.0
         self._live: set[Sample] = set()
         self._since: dict[Sample, float] = {}
-        """When those had their last token who were left out of a step since."""
+        """Time of the last token of each sequence that the last step left out."""
         self._gone: set[Sample] = set()
-        """Who ended in the last step or was stopped since: a step that runs may still hold them."""
+        """Sequences that have finished. A step in flight may still include them."""
 
     def stop(self, samples: Iterable[Sample]) -> None:
-        """These get no more tokens, also from a step that runs."""
+        """Ignore these sequences from now on, also in a step in flight."""
         for sample in samples:
             self._gone.add(sample)
             self._since.pop(sample, None)
 
     def step(self, rows: Sequence[Sample], ended: Sequence[Sample], now: float) -> int:
-        """How many samples got a token."""
+        """Record a step and return how many sequences got a token."""
         if not rows:
             return 0
         if rows is self._rows and not self._gone:
@@ -157,18 +156,18 @@ class _Times:
         return len(live)
 
     def _change(self, live: set[Sample], now: float) -> None:
-        for request in live - self._live:
-            last = self._since.pop(request, None)
+        for sample in live - self._live:
+            last = self._since.pop(sample, None)
             if last is not None:
                 self._histogram.add(now - last)
-        for request in self._live - live:
-            if request.finish_reason is None:
-                self._since[request] = self._last
+        for sample in self._live - live:
+            if sample.finish_reason is None:
+                self._since[sample] = self._last
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Totals that are counted step by step."""
+    """Totals over all steps."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -176,12 +175,12 @@ class _Counts:
 
 
 class EngineMetrics:
-    """Counts what an engine does and shows it to Prometheus. One per engine, from its beginning.
+    """Prometheus metrics of one engine. Create it before the first request.
 
-    `name` is that of the engine among several.
+    `name` distinguishes engines: it is the label `engine`.
     """
 
-    def __init__(self, engine: Watched, *, model_name: str, name: str = "0") -> None:
+    def __init__(self, engine: MeteredEngine, *, model_name: str, name: str = "0") -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": name}
         self._about = engine.describe()
@@ -216,7 +215,7 @@ class EngineMetrics:
             _STEP_TOKENS,
         )
         longest = self._about.get("max_model_len")
-        lengths = one_two_five(longest if isinstance(longest, int) else _MOST_TOKENS)
+        lengths = one_two_five(longest if isinstance(longest, int) else _MAX_TOKENS)
         self._prompts, self._outputs, self._n, self._max_tokens = (
             _Histogram(f"vllm:request_{name}", help, bounds)
             for name, help, bounds in (
@@ -230,26 +229,26 @@ class EngineMetrics:
                 ("params_max_tokens", "`max_tokens`, if it was given.", lengths),
             )
         )
-        self._times = _Times(self._gap)
+        self._times = _TokenGaps(self._gap)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         engine.observe(self)
 
-    # What the engine's thread calls.
+    # Called on the engine's thread.
 
     def on_arrival(self, request: RequestState) -> None:
-        """Nothing: who waits is read from the engine."""
+        """Ignored: the number of waiting requests is read from the engine."""
 
     def on_step(self, result: StepResult) -> None:
-        """Count a step. O(1) as long as the same samples decode."""
+        """Count a step. O(1) while the same sequences decode."""
         if not result.num_tokens:
             return
         now = monotonic()
         self._step_tokens.add(result.num_tokens)
         counts = self._counts
         for state in result.begun:
-            if not state.samples[0].max_output:  # its prompt was all that was wanted
+            if not state.samples[0].max_output:  # a request for the prompt only
                 self._times.stop(state.samples)
             counts.prompt_tokens += len(state.prompt_token_ids)
             counts.cached_tokens += state.num_cached_tokens
@@ -259,9 +258,9 @@ class EngineMetrics:
         counts.generation_tokens += result.num_drafted
 
     def on_finish(self, request: RequestState) -> None:
-        """Count a request that has ended."""
+        """Count a finished request."""
         self._times.stop(
-            [sample for sample in request.samples if sample.finish_reason in _CUT_SHORT]
+            [sample for sample in request.samples if sample.finish_reason in _EARLY_ENDS]
         )
         self._ends[reason_of(request)] += 1
         num_output = sum([len(sample.token_ids) for sample in request.samples])
@@ -289,10 +288,10 @@ class EngineMetrics:
             per_sample = len([sample for sample in request.samples if len(sample.token_ids) > 1])
             self._mean_gap.add((end - first) * per_sample / num_later)
 
-    # What a reader's thread calls.
+    # Called on the thread that serves a scrape.
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it is now."""
+        """The current value of every metric."""
         stats = self._engine.stats()
         yield from self._gauges(stats)
         yield from self._of_vllm(stats)
@@ -305,8 +304,8 @@ class EngineMetrics:
             yield histogram.family(self._labels)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        ledger = stats.ledger
-        used = 1 - ledger.available / ledger.num_blocks
+        usage = stats.ledger
+        used = 1 - usage.available / usage.num_blocks
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
         )
@@ -322,7 +321,7 @@ class EngineMetrics:
         )
         about = {
             **{name: str(self._about.get(name)) for name in _CONFIG if name in self._about},
-            "num_gpu_blocks": str(ledger.num_blocks),
+            "num_gpu_blocks": str(usage.num_blocks),
         }
         labels = {**self._labels, **about}
         info = GaugeMetricFamily(
@@ -338,7 +337,7 @@ class EngineMetrics:
             labels=[*self._labels, "state"],
         )
         for state in ("free", "idle", "active", "leased"):
-            blocks.add_metric([*self._labels.values(), state], getattr(ledger, state))
+            blocks.add_metric([*self._labels.values(), state], getattr(usage, state))
         yield blocks
 
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
@@ -413,11 +412,11 @@ _CONFIG = (
     "eviction",
     "max_model_len",
 )
-"""Of `describe`: labels of `vllm:cache_config_info`."""
+"""Keys of `describe` that are labels of `vllm:cache_config_info`."""
 
 
 def metrics_router(metrics: EngineMetrics) -> APIRouter:
-    """`GET /metrics`."""
+    """Router of `GET /metrics`."""
     router = APIRouter()
 
     @router.get("/metrics", include_in_schema=False)
@@ -428,12 +427,12 @@ def metrics_router(metrics: EngineMetrics) -> APIRouter:
 
 
 def exposed(request: Request, registry: CollectorRegistry) -> Response:
-    """What a registry has, and the server, in the form that the reader asks for.
+    """A scrape response: metrics of the registry and of the server, in the accepted format.
 
-    A client's key gets what was counted of this key.
+    Admin keys get all metrics, client keys only their own usage.
     """
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    context = getattr(request.app.state, "context", None)  # none in an application of others
+    context = getattr(request.app.state, "context", None)  # None outside of `create_app`
     if context is not None:
         caller = caller_of(request.scope)
         families = list(context.traffic.collect(context.names[0], caller))
@@ -444,7 +443,7 @@ def exposed(request: Request, registry: CollectorRegistry) -> Response:
 
 
 class _Families(CollectorRegistry):
-    """Metrics that were collected already."""
+    """A registry of metrics that were collected already."""
 
     def __init__(self, families: list[Metric]) -> None:
         super().__init__(auto_describe=False)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyengine.cache import ConfigError
-from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
-from pyengine.cluster.prefix_router import MOST_REPLICAS, PrefixRouter, Taken
+from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.prefix_router import MAX_REPLICAS, PrefixRouter, UpdateResult
 from pyengine.core.errors import ConfigurationError, NoReplicaError
 from tests.support.cluster import BLOCK_SIZE, KIND, Cache, World, run
 
@@ -22,13 +22,13 @@ def joined(*names: str, **options: float) -> tuple[PrefixRouter, dict[str, Cache
     caches = {name: Cache(64) for name in names}
     for name, cache in caches.items():
         router.join(ReplicaInfo(name, KIND, 64))
-        assert router.restore(name, cache.log.snapshot(Load())) is Taken.APPLIED
+        assert router.restore(name, cache.log.snapshot(Load())) is UpdateResult.APPLIED
     return router, caches
 
 
 def compute(router: PrefixRouter, name: str, cache: Cache, prompt: list[int]) -> None:
     run(cache.manager, prompt)
-    assert router.apply(name, cache.take()) is Taken.APPLIED
+    assert router.apply(name, cache.take()) is UpdateResult.APPLIED
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:
@@ -91,7 +91,9 @@ def test_nobody_gets_many_more_than_the_mean() -> None:
 def test_load_that_others_sent_counts_too() -> None:
     router, caches = joined("a", "b")
     busy = Load(num_running=9, num_waiting=3, num_active=60)
-    assert router.apply("a", Events(caches["a"].log.life, 0, b"", b"", busy)) is Taken.APPLIED
+    assert (
+        router.apply("a", Events(caches["a"].log.epoch, 0, b"", b"", busy)) is UpdateResult.APPLIED
+    )
     assert [replica.load for replica in router.replicas()] == [busy, Load()]
     assert {router.choose(PROMPT).replica for _ in range(4)} == {"b"}
 
@@ -117,7 +119,7 @@ def test_a_replica_of_another_kind_is_refused_with_both_values(field: str, value
     router, _ = joined("a")
     values = {"model": "model", "block_size": BLOCK_SIZE, "hash_seed": 7, field: value}
     with pytest.raises(ConfigurationError, match=f"{field}={value!r}.*{field}=") as refusal:
-        router.join(ReplicaInfo("b", CacheKind(**values), 8))  # type: ignore[arg-type]
+        router.join(ReplicaInfo("b", CacheFormat(**values), 8))  # type: ignore[arg-type]
     assert repr(getattr(KIND, field)) in str(refusal.value)
     assert [replica.name for replica in router.replicas()] == ["a"]
     assert router.stats.num_refused == 1
@@ -130,15 +132,15 @@ def test_events_out_of_order_twice_and_of_nobody() -> None:
     first = cache.take()
     run(cache.manager, PROMPT)
     second = cache.take()
-    assert router.apply("nobody", first) is Taken.UNKNOWN
-    assert router.restore("nobody", cache.log.snapshot(Load())) is Taken.UNKNOWN
-    assert router.apply("a", second) is Taken.GAP
-    assert router.apply("a", first) is Taken.GAP, "only a snapshot helps"
+    assert router.apply("nobody", first) is UpdateResult.UNKNOWN_REPLICA
+    assert router.restore("nobody", cache.log.snapshot(Load())) is UpdateResult.UNKNOWN_REPLICA
+    assert router.apply("a", second) is UpdateResult.GAP
+    assert router.apply("a", first) is UpdateResult.GAP, "only a snapshot helps"
     assert router.choose(PROMPT).replica == "a", "requests are served meanwhile"
-    assert router.restore("a", cache.log.snapshot(Load())) is Taken.APPLIED
+    assert router.restore("a", cache.log.snapshot(Load())) is UpdateResult.APPLIED
     for known in (first, second):
-        assert router.apply("a", known) is Taken.KNOWN
-    assert router.contents("a") == set(cache.manager.contents())
+        assert router.apply("a", known) is UpdateResult.DUPLICATE
+    assert router.cached_hashes("a") == set(cache.manager.contents())
     assert (router.stats.num_gaps, router.stats.num_snapshots) == (1, 2)
 
 
@@ -146,38 +148,38 @@ def test_a_restarted_replica_has_nothing_of_its_earlier_life() -> None:
     router, caches = joined("a")
     compute(router, "a", caches["a"], PROMPT)
     anew = Cache(64)
-    assert router.apply("a", anew.take()) is Taken.GAP
-    assert router.contents("a") == set()
-    assert router.restore("a", anew.log.snapshot(Load())) is Taken.APPLIED
-    assert router.apply("a", caches["a"].take()) is Taken.GAP, "of the earlier life"
+    assert router.apply("a", anew.take()) is UpdateResult.GAP
+    assert router.cached_hashes("a") == set()
+    assert router.restore("a", anew.log.snapshot(Load())) is UpdateResult.APPLIED
+    assert router.apply("a", caches["a"].take()) is UpdateResult.GAP, "of the earlier epoch"
 
 
 def test_bytes_that_are_no_events_change_nothing() -> None:
     router, caches = joined("a")
     compute(router, "a", caches["a"], PROMPT)
-    held, life = router.contents("a"), caches["a"].log.life
+    held, epoch = router.cached_hashes("a"), caches["a"].log.epoch
     for kinds, names in ((b"\1", b""), (b"\1\1", bytes(16)), (b"\3", bytes(16)), (b"", b"1")):
         with pytest.raises(ConfigError):
-            router.apply("a", Events(life, 10, kinds, names))
-    assert router.contents("a") == held
+            router.apply("a", Events(epoch, 10, kinds, names))
+    assert router.cached_hashes("a") == held
     run(caches["a"].manager, [5] * 40)
-    assert router.apply("a", caches["a"].take()) is Taken.APPLIED
+    assert router.apply("a", caches["a"].take()) is UpdateResult.APPLIED
 
 
 def test_memory_is_bounded_by_the_blocks_that_a_replica_has() -> None:
     router = PrefixRouter(KIND)
     router.join(ReplicaInfo("a", KIND, 2))
-    assert router.restore("a", Snapshot("life", 0, bytes(32))) is Taken.APPLIED
+    assert router.restore("a", Snapshot("epoch", 0, bytes(32))) is UpdateResult.APPLIED
     three = bytes(range(48))
     with pytest.raises(ConfigurationError, match=r"2 blocks .* 3 contents"):
-        router.restore("a", Snapshot("life", 9, three))
-    assert router.apply("a", Events("life", 0, b"\1\1\1", three)) is Taken.GAP
-    assert router.num_contents == 0
+        router.restore("a", Snapshot("epoch", 9, three))
+    assert router.apply("a", Events("epoch", 0, b"\1\1\1", three)) is UpdateResult.GAP
+    assert router.num_hashes == 0
 
 
 def test_replicas_come_and_go_and_their_numbers_are_used_again() -> None:
     router = PrefixRouter(KIND)
-    for number in range(MOST_REPLICAS):
+    for number in range(MAX_REPLICAS):
         router.join(ReplicaInfo(f"{number}", KIND, 4))
     with pytest.raises(ConfigurationError, match="one more than the 128"):
         router.join(ReplicaInfo("more", KIND, 4))

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from pyengine.cluster.fleet import Fleet
-from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.core.errors import (
@@ -55,7 +55,7 @@ def over(
     async def main() -> Any:
         async with LocalReplicas(*replicas) as local:
             engine = RemoteEngine(local, replicas[0].about())
-            app = create_app(engine, ServerSettings(), ClusterObservation)
+            app = create_app(engine, ServerSettings(), ClusterObservers)
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             async with httpx2.AsyncClient(
                 transport=transport, base_url="http://localhost", timeout=60
@@ -71,7 +71,7 @@ async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) ->
     assert router is not None
     async with asyncio.timeout(10):
         for replica in replicas:
-            while router.contents(replica.info.name) != set(replica.engine.contents()):
+            while router.cached_hashes(replica.info.name) != set(replica.engine.contents()):
                 await asyncio.sleep(0.01)
 
 
@@ -379,10 +379,10 @@ def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
         assert 'pyengine:router_routed_total{model_name="' in text
         assert "pyengine:router_real_hit_tokens_total" in text
         for path in ("/kv/stream", "/kv/stream?replica=b"):
-            watch = ClusterObservation(engine, ServerSettings(), "m", lambda: False)._watch(
-                "b" if "=b" in path else None
-            )
-            stream = watch.stream()
+            broadcaster = ClusterObservers(
+                engine, ServerSettings(), "m", lambda: False
+            )._broadcaster("b" if "=b" in path else None)
+            stream = broadcaster.stream()
             await anext(stream)
             event = await anext(stream)
             frame = json.loads(event.split("data: ", 1)[1])

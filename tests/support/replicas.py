@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.cluster.calls import Delta, RemoteRequest
-from pyengine.cluster.fleet import Fleet, News
+from pyengine.cluster.fleet import Fleet, ReplicaUpdate
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
@@ -43,10 +43,10 @@ class Lossy:
             await asyncio.gather(lost, item, return_exceptions=True)
             await items.aclose()
 
-    async def follow(self) -> AsyncGenerator[News]:
-        async with aclosing(self._until_lost(self.replica.follow())) as several:
-            async for news in several:
-                yield news
+    async def follow(self) -> AsyncGenerator[ReplicaUpdate]:
+        async with aclosing(self._until_lost(self.replica.follow())) as updates:
+            async for update in updates:
+                yield update
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
         self.num_requests += 1

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations by the model's chat template, and its answers."""
+"""POST /v1/chat/completions: conversations, rendered by the model's chat template."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.generation import (
     Call,
-    Tally,
+    UsageCounter,
     answer,
     begin,
     check_count,
@@ -25,7 +25,7 @@ from pyengine.server.routes.generation import (
 )
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
-from pyengine.server.routes.tool_calls import Offered, ParsedCall, offered
+from pyengine.server.routes.tool_calls import OfferedTools, ParsedCall, offered_tools
 from pyengine.server.schemas.fields import CHAT
 from pyengine.server.schemas.ignored import check_ignored, ignored_fields
 from pyengine.server.schemas.logprobs import chat_logprobs, prompt_logprobs
@@ -59,7 +59,7 @@ async def chat_completions(
     ignored = [*ignored_fields(CHAT, body), *variables.ignored]
     check_ignored(ignored, CHAT, context.settings)
     check_count(body.n, 1)
-    tools = offered(body)
+    tools = offered_tools(body)
     params = _params(body, tools, context.engine.get_default_sampling_params())
     options = chat_options(body, variables, context.settings, body.tools if tools.names else None)
 
@@ -72,7 +72,9 @@ async def chat_completions(
     return await answer(request, body, start, _Writer(body, tools))
 
 
-def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams) -> SamplingParams:
+def _params(
+    body: ChatCompletionRequest, tools: OfferedTools, default: SamplingParams
+) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -81,15 +83,15 @@ def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     own: dict[str, Any] = {
-        "max_tokens": most,
+        "max_tokens": limit,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
     if body.detokenize is False and tools.names:
         raise ApiError(
             400,
-            "detokenize: false gives no text, and calls of tools are found in it: leave it out",
+            "detokenize: false returns no text, which tools need: leave it out",
             param="detokenize",
         )
     if tools.schema is not None:
@@ -103,7 +105,7 @@ def chat_options(
     settings: ServerSettings,
     tools: Sequence[Tool] | None,
 ) -> ChatOptions:
-    """How the conversation becomes a prompt."""
+    """Options of rendering the conversation as a prompt."""
     begins_turn = body.add_generation_prompt
     return ChatOptions(
         add_generation_prompt=not body.continue_final_message
@@ -123,10 +125,10 @@ def render(
     length = sum(len(text) for text in _texts(messages))
     if length > longest_text:
         raise ContextLengthError(
-            f"the messages have {length} characters, and of no text do more than {longest_text} "
-            "fit into the model's maximum context length: shorten them"
+            f"the messages have {length} characters; no text of more than {longest_text} fits into "
+            "the model's maximum context length: shorten them"
         )
-    # The openai client sends its own messages back with nulls, lm-eval names the type of them all.
+    # The openai client sends messages back with nulls, lm-eval adds a type to each.
     plain = [
         {
             key: value
@@ -139,7 +141,7 @@ def render(
 
 
 def _texts(value: Any) -> list[str]:
-    """All texts within, at any depth."""
+    """All strings within a value, at any depth."""
     pending, texts = [value], []
     while pending:
         item = pending.pop()
@@ -153,18 +155,18 @@ def _texts(value: Any) -> list[str]:
 
 
 class _Answer:
-    """One answer as far as it was written."""
+    """State of one answer of a chat."""
 
-    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+    def __init__(self, body: ChatCompletionRequest, tools: OfferedTools) -> None:
         self._parser = tools.parser()
-        self._most = 1 if body.parallel_tool_calls is False else None
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._calls: list[ToolCall] = []
         self.is_begun = False
         self.plain: TextItems | None = None
-        """How it goes on with text alone, if items need no more."""
+        """Template of the following chunks if they contain text only."""
 
     def new(self, output: CompletionOutput) -> tuple[str, list[ToolCall]]:
-        """The content and the calls that are certain now that this has come."""
+        """The content and the tool calls that are complete with this output."""
         if self._parser is None:
             return output.text, []
         parts = self._parser.feed(output.text)
@@ -172,12 +174,12 @@ class _Answer:
             parts += self._parser.end()
         before = len(self._calls)
         for part in parts:
-            if isinstance(part, ParsedCall) and len(self._calls) != self._most:
+            if isinstance(part, ParsedCall) and len(self._calls) != self._max_calls:
                 self._calls.append(_call(len(self._calls), part))
         return "".join([part for part in parts if isinstance(part, str)]), self._calls[before:]
 
     def finish_reason(self, output: CompletionOutput) -> FinishReason | None:
-        """Why it has ended, if it has."""
+        """The finish reason of a finished answer, else None."""
         is_for_calls = output.finish_reason == "stop" and self._calls
         return "tool_calls" if is_for_calls else output.finish_reason
 
@@ -192,16 +194,16 @@ def _call(index: int, call: ParsedCall) -> ToolCall:
 
 
 class _Writer:
-    """Writes what a client gets of what the engine gives."""
+    """Converts outputs of the engine to chat responses."""
 
-    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+    def __init__(self, body: ChatCompletionRequest, tools: OfferedTools) -> None:
         self._body = body
         self._answers: defaultdict[int, _Answer] = defaultdict(lambda: _Answer(body, tools))
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
-        """The answer of one piece."""
+        """The response without streaming."""
         (output,) = outputs
-        tally = Tally(call)
+        tally = UsageCounter(call)
         tally.add(output)
         choices = []
         for completion in output.outputs:
@@ -221,8 +223,8 @@ class _Writer:
         )
 
     async def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The items of a stream."""
-        tally, options = Tally(call), self._body.stream_options
+        """The chunks of a stream, as JSON."""
+        tally, options = UsageCounter(call), self._body.stream_options
         has_usage = options is not None and options.continuous_usage_stats
         async for item in call.stream:
             tally.add(item)
@@ -251,7 +253,7 @@ class _Writer:
     def _choice(
         self, answer: _Answer, output: CompletionOutput, content: str, calls: list[ToolCall]
     ) -> ChatChunkChoice | None:
-        """What is new of an answer; None where that is nothing a client could tell."""
+        """The delta of an answer; None if it is empty."""
         delta = ChatMessage()
         if not answer.is_begun:
             delta.role, delta.content = "assistant", ""
@@ -265,7 +267,7 @@ class _Writer:
         return ChatChunkChoice(delta=delta, **self._rest(output))
 
     def _text_items(self, call: Call, output: CompletionOutput) -> TextItems:
-        """How an answer that has not ended goes on where it is text alone."""
+        """The template of further chunks of text."""
         rest = {**self._rest(output), "finish_reason": None, "stop_reason": None}
         return TextItems(
             lambda text: self._chunk(
@@ -274,7 +276,7 @@ class _Writer:
         )
 
     def _rest(self, output: CompletionOutput) -> dict[str, Any]:
-        """What choices have beside the message, in one piece or streamed."""
+        """The fields of a choice other than its message."""
         rest: dict[str, Any] = {
             "index": output.index,
             "finish_reason": self._answers[output.index].finish_reason(output),

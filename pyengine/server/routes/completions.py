@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts, one or many, as text or token ids, and what follows them."""
+"""POST /v1/completions: one or several prompts, as text or token ids."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from pyengine.core.sampling_params import SamplingParams
 from pyengine.server.context import Context
 from pyengine.server.routes.generation import (
     Call,
-    Tally,
+    UsageCounter,
     answer,
     begin,
     check_count,
@@ -41,7 +41,7 @@ _ALWAYS_SET = {"index", "text", "finish_reason", "stop_reason"}
     responses={200: {"content": {"text/event-stream": {}}}},
 )
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
-    """Continue prompts."""
+    """Complete prompts."""
     ignored = ignored_fields(COMPLETIONS, body)
     check_ignored(ignored, COMPLETIONS, context.settings)
     prompts = _several(body.prompt)
@@ -69,7 +69,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 
 
 def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
-    """One prompt or several, as several."""
+    """A prompt or a list of prompts as a list."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     several: Sequence[str | Sequence[int]] = prompt
@@ -85,7 +85,7 @@ def _params(body: CompletionRequest, default: SamplingParams) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """A prompt as the text of an answer begins with it; `first` is the text of its first token."""
+    """An echoed prompt; `first` is the text of its first token."""
 
     text: str = ""
     first: str = ""
@@ -99,28 +99,28 @@ class _Echo:
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes what a client gets of what the engine gives."""
+    """Converts outputs of the engine to completion responses."""
 
     body: CompletionRequest
     n: int
     echoes: Sequence[_Echo]
-    """One for each prompt; none where nothing is echoed."""
+    """One per prompt; empty without `echo`."""
     _offsets: dict[int, int] = field(default_factory=dict)
     """Length of the text of the tokens so far, by the index of the choice."""
     _plain: dict[int, TextItems] = field(default_factory=dict)
-    """How a choice goes on that brings text alone, by its index."""
+    """Templates of further chunks of text, by index of the choice."""
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        """The answer of one piece."""
-        tally = Tally(call)
+        """The response without streaming."""
+        tally = UsageCounter(call)
         for item in outputs:
             tally.add(item)
         choices = [choice for item in outputs for choice in self._choices(item)]
         return _response(call, choices, {"usage": tally.usage()})
 
     async def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The items of a stream."""
-        tally, options = Tally(call), self.body.stream_options
+        """The chunks of a stream, as JSON."""
+        tally, options = UsageCounter(call), self.body.stream_options
         async for item in call.stream:
             tally.add(item)
             usage = {}
@@ -129,14 +129,14 @@ class _Writer:
             for output in item.outputs:
                 plain = self._plain.get(item.index * self.n + output.index)
                 if plain is not None and output.finish_reason is None:
-                    if output.text:  # else it is half a character
+                    if output.text:  # empty while a character is incomplete
                         yield plain.with_text(output.text)
                     continue
                 choice = self._choice(item, output)
-                says_more = choice.model_fields_set > _ALWAYS_SET
-                if choice.text or choice.finish_reason or says_more:
+                has_more = choice.model_fields_set > _ALWAYS_SET
+                if choice.text or choice.finish_reason or has_more:
                     yield _response(call, [choice], usage).to_json()
-                if not says_more and not usage:
+                if not has_more and not usage:
                     self._plain[choice.index] = _text_items(call, choice)
         if options is not None and options.include_usage:
             yield _response(call, [], {"usage": tally.usage()}).to_json()
@@ -145,7 +145,7 @@ class _Writer:
         return [self._choice(item, output) for output in item.outputs]
 
     def _choice(self, item: RequestOutput, output: CompletionOutput) -> CompletionChoice:
-        """A choice, or what is new of it; what is known of the prompt is in its first item."""
+        """A choice or its delta. The first delta contains the fields of the prompt."""
         index = item.index * self.n + output.index
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
@@ -159,14 +159,14 @@ class _Writer:
         if self.body.logprobs is not None:
             prompt = item.prompt_token_ids if self.body.echo and is_first else []
             entries = [*(item.prompt_logprobs or ())] if prompt else []
-            found = choice.logprobs = completion_logprobs(
+            logprobs = choice.logprobs = completion_logprobs(
                 [*prompt, *output.token_ids],
                 [*entries, *(output.logprobs or ())],
                 offset=offset,
                 first=echo.first,
                 as_ids=self.body.return_tokens_as_token_ids,
             )
-            self._offsets[index] = offset + sum(map(len, found.tokens))
+            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         if self.body.return_token_ids:
             choice.token_ids = output.token_ids
             if is_first:
@@ -177,7 +177,7 @@ class _Writer:
 
 
 def _text_items(call: Call, choice: CompletionChoice) -> TextItems:
-    """How a choice goes on until it ends."""
+    """The template of further chunks of text."""
 
     def make(text: str) -> CompletionResponse:
         next = CompletionChoice(index=choice.index, text=text, finish_reason=None, stop_reason=None)

@@ -203,7 +203,7 @@ def test_a_choice_of_one_text_is_refused_with_how_several_are_given(arguments: l
     engine = FakeEngine()
     result = run(engine, "generate", *arguments)
     assert result.exit_code == 2
-    assert "--choice red: there is nothing to choose" in result.stderr
+    assert "--choice red is the only choice" in result.stderr
     assert "--choice red --choice ..." in result.stderr
     assert engine.settings is None
     assert run(engine, "chat", "--choice", "red").exit_code == 2
@@ -214,7 +214,7 @@ def test_a_choice_of_one_text_is_refused_with_how_several_are_given(arguments: l
     [
         (["--json-schema", "{folder}/none"], "cannot read {folder}/none: No such file"),
         (["--grammar", "{folder}"], "cannot read {folder}: Is a directory"),
-        (["--grammar", "{folder}/bytes"], "{folder}/bytes is no text in UTF-8"),
+        (["--grammar", "{folder}/bytes"], "{folder}/bytes is not UTF-8 text"),
         (["--json-schema", "{folder}/long"], "structured_outputs.json has 65537 bytes: at most"),
         (["--json-schema", "{folder}/list"], "a JSON schema: an object, or its text"),
         (["--regex", "a", "--json-object"], "--json-object and --regex together: an answer has"),

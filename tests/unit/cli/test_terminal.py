@@ -249,7 +249,7 @@ def test_bytes_in_a_prompt_that_are_no_text() -> None:
     line = [*command("generate"), b"caf\xe9"]
     done = subprocess.run(line, capture_output=True, check=False, env=environment(), cwd=ROOT)
     assert done.returncode == 2
-    assert b"error: prompt 1 holds '\\udce9'" in done.stderr
+    assert b"error: prompt 1 contains '\\udce9'" in done.stderr
 
 
 def chat(*typed: bytes) -> subprocess.CompletedProcess[bytes]:
@@ -269,7 +269,7 @@ def test_a_line_of_a_chat_that_is_no_text_is_refused_alone() -> None:
     assert done.returncode == 0
     no_traceback(done.stderr)
     assert done.stdout == b"The answer.\n"
-    assert b"which is no character" in done.stderr
+    assert b"a lone surrogate" in done.stderr
 
 
 def test_a_megabyte_and_nuls_in_a_chat() -> None:

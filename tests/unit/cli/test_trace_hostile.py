@@ -50,7 +50,7 @@ def replayed(file: Path) -> Result:
 def is_refused_in_a_sentence(file: Path, result: Result) -> bool:
     """Status 2 and one line that names the file; or the file was whole up to where it was cut."""
     if result.exit_code == 0:
-        return "all answered as recorded" in result.stdout
+        return "all results as recorded" in result.stdout
     lines = result.stderr.splitlines()
     return (
         (result.exit_code, result.stdout, len(lines)) == (2, "", 1)

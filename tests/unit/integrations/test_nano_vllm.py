@@ -140,7 +140,7 @@ def test_a_look_up_that_leads_to_nothing_holds_nothing() -> None:
     assert manager.can_allocate(waits) == 2
     assert manager.can_append(runs)
     assert held(manager) == 0
-    with pytest.raises(RuntimeError, match="without can_allocate"):
+    with pytest.raises(RuntimeError, match="call can_allocate before"):
         manager.allocate(waits, 2)
 
 

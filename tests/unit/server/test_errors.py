@@ -97,11 +97,11 @@ def test_a_value_that_cannot_be_served_is_named(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no JSON object"),
+        (b"", "not a JSON object"),
         (b"{", "no JSON"),
-        (b"[]", "no JSON object"),
-        (b"7", "no JSON object"),
-        (b'"x"', "no JSON object"),
+        (b"[]", "not a JSON object"),
+        (b"7", "not a JSON object"),
+        (b'"x"', "not a JSON object"),
         (b'{"prompt": [5], "temperature": NaN}', "no JSON"),
         (b'{"prompt": "\\ud800"}', "no JSON"),
         (b'{"prompt": "\xff"}', "no JSON"),

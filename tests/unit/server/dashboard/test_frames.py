@@ -11,7 +11,7 @@ import pytest
 from pyengine.cache import BlockManager
 from pyengine.core import SamplingParams
 from pyengine.engine import EngineView, Prompt
-from pyengine.server.dashboard.frames import MOST_NAMESPACES, FrameMaker, Tree
+from pyengine.server.dashboard.frames import MAX_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, make_bench
 
 STATES = ["free", "idle", "active", "leased"]
@@ -25,7 +25,7 @@ class Shown:
         self.text = FrameMaker({"model": "tiny"}, **settings).frame(view)
         self.message = json.loads(self.text)
         flat = zlib.decompress(base64.b64decode(self.message["blocks"]))
-        n = sum(self.message["ledger"].values())
+        n = sum(self.message["usage"].values())
         assert len(flat) == 11 * n
         wide = np.frombuffer(flat, "<u2", 4 * n).reshape(4, n)
         narrow = np.frombuffer(flat, np.uint8, 3 * n, 8 * n).reshape(3, n)
@@ -49,7 +49,7 @@ def test_columns_are_those_of_the_manager() -> None:
     bench.submit({str(at): [*common, at, 50, 51, 52] for at in range(3)}, LONG)
     bench.submit({"gone": [60, 61, 62, 63, 64]}, SamplingParams(temperature=0, max_tokens=1))
     shown, manager = Shown(decoded(bench)), bench.manager
-    assert shown.message["ledger"] == {name: getattr(manager.ledger(), name) for name in STATES}
+    assert shown.message["usage"] == {name: getattr(manager.ledger(), name) for name in STATES}
     for block in range(40):
         assert STATES[shown.states[block]] == manager.state(block)
         assert shown.refs[block] == manager.refs(block)
@@ -142,7 +142,7 @@ def test_an_empty_pool_has_a_frame() -> None:
 
 def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
     bench = make_bench(num_blocks=200)
-    for at in range(MOST_NAMESPACES + 3):
+    for at in range(MAX_NAMESPACES + 3):
         prompt = Prompt(token_ids=[*range(3, 3 + 4 * (at + 1)), 90], namespace=b"secret%d" % at)
         bench.engine.add_request(str(at), prompt, LONG)
     frame = Shown(decoded(bench))

@@ -1,4 +1,4 @@
-"""Who looks on at a cluster: `/metrics` of all replicas and of the router, `/kv` of each."""
+"""Observers of a cluster: `/metrics` of all replicas and the router, `/kv` of each replica."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,26 +12,26 @@ from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine, Replicas
 from pyengine.core.errors import NoReplicaError
 from pyengine.core.server_settings import ServerSettings
-from pyengine.server.dashboard.page import Watch, page_router
+from pyengine.server.dashboard.page import FrameBroadcaster, page_router
 from pyengine.server.metrics import exposed
 
 _COUNTERS = (
     ("routed", "num_routed", "Requests that were sent to a replica."),
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens of those whose answer has begun."),
-    ("expected_hit_tokens", "expected_hits", "Of these, cached by what the router knew."),
-    ("real_hit_tokens", "real_hits", "Of these, cached by what the replica found."),
-    ("events", "num_events", "Changes of replicas' caches that were applied."),
-    ("repeated_batches", "num_known", "Batches of events, and snapshots, that were known."),
-    ("gaps", "num_gaps", "Times that events were missing."),
-    ("snapshots", "num_snapshots", "Whole pictures that were taken."),
-    ("refused_replicas", "num_refused", "Replicas that were not let in."),
-    ("diverted", "num_diverted", "Requests that went elsewhere because too many ran there."),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of requests whose answer has begun."),
+    ("expected_hit_tokens", "expected_hits", "Of these, cached according to the router."),
+    ("real_hit_tokens", "real_hits", "Of these, cached according to the replica."),
+    ("events", "num_events", "Cache events of replicas that were applied."),
+    ("repeated_batches", "num_duplicates", "Batches of events and snapshots received twice."),
+    ("gaps", "num_gaps", "Gaps in the events of replicas."),
+    ("snapshots", "num_snapshots", "Snapshots that were applied."),
+    ("refused_replicas", "num_refused", "Replicas that were refused."),
+    ("diverted", "num_diverted", "Requests not sent to the cheapest replica, due to its load."),
 )
-"""Of the router: name, field of `RouterStats`, help."""
+"""Counters of the router: name, field of `RouterStats`, help."""
 
 
 def merged(several: Iterable[Sequence[Metric]], model_name: str) -> list[Metric]:
-    """Families of several replicas as one each; their samples differ in the label `engine`."""
+    """Merge the metrics of several replicas, which differ in the label `engine`."""
     families: dict[str, Metric] = {}
     for metrics in several:
         for metric in metrics:
@@ -46,24 +46,24 @@ def merged(several: Iterable[Sequence[Metric]], model_name: str) -> list[Metric]
 
 
 def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
-    """What a router has counted, and what it knows of each replica."""
+    """Counters of a router, and gauges of each replica."""
     for name, field, help in _COUNTERS:
         counter = CounterMetricFamily(f"pyengine:router_{name}", help, labels=["model_name"])
         counter.add_metric([model_name], getattr(router.stats, field))
         yield counter
     for name, help, value in (
-        ("imbalance", "Most requests that run on a replica over their mean.", router.imbalance),
-        ("contents", "Different contents that are known.", router.num_contents),
+        ("imbalance", "Requests of the busiest replica over the mean.", router.imbalance),
+        ("contents", "Distinct cached blocks of all replicas.", router.num_hashes),
     ):
         gauge = GaugeMetricFamily(f"pyengine:router_{name}", help, labels=["model_name"])
         gauge.add_metric([model_name], value)
         yield gauge
     replicas = router.replicas()
     for name, field, help in (
-        ("requests", "num_requests", "Requests that were sent there and have not ended."),
-        ("contents", "num_held", "Contents that it holds, by its events."),
-        ("current", "is_current", "1 where no event is missing."),
-        ("routed", "num_routed", "Requests that were sent there."),
+        ("requests", "num_requests", "Requests of the replica in progress."),
+        ("contents", "num_held", "Cached blocks of the replica, by its events."),
+        ("current", "is_current", "1 if no event is missing."),
+        ("routed", "num_routed", "Requests sent to the replica."),
     ):
         labels = ["model_name", "engine"]
         gauge = GaugeMetricFamily(f"pyengine:router_replica_{name}", help, labels=labels)
@@ -73,7 +73,7 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
 
 
 class _Families:
-    """Metrics that were collected already, for a registry."""
+    """A collector of metrics that were collected already."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -82,8 +82,8 @@ class _Families:
         return self._families
 
 
-class ClusterObservation:
-    """What a server shows of its replicas. See `Observation`, whose place it takes."""
+class ClusterObservers:
+    """Metrics and dashboards of replicas, instead of `EngineObservers`."""
 
     def __init__(
         self,
@@ -95,18 +95,18 @@ class ClusterObservation:
         self._replicas = engine.replicas
         self._model_name = model_name
         self._is_over = is_over
-        self._watches: dict[str, ReplicaWatch] = {}
+        self._broadcasters: dict[str, ReplicaBroadcaster] = {}
 
     @property
     def routers(self) -> tuple[APIRouter, ...]:
-        """/metrics and /kv."""
+        """Routers of /metrics and /kv."""
         router = APIRouter()
 
         @router.get("/metrics", include_in_schema=False)
         async def scrape(request: Request) -> Response:
             return exposed(request, await self._registry())
 
-        return router, page_router(self._watch)
+        return router, page_router(self._broadcaster)
 
     async def _registry(self) -> CollectorRegistry:
         answers = await self._replicas.ask_all("metrics")
@@ -118,45 +118,45 @@ class ClusterObservation:
         ProcessCollector(registry=registry)
         return registry
 
-    def _watch(self, name: str | None) -> Watch:
-        """Looks at one replica; at the first one, if none is named."""
+    def _broadcaster(self, name: str | None) -> FrameBroadcaster:
+        """The broadcaster of a replica, by default of the first one."""
         names = self._replicas.names()
         if name is None and names:
             name = names[0]
         if name not in names:
-            raise NoReplicaError(f"there is no replica {name!r} now; there are {names}")
+            raise NoReplicaError(f"unknown replica {name!r}; current replicas: {names}")
         for gone in [name for name in self._watches if name not in names]:
-            del self._watches[gone]
-        if name not in self._watches:
-            self._watches[name] = ReplicaWatch(self._replicas, name, self._is_over)
-        return self._watches[name]
+            del self._broadcasters[gone]
+        if name not in self._broadcasters:
+            self._broadcasters[name] = ReplicaBroadcaster(self._replicas, name, self._is_over)
+        return self._broadcasters[name]
 
     def open(self) -> None:
-        """Nothing: requests have no lines in a log here, refusals do (`traffic.py`)."""
+        """Does nothing: an ingress has no request log, only that of refusals (`traffic.py`)."""
 
     async def close(self) -> None:
-        """Let the pages go."""
-        for watch in self._watches.values():
-            await watch.close()
+        """End the dashboard streams."""
+        for broadcaster in self._broadcasters.values():
+            await broadcaster.close()
 
 
-class ReplicaWatch(Watch):
-    """Looks at one replica, beside a line for each of them."""
+class ReplicaBroadcaster(FrameBroadcaster):
+    """Frames of one replica, with a row for each replica."""
 
     def __init__(self, replicas: Replicas, name: str, is_over: Callable[[], bool]) -> None:
         super().__init__(is_over=is_over)
         self._replicas = replicas
         self._name = name
 
-    async def look(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
-        """See `Watch`."""
+    async def poll(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+        """See `FrameBroadcaster`."""
         frame: str = await self._replicas.ask(self._name, "frame")
-        more = {"replica": self._name, "replicas": _lines(self._replicas.router)}
+        more = {"replica": self._name, "replicas": _rows(self._replicas.router)}
         return f"{frame[:-1]},{json.dumps(more)[1:]}", 0.0
 
 
-def _lines(router: PrefixRouter | None) -> list[dict[str, Any]]:
-    """A line of the page for each replica."""
+def _rows(router: PrefixRouter | None) -> list[dict[str, Any]]:
+    """A row of the dashboard for each replica."""
     return [
         {
             "name": replica.name,

@@ -53,7 +53,7 @@ def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -
     app = create_app(engine, ServerSettings(show_prompts=shows))
 
     async def main() -> str:
-        stream = app.state.observation.watch.stream()
+        stream = app.state.observers.broadcaster.stream()
         body = {"prompt": "between you and me", "max_tokens": 900, "ignore_eos": True}
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -63,7 +63,7 @@ def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -
                     break
             call.cancel()
             await stream.aclose()
-        await app.state.observation.close()
+        await app.state.observers.close()
         return event
 
     assert ("BETWEEN" in asyncio.run(main()).upper()) is shows
@@ -73,7 +73,7 @@ def test_pages_are_let_go_when_the_server_drains(engine: AsyncEngine) -> None:
     app = create_app(engine, ServerSettings())
 
     async def main() -> None:
-        stream = app.state.observation.watch.stream()
+        stream = app.state.observers.broadcaster.stream()
         for _ in range(2):
             await anext(stream)
         app.state.context.is_draining = True
