@@ -69,7 +69,7 @@ def _gpus_of_a_process(settings: EngineSettings, num_processes: int) -> int:
         return 0
     if found < num_processes:
         raise ConfigurationError(
-            f"{num_processes} processes of models need a GPU each, and there are {found}: give fewer "
+            f"{num_processes} processes need a GPU each, and there are {found}: give fewer "
             "replicas, a smaller tensor_parallel_size, or device=cpu"
         )
     return 1

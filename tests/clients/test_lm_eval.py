@@ -39,7 +39,7 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tasks: YAML beside JSON, each question behind the same worked examples."""
+    """A folder of tasks, YAML and JSON. Each question follows the same worked examples."""
     folder = tmp_path_factory.mktemp("tasks")
     with tarfile.open(ARCHIVE) as archive:
         for name in TASKS:
@@ -103,10 +103,10 @@ class Suite:
     home: Path
 
     def run(self, model: str, route: str, *names: str, **arguments: object) -> list[Any]:
-        """What it writes down of each question."""
+        """The logged samples of each task."""
         out = self.home / f"out {len(list(self.home.iterdir()))}"
-        told = {"base_url": f"{self.server.address}{route}", "model": "SmolLM2-135M-Instruct"}
-        given = ",".join(f"{name}={value}" for name, value in (told | arguments).items())
+        settings = {"base_url": f"{self.server.address}{route}", "model": "SmolLM2-135M-Instruct"}
+        given = ",".join(f"{name}={value}" for name, value in (settings | arguments).items())
         told_apart = ["--apply_chat_template"] if "chat" in model else []
         run(
             *("lm_eval", "run", "--model", model, "--model_args", given, *told_apart),

@@ -29,7 +29,7 @@ LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
 SHOWN = """() => ({
     frame: document.documentElement.dataset.frame,
     states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
-        one => [one.dataset.state, Number(one.textContent.replaceAll(",", ""))])),
+        item => [item.dataset.state, Number(item.textContent.replaceAll(",", ""))])),
     cells: ["free", "idle", "active", "leased"].map(
         (_, at) => blocks?.state.reduce((sum, one) => sum + (one === at), 0)),
     running: Number(document.getElementById("running").textContent.replaceAll(",", "")),
@@ -84,7 +84,7 @@ async def exhausted(items: AsyncIterator[Any]) -> None:
 
 
 async def load(engine: AsyncEngine, count: int, params: SamplingParams) -> None:
-    """So many requests at once; each third has a namespace of its own, all share a beginning."""
+    """So many requests at once; each third has its own namespace, all share a beginning."""
     common = "You are a helpful assistant. Answer in one short sentence and say nothing else. " * 2
     await asyncio.gather(
         *(
@@ -102,7 +102,7 @@ async def load(engine: AsyncEngine, count: int, params: SamplingParams) -> None:
 
 
 @pytest.mark.slow
-def test_the_counts_on_it_are_those_of_the_ledger(chromium: Any) -> None:
+def test_the_counts_on_it_are_those_of_the_pool(chromium: Any) -> None:
     with (
         AsyncEngine(num_blocks=900, max_num_seqs=24, seed=0) as engine,
         ServedPage(engine) as page_server,
@@ -119,10 +119,10 @@ def test_the_counts_on_it_are_those_of_the_ledger(chromium: Any) -> None:
                 continue
             frames.add(shown["frame"])
             view = page_server.seen[shown["frame"]]
-            ledger = {name: getattr(view.stats.ledger, name) for name in STATES}
-            assert shown["states"] == ledger
-            assert shown["cells"] == [ledger[name] for name in STATES]
-            assert sum(ledger.values()) == 900
+            usage = {name: getattr(view.stats.ledger, name) for name in STATES}
+            assert shown["states"] == usage
+            assert shown["cells"] == [usage[name] for name in STATES]
+            assert sum(usage.values()) == 900
             assert shown["running"] == view.stats.num_running
             running = max(running, view.stats.num_running)
         work.result()
@@ -198,12 +198,12 @@ def test_keys_and_tables_say_what_the_pictures_show(
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
         page.locator("summary").click()
-        ledger = engine.stats().ledger
+        usage = engine.stats().ledger
         rows = page.locator("#table-states tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [
-            [name, str(getattr(ledger, name))] for name in STATES
+            [name, str(getattr(usage, name))] for name in STATES
         ]
-        assert f"{ledger.idle} idle" in (page.locator("#blocks").get_attribute("aria-label") or "")
+        assert f"{usage.idle} idle" in (page.locator("#blocks").get_attribute("aria-label") or "")
         polls = page_server.broadcaster.num_polls
         page.locator("#pause").click()
         page.wait_for_timeout(800)
@@ -226,7 +226,7 @@ def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
                 closing(chromium.new_context()) as context,
                 pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"),
             ):
-                context.new_page().goto(f"{served.url}/kv")  # nobody is there to be asked
+                context.new_page().goto(f"{served.url}/kv")  # there is no password prompt
             wrong = {"username": "", "password": "wrong"}
             with closing(chromium.new_context(http_credentials=wrong)) as context:
                 answer = context.new_page().goto(f"{served.url}/kv")

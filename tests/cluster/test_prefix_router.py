@@ -16,7 +16,7 @@ from tests.support.cluster import BLOCK_SIZE, KIND, Cache, World, run
 PROMPT = list(range(BLOCK_SIZE * 10))
 
 
-def joined(*names: str, **options: float) -> tuple[PrefixRouter, dict[str, Cache]]:
+def router_of(*names: str, **options: float) -> tuple[PrefixRouter, dict[str, Cache]]:
     """A router over caches of 64 blocks that it knows."""
     router = PrefixRouter(KIND, **options)  # type: ignore[arg-type]
     caches = {name: Cache(64) for name in names}
@@ -32,7 +32,7 @@ def compute(router: PrefixRouter, name: str, cache: Cache, prompt: list[int]) ->
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:
-    router, caches = joined("a", "b", "c")
+    router, caches = router_of("a", "b", "c")
     compute(router, "b", caches["b"], PROMPT[:20])
     compute(router, "c", caches["c"], PROMPT[:36])
     choice = router.choose(PROMPT)
@@ -45,7 +45,7 @@ def test_a_prompt_goes_where_most_of_it_is() -> None:
 
 
 def test_what_is_evicted_is_missed() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
     compute(router, "a", caches["a"], PROMPT)
     assert router.choose(PROMPT).replica == "a"
     caches["a"].manager.evict_idle()
@@ -55,7 +55,7 @@ def test_what_is_evicted_is_missed() -> None:
 
 
 def test_equal_costs_go_to_who_has_less_to_do() -> None:
-    router, _ = joined("a", "b", "c")
+    router, _ = router_of("a", "b", "c")
     seen = []
     for number in range(6):
         choice = router.choose([number] * 40)
@@ -65,7 +65,7 @@ def test_equal_costs_go_to_who_has_less_to_do() -> None:
 
 
 def test_a_burst_of_one_prompt_stays_together_before_any_event() -> None:
-    router, _ = joined("a", "b", slack=8)
+    router, _ = router_of("a", "b", slack=8)
     first = router.choose(PROMPT)
     ticket = router.begin(first)
     assert ticket is not None
@@ -76,7 +76,7 @@ def test_a_burst_of_one_prompt_stays_together_before_any_event() -> None:
 
 
 def test_nobody_gets_many_more_than_the_mean() -> None:
-    router, caches = joined("a", "b", "c", "d", imbalance=1.25, slack=2)
+    router, caches = router_of("a", "b", "c", "d", imbalance=1.25, slack=2)
     compute(router, "a", caches["a"], PROMPT)
     counts = dict.fromkeys("abcd", 0)
     for _ in range(200):
@@ -89,7 +89,7 @@ def test_nobody_gets_many_more_than_the_mean() -> None:
 
 
 def test_load_that_others_sent_counts_too() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
     busy = Load(num_running=9, num_waiting=3, num_active=60)
     assert (
         router.apply("a", Events(caches["a"].log.epoch, 0, b"", b"", busy)) is UpdateResult.APPLIED
@@ -99,7 +99,7 @@ def test_load_that_others_sent_counts_too() -> None:
 
 
 def test_prompts_that_wait_to_be_computed_count_until_they_are() -> None:
-    router, _ = joined("a", "b")
+    router, _ = router_of("a", "b")
     long, short = list(range(400)), list(range(1000, 1200))
     first, second = router.begin(router.choose(long)), router.begin(router.choose(short))
     assert first is not None and second is not None
@@ -116,7 +116,7 @@ def test_prompts_that_wait_to_be_computed_count_until_they_are() -> None:
     ("field", "value"), [("model", "other"), ("block_size", 16), ("hash_seed", 8)]
 )
 def test_a_replica_of_another_kind_is_refused_with_both_values(field: str, value: object) -> None:
-    router, _ = joined("a")
+    router, _ = router_of("a")
     values = {"model": "model", "block_size": BLOCK_SIZE, "hash_seed": 7, field: value}
     with pytest.raises(ConfigurationError, match=f"{field}={value!r}.*{field}=") as refusal:
         router.join(ReplicaInfo("b", CacheFormat(**values), 8))  # type: ignore[arg-type]
@@ -126,14 +126,14 @@ def test_a_replica_of_another_kind_is_refused_with_both_values(field: str, value
 
 
 def test_events_out_of_order_twice_and_of_nobody() -> None:
-    router, caches = joined("a")
+    router, caches = router_of("a")
     cache = caches["a"]
     run(cache.manager, PROMPT[:8])
     first = cache.take()
     run(cache.manager, PROMPT)
     second = cache.take()
-    assert router.apply("nobody", first) is UpdateResult.UNKNOWN_REPLICA
-    assert router.restore("nobody", cache.log.snapshot(Load())) is UpdateResult.UNKNOWN_REPLICA
+    assert router.apply("unknown", first) is UpdateResult.UNKNOWN_REPLICA
+    assert router.restore("unknown", cache.log.snapshot(Load())) is UpdateResult.UNKNOWN_REPLICA
     assert router.apply("a", second) is UpdateResult.GAP
     assert router.apply("a", first) is UpdateResult.GAP, "only a snapshot helps"
     assert router.choose(PROMPT).replica == "a", "requests are served meanwhile"
@@ -145,7 +145,7 @@ def test_events_out_of_order_twice_and_of_nobody() -> None:
 
 
 def test_a_restarted_replica_has_nothing_of_its_earlier_life() -> None:
-    router, caches = joined("a")
+    router, caches = router_of("a")
     compute(router, "a", caches["a"], PROMPT)
     anew = Cache(64)
     assert router.apply("a", anew.take()) is UpdateResult.GAP
@@ -155,7 +155,7 @@ def test_a_restarted_replica_has_nothing_of_its_earlier_life() -> None:
 
 
 def test_bytes_that_are_no_events_change_nothing() -> None:
-    router, caches = joined("a")
+    router, caches = router_of("a")
     compute(router, "a", caches["a"], PROMPT)
     held, epoch = router.cached_hashes("a"), caches["a"].log.epoch
     for kinds, names in ((b"\1", b""), (b"\1\1", bytes(16)), (b"\3", bytes(16)), (b"", b"1")):
@@ -211,7 +211,7 @@ def test_nobody_there() -> None:
 
 
 def test_a_request_that_went_elsewhere_is_counted_there() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
     compute(router, "a", caches["a"], PROMPT)
     ticket = router.begin(router.choose(PROMPT), "b")
     assert ticket is not None
@@ -240,7 +240,7 @@ def test_the_picture_is_right_over_a_hundred_thousand_operations() -> None:
 
 
 def test_threads_may_call_it_at_once() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
 
     def send(seed: int) -> None:
         random = Random(seed)

@@ -255,7 +255,7 @@ def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
         callers = [asyncio.create_task(load(number)) for number in range(8)]
         await until(lambda: current(engine) == 2, 120)
         assert replicas.router is not None
-        newcomer = replicas.router.replicas()[1].name  # in the order in which they joined
+        newcomer = replicas.router.replicas()[1].name  # in the order of joining
         await until(lambda: routed(engine)[newcomer] > 2)
         is_over = True
         await asyncio.gather(*callers)  # nothing was lost on the way up

@@ -324,7 +324,7 @@ def test_a_router_that_starts_again_is_right_after_snapshots(two: tuple[Replica,
         local.fleet.close()
         local.fleet = Fleet()
         local.fleet.update(local.there)
-        with pytest.raises(NoReplicaError):  # nobody has said yet who it is
+        with pytest.raises(NoReplicaError):  # no replica has joined yet
             await read(engine, [5], GREEDY)
         await local.until_current()
         assert [item async for item in reader][-1].finished

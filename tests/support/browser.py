@@ -16,7 +16,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 class Served:
-    """An application that answers on a port of this machine, on an event loop of its own."""
+    """An application that answers on a port of this machine, on a separate event loop."""
 
     def __init__(self, app: FastAPI) -> None:
         with socket.socket() as probe:
@@ -65,7 +65,7 @@ def browser() -> Iterator[Any]:
 
 
 def errors_of(page: Any) -> list[str]:
-    """What the page puts on the console as an error or a warning, as it comes."""
+    """Errors and warnings on the page's console."""
     errors: list[str] = []
     page.on(
         "console",

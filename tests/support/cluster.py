@@ -29,7 +29,7 @@ def run(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> int
 
 
 class Cache:
-    """A replica's cache in one of its lives, what it held after each event, and its mail."""
+    """A replica's cache in one epoch, and its blocks after each event."""
 
     def __init__(self, num_blocks: int) -> None:
         self.manager = manager_of(num_blocks)
@@ -44,7 +44,7 @@ class Cache:
 
 
 class World:
-    """Random operations on caches, their mail and a router, which must never be wrong for long."""
+    """Random operations on caches, delivery queues and a router, whose state must soon be right."""
 
     def __init__(self, random: Random, num_replicas: int = 4) -> None:
         self.random = random
@@ -107,20 +107,20 @@ class World:
             self.queues[name].append(self.random.choice(self.queues[name]))
 
     def swap(self, name: str) -> None:
-        mail = self.queues[name]
-        if len(mail) > 1:
-            mail[0], mail[-1] = mail[-1], mail[0]
+        queue = self.queues[name]
+        if len(queue) > 1:
+            queue[0], queue[-1] = queue[-1], queue[0]
 
     def merge(self, name: str) -> None:
         """Two batches as one; the first or the second may come by itself, too."""
-        mail = self.queues[name]
-        if len(mail) > 1 and isinstance(mail[0], Events) and isinstance(mail[1], Events):
-            first, second = mail[0], mail[1]
+        queue = self.queues[name]
+        if len(queue) > 1 and isinstance(queue[0], Events) and isinstance(queue[1], Events):
+            first, second = queue[0], queue[1]
             if first.epoch == second.epoch and first.end == second.first:
-                mail[self.random.randrange(2)] = merged([first, second])
+                queue[self.random.randrange(2)] = merged([first, second])
 
     def restart(self, name: str) -> None:
-        """Its mail is still on the way."""
+        """Its queue is not empty."""
         self.caches[name] = Cache(self.sizes[name])
         self.epochs[self.caches[name].log.epoch] = self.caches[name]
 
@@ -180,7 +180,7 @@ class World:
         self.num_checked += 1
 
     def catch_up(self) -> None:
-        """All mail is lost; the next events come. Then the picture is right."""
+        """Lose all messages. After the next events the state is right."""
         for name, cache in self.caches.items():
             self.queues[name].clear()
             if all(replica.name != name for replica in self.router.replicas()):

@@ -19,7 +19,7 @@ EOS = 2
 
 
 class LazyWork(ThreadWork[Any]):
-    """Work that is done when somebody asks for its result, and not before."""
+    """Work that runs only when its result is requested."""
 
     def __init__(self, queue: "LazyQueue", work: Callable[[], Any]) -> None:
         super().__init__(Future())
@@ -121,8 +121,8 @@ class Bench:
         return [done[str(i)] for i in range(len(prompts))]
 
     def assert_all_free(self) -> None:
-        ledger = self.manager.ledger()
-        assert (ledger.active, ledger.leased) == (0, 0), ledger
+        usage = self.manager.ledger()
+        assert (usage.active, usage.leased) == (0, 0), usage
         self.manager.check()
 
 

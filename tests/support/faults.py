@@ -20,12 +20,12 @@ from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
 
 NO_TOKEN = 10**6
-"""What a failed step leaves where it wrote."""
+"""The value that a failed step leaves in written slots."""
 NOBODY = -1
 
 
 class InjectedError(RuntimeError):
-    """What the runner raises."""
+    """The exception that the runner raises."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Setting:
     block_size: int
     groups: tuple[int | None, ...]
     budget: int
-    seats: int
+    slots: int
     caching: bool
     sharing: bool
     hash_bits: int
@@ -60,7 +60,7 @@ class Setting:
             block_size=random.randint(1, 8),
             groups=groups,
             budget=budget,
-            seats=random.randint(1, min(budget, 8)),
+            slots=random.randint(1, min(budget, 8)),
             caching=random.random() < 0.85,
             sharing=random.random() < 0.8,
             hash_bits=random.choice([128, 128, 2]),
@@ -181,14 +181,14 @@ def make_faulty_bench(setting: Setting, random: Random) -> Bench:
         in_flight_sharing=setting.sharing,
         hash_bits=setting.hash_bits,
     )
-    limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.seats)
+    limits = SchedulerLimits(max_num_batched_tokens=setting.budget, max_num_seqs=setting.slots)
     scheduler = WatchedScheduler(LookaheadManager(blocks, setting.lookahead), limits)
     runner = FaultyRunner(setting, scheduler, random)
     facts = ModelFacts(
         vocab_size=VOCAB_SIZE,
         eos_token_ids=frozenset({EOS}),
         max_model_len=setting.max_model_len,
-        max_num_seqs=setting.seats,
+        max_num_seqs=setting.slots,
         limited_by="the pool",
     )
     executor = Executor(runner, LazyQueue(), depth=setting.depth)

@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save_with_heads(family: str, folder: Path, heads: int, **settings: Any) -> None:
-    """Save a model whose heads are often right: what follows a token hangs mostly on that token.
+    """Save a model whose heads are often right: the next token depends mostly on the last one.
 
     The heads' layers are saved as the layers after the last, by the same names as the others.
     """
@@ -73,7 +73,7 @@ class Reference:
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int]) -> list[int]:
-        """What each head says comes next after `tokens`."""
+        """The next token after `tokens`, by each MTP layer."""
         ids = torch.tensor([tokens])
         hidden = self.model.model(ids[:, :-1], use_cache=False).last_hidden_state
         found, _, _ = self.heads(

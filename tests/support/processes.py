@@ -1,4 +1,4 @@
-"""Which processes there are, by /proc."""
+"""Running processes, by /proc."""
 
 import os
 import socket

@@ -83,7 +83,7 @@ class LocalReplicas:
         self.fleet.close()
 
     def lose(self, name: str) -> None:
-        """As `kill -9` does: those who wait for it are told, its events stop."""
+        """As `kill -9` does: its callers get an error, its events stop."""
         self.there.pop(name).is_lost.set()
         self.fleet.forget(name)
 

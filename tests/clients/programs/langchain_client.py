@@ -1,4 +1,4 @@
-"""What programs do with `langchain-openai`, against the server at the address given.
+"""Calls of `langchain-openai` to the server at the given address.
 
 Run by the Python of .venv-clients. Fails by an assertion.
 """

@@ -1,4 +1,4 @@
-"""What programs do with `litellm`, against the server at the address given.
+"""Calls of `litellm` to the server at the given address.
 
 Run by the Python of .venv-clients/litellm. Fails by an assertion.
 """

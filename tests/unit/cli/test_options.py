@@ -132,7 +132,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[
 
     monkeypatch.setattr("pyengine.cli.serve.open_async_engine", engine)
 
-    def make(_: object, settings: object, announce: object) -> SimpleNamespace:
+    def make(_: object, settings: object, on_ready: object) -> SimpleNamespace:
         seen.append(settings)
         return SimpleNamespace(run=lambda sockets: None)
 

@@ -224,7 +224,7 @@ def test_draws_do_not_depend_on_what_is_left(prompts: Path, target: Path) -> Non
 def test_a_prompt_that_failed_is_said_and_tried_again(prompts: Path, target: Path) -> None:
     first = run(FakeEngine(failing={1}), prompts, target)
     assert first.exit_code == 1
-    assert "prompt 2 failed: no room" in first.stderr
+    assert "prompt 2 failed: pool full" in first.stderr
     assert indices(target) == [3, 2, 0]
     engine = FakeEngine()
     assert run(engine, prompts, target, "--resume").exit_code == 0

@@ -1,4 +1,4 @@
-"""What the command line is connected to: terminals, pipes, full disks, odd encodings, nothing."""
+"""The command line on terminals, pipes, full disks, odd encodings, and without streams."""
 
 import fcntl
 import json
@@ -76,7 +76,7 @@ def run(
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """A command in a new terminal."""
 
     def __init__(self, *arguments: str, columns: int = 80, **settings: object) -> None:
         words = settings.pop("words", WORDS)
@@ -327,7 +327,7 @@ exec "$@"
 
 
 def test_a_disk_that_fills_keeps_what_was_whole(tmp_path: Path) -> None:
-    """A small one, in a mount namespace of its own."""
+    """A small one, in a new mount namespace."""
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"prompt {at}\n" for at in range(200)))
     target = tmp_path / "disk"

@@ -167,7 +167,7 @@ def test_a_huge_file_takes_no_memory_of_its_size(tmp_path: Path, start: bytes) -
     huge = tmp_path / "huge"
     with huge.open("wb") as out:
         out.write(start)
-        out.truncate(64 << 30)  # of zeros that take no room on the disk
+        out.truncate(64 << 30)  # sparse: zeros that use no disk space
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert run(huge).exit_code == 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB

@@ -110,7 +110,7 @@ main()
 
 
 def replayed_within(mebibytes: int, file: Path) -> str:
-    """What a process that may take so much memory more says of the file, refused with status 2."""
+    """The error for a file in a process with limited further memory, with status 2."""
     arguments = [str(mebibytes), "trace", "replay", str(file)]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *arguments],

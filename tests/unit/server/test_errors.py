@@ -1,4 +1,4 @@
-"""What goes wrong has the status that fits, OpenAI's shape, and a way out; then all is well."""
+"""Errors have the right status, OpenAI's format and a remedy, and the server keeps working."""
 
 import json
 from typing import Any

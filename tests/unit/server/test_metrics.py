@@ -54,7 +54,7 @@ LABELS = {"model_name": "tiny", "engine": "0"}
 
 
 class Scraped:
-    """What an engine shows, by name and labels."""
+    """Metrics of an engine, by name and labels."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         app = FastAPI()

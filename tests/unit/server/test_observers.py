@@ -1,4 +1,4 @@
-"""What the whole server shows of its engine: /metrics, /kv, the log; and to whom."""
+"""Observers of a whole server: /metrics, /kv and the log, and access to them."""
 
 import asyncio
 import json

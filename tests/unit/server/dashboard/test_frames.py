@@ -1,4 +1,4 @@
-"""What the page is sent agrees with the pool, block by block, and gives nothing away."""
+"""Frames agree with the pool, block by block, and reveal no namespaces."""
 
 import base64
 import json
@@ -77,10 +77,10 @@ def test_the_tree_is_cut_where_prefixes_part() -> None:
 
 def naive_pieces(manager: BlockManager) -> dict[int, int]:
     """Of each block with a content the contents before it, going up branch by branch."""
-    survey = manager.survey()
+    pool = manager.survey()
     branches, rows, parents, behind = (
         np.frombuffer(each, np.uint32).tolist()
-        for each in (survey.branches, survey.rows, survey.parents, survey.behind)
+        for each in (pool.branches, pool.rows, pool.parents, pool.behind)
     )
     found = {}
     for block, branch in enumerate(branches):

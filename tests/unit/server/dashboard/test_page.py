@@ -1,4 +1,4 @@
-"""The stream behind /kv: nothing is computed for nobody, and little for many."""
+"""The stream of /kv: no work without viewers, and shared work for many."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Who may call, and what a call may cost: refused at the door, and all is well afterwards."""
+"""Keys, origins and limits: requests are refused early, and the server keeps working."""
 
 import asyncio
 import base64
@@ -298,7 +298,7 @@ def test_a_client_that_goes_ends_its_request(stream: bool, client: Client) -> No
     sent, _ = asgi(client, COMPLETIONS, [body, ..., "runs", None])
     if stream:
         assert status_of(sent) == 200
-        assert sent[-1].get("more_body", True)  # it was not told that all has come
+        assert sent[-1].get("more_body", True)  # the response is incomplete
     else:
         assert status_of(sent) == 499
     assert client.context.live == {}

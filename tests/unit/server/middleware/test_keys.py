@@ -1,4 +1,4 @@
-"""What a client's key may do, and what needs the operator's; other sites and other names."""
+"""Rights of client keys and admin keys; foreign origins and hosts."""
 
 import asyncio
 from typing import Any

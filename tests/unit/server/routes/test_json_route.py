@@ -1,4 +1,4 @@
-"""What a body costs is counted before it is read, and validation ends at the first error."""
+"""Items of a body are counted before parsing, and validation stops at the first error."""
 
 import asyncio
 import json

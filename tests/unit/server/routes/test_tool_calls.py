@@ -46,15 +46,15 @@ TEXTS: dict[str, list[Any]] = {
 
 
 def parse(pieces: list[str]) -> list[Any]:
-    """The parts, with neighbouring texts joined."""
-    parser, joined = ToolParser({"add"}), list[Any]()
+    """The parts, with adjacent texts merged."""
+    parser, merged = ToolParser({"add"}), list[Any]()
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
     for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
         else:
-            joined.append(part)
-    return joined
+            merged.append(part)
+    return merged
 
 
 @pytest.mark.parametrize(("text", "expected"), TEXTS.items(), ids=lambda value: repr(value)[:30])
