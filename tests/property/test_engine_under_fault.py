@@ -33,9 +33,9 @@ def drawn_prompt(random: Random, longest: int) -> list[int]:
     return (shared[: random.randint(1, 40)] + tail)[:longest]
 
 
-def drawn_params(random: Random, seats: int) -> SamplingParams:
+def drawn_params(random: Random, slots: int) -> SamplingParams:
     return SamplingParams(
-        n=random.randint(1, min(4, seats)) if random.random() < 0.5 else 1,
+        n=random.randint(1, min(4, slots)) if random.random() < 0.5 else 1,
         temperature=random.choice([0, 1]),
         seed=random.randrange(3),
         max_tokens=random.randint(1, 12),
@@ -71,7 +71,7 @@ class Case:
     def submit(self) -> None:
         random, name = self.random, str(len(self.asked))
         prompt = drawn_prompt(random, self.setting.max_model_len - 1)
-        params = drawn_params(random, self.setting.seats)
+        params = drawn_params(random, self.setting.slots)
         self.asked[name] = prompt, params
         self.bench.scheduler.namespaces[name] = random.randrange(2)
         self.bench.submit({name: prompt}, params)
