@@ -18,7 +18,7 @@ from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
 from pyengine.cluster.fleet import ReplicaUpdate
 from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.prefix_router import PrefixRouter
-from pyengine.cluster.ray_links import ReplicaLink, routers
+from pyengine.cluster.ray_links import LinkedRouter, ReplicaLink, routers
 from pyengine.cluster.ray_router import PrefixRequestRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
@@ -110,7 +110,7 @@ class RayReplicas:
         self._handle = handle
 
     @property
-    def _router(self) -> PrefixRequestRouter | None:
+    def _router(self) -> LinkedRouter | None:
         return routers.get(self._handle.deployment_id)
 
     def links(self) -> dict[str, ReplicaLink]:

@@ -1,24 +1,34 @@
 """Direct calls of single replicas on Ray, and the registry of routers."""
 
+import asyncio
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from ray.serve._private.common import DeploymentID, RequestMetadata
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from pyengine.cluster.fleet import ReplicaUpdate
+from pyengine.cluster.fleet import Fleet, ReplicaUpdate
 
-if TYPE_CHECKING:
-    from pyengine.cluster.ray_router import PrefixRequestRouter
 
-routers: "dict[DeploymentID, PrefixRequestRouter]" = {}
+class LinkedRouter(Protocol):
+    """The part of a Serve request router that an ingress uses."""
+
+    fleet: Fleet
+    _event_loop: asyncio.AbstractEventLoop
+
+    def links(self) -> "dict[str, ReplicaLink]":
+        """Links to all current replicas, by name."""
+        ...
+
+
+routers: dict[DeploymentID, LinkedRouter] = {}
 """Routers of this process by deployment. Serve creates one per deployment at the first call and
 gives no access to it."""
 
 
-def register(deployment: DeploymentID, router: "PrefixRequestRouter") -> None:
+def register(deployment: DeploymentID, router: LinkedRouter) -> None:
     """Add the router of a deployment to `routers`."""
     routers[deployment] = router
 

@@ -40,16 +40,18 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """See Ray Serve: the best replica, then the others. Other calls go to any replica."""
-        found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        fit = {name: replica for name, replica in found.items() if name not in self.fleet.refused}
+        candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        accepted = {
+            name: replica for name, replica in candidates.items() if name not in self.fleet.refused
+        }
         request = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(request, RemoteRequest):
             try:
-                best = fit.pop(self.fleet.route(request, fit))
+                best = accepted.pop(self.fleet.route(request, accepted))
             except NoReplicaError:  # no replica has joined yet: choose by load
-                return [list(fit.values())]
-            return [[best], list(fit.values())]
-        return [list(fit.values())]
+                return [list(accepted.values())]
+            return [[best], list(accepted.values())]
+        return [list(accepted.values())]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
