@@ -13,7 +13,7 @@ from pyengine.cluster.remote_engine import RemoteEngine, Replicas
 from pyengine.core.errors import NoReplicaError
 from pyengine.core.server_settings import ServerSettings
 from pyengine.server.dashboard.page import FrameBroadcaster, page_router
-from pyengine.server.metrics import exposed
+from pyengine.server.metrics import Families, exposed
 
 _COUNTERS = (
     ("routed", "num_routed", "Requests that were sent to a replica."),
@@ -72,16 +72,6 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
         yield gauge
 
 
-class _Families:
-    """A collector of metrics that were collected already."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
 class ClusterObservers:
     """Metrics and dashboards of replicas, instead of `EngineObservers`."""
 
@@ -113,10 +103,7 @@ class ClusterObservers:
         families = merged(answers.values(), self._model_name)
         if self._replicas.router is not None:
             families += router_metrics(self._replicas.router, self._model_name)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(families))
-        ProcessCollector(registry=registry)
-        return registry
+        return Families([*families, *ProcessCollector(registry=None).collect()])
 
     def _broadcaster(self, name: str | None) -> FrameBroadcaster:
         """The broadcaster of a replica, by default of the first one."""

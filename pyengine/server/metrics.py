@@ -5,42 +5,31 @@ are ``pyengine:*``. An observer on the engine's thread counts events in plain nu
 read at scrape time.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.utils import floatToGoString
 
 from pyengine.cache.counters import COUNTERS
-from pyengine.engine import EngineStats, RequestState, Sample, StepResult
+from pyengine.engine import EngineStats, RequestState, StepResult
+from pyengine.server.histograms import (
+    FIRST_TOKEN_BUCKETS,
+    PER_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    SEQUENCE_BUCKETS,
+    STEP_TOKEN_BUCKETS,
+    Histogram,
+    TokenGaps,
+    one_two_five,
+)
 from pyengine.server.middleware.auth import caller_of
 
-_FIRST_TOKEN = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
-    *(20, 40, 80, 160, 640, 2560),
-)
-_PER_TOKEN = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
-    *(20, 40, 80),
-)
-_REQUEST = (
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
-    *(1920, 7680),
-)
-_STEP_TOKENS = (1, *(8 << doubling for doubling in range(12)))
-_SAMPLES = (1, 2, 5, 10, 20)
 FINISH_REASONS = ("error", "abort", "length", "stop")
 """From worst to best."""
 _MAX_TOKENS = 1 << 17
@@ -52,12 +41,6 @@ _COUNTERS = {
     "forked_tokens": "Prompt tokens that further samples (`n`) share with the first.",
     "forked_blocks": "Full blocks that further samples (`n`) share with the first.",
 }
-
-
-def one_two_five(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
-    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= most)
 
 
 def reason_of(request: RequestState) -> str:
@@ -90,81 +73,6 @@ class MeteredEngine(Protocol):
         ...
 
 
-class _Histogram:
-    """Counts in buckets. Unlike prometheus-client's, it adds several equal values at once."""
-
-    __slots__ = ("bounds", "counts", "help", "name", "total")
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self.name, self.help = name, help
-        self.bounds = [float(bound) for bound in bounds]
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.help, labels=list(labels))
-        counts, total = list(self.counts), self.total
-        sums = [sum(counts[: at + 1]) for at in range(len(counts))]
-        names = [*map(floatToGoString, self.bounds), "+Inf"]
-        family.add_metric(list(labels.values()), list(zip(names, sums, strict=True)), total)
-        return family
-
-
-class _TokenGaps:
-    """Measures the time between two tokens of a sequence, for a whole step at once.
-
-    While the same sequences decode, it equals the time between two steps.
-    """
-
-    def __init__(self, histogram: _Histogram) -> None:
-        self._histogram = histogram
-        self._rows: Sequence[Sample] = ()
-        self._last = 0.0
-        self._live: set[Sample] = set()
-        self._since: dict[Sample, float] = {}
-        """Time of the last token of each sequence that the last step left out."""
-        self._gone: set[Sample] = set()
-        """Sequences that have finished. A step in flight may still include them."""
-
-    def stop(self, samples: Iterable[Sample]) -> None:
-        """Ignore these sequences from now on, also in a step in flight."""
-        for sample in samples:
-            self._gone.add(sample)
-            self._since.pop(sample, None)
-
-    def step(self, rows: Sequence[Sample], ended: Sequence[Sample], now: float) -> int:
-        """Record a step and return how many sequences got a token."""
-        if not rows:
-            return 0
-        if rows is self._rows and not self._gone:
-            live = self._live
-            self._histogram.add(now - self._last, len(live))
-        else:
-            live = set(rows)
-            live -= self._gone
-            self._gone.clear()
-            both = live & self._live
-            if both:
-                self._histogram.add(now - self._last, len(both))
-            self._change(live, now)
-        self._rows, self._live, self._last = rows, live, now
-        self._gone.update(ended)
-        return len(live)
-
-    def _change(self, live: set[Sample], now: float) -> None:
-        for sample in live - self._live:
-            last = self._since.pop(sample, None)
-            if last is not None:
-                self._histogram.add(now - last)
-        for sample in self._live - live:
-            if sample.finish_reason is None:
-                self._since[sample] = self._last
-
-
 @dataclass(slots=True)
 class _Counts:
     """Totals over all steps."""
@@ -186,21 +94,23 @@ class EngineMetrics:
         self._about = engine.describe()
         self._counts = _Counts()
         self._ends: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        self._first = _Histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
+        self._first = Histogram(
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token.",
+            FIRST_TOKEN_BUCKETS,
         )
-        self._gap = _Histogram(
+        self._gap = Histogram(
             "vllm:inter_token_latency_seconds",
             "From step to step in which a sample got a token.",
-            _PER_TOKEN,
+            PER_TOKEN_BUCKETS,
         )
-        self._mean_gap = _Histogram(
+        self._mean_gap = Histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time between the tokens of a request.",
-            _PER_TOKEN,
+            PER_TOKEN_BUCKETS,
         )
         self._whole, self._queue, self._inference, self._prefill, self._decode = (
-            _Histogram(f"vllm:{name}_seconds", help, _REQUEST)
+            Histogram(f"vllm:{name}_seconds", help, REQUEST_BUCKETS)
             for name, help in (
                 ("e2e_request_latency", "From arrival to the end, aborted requests included."),
                 ("request_queue_time", "From arrival to the first step of a request."),
@@ -209,15 +119,15 @@ class EngineMetrics:
                 ("request_decode_time", "From the first token to the end."),
             )
         )
-        self._step_tokens = _Histogram(
+        self._step_tokens = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens computed in a step, of prompts and of decodes.",
-            _STEP_TOKENS,
+            STEP_TOKEN_BUCKETS,
         )
         longest = self._about.get("max_model_len")
         lengths = one_two_five(longest if isinstance(longest, int) else _MAX_TOKENS)
         self._prompts, self._outputs, self._n, self._max_tokens = (
-            _Histogram(f"vllm:request_{name}", help, bounds)
+            Histogram(f"vllm:request_{name}", help, bounds)
             for name, help, bounds in (
                 ("prompt_tokens", "Prompt tokens of a request.", lengths),
                 (
@@ -225,11 +135,11 @@ class EngineMetrics:
                     "Tokens generated for a request, all samples together.",
                     lengths,
                 ),
-                ("params_n", "Samples per request (`n`).", _SAMPLES),
+                ("params_n", "Samples per request (`n`).", SEQUENCE_BUCKETS),
                 ("params_max_tokens", "`max_tokens`, if it was given.", lengths),
             )
         )
-        self._times = _TokenGaps(self._gap)
+        self._times = TokenGaps(self._gap)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -438,11 +348,11 @@ def exposed(request: Request, registry: CollectorRegistry) -> Response:
         families = list(context.traffic.collect(context.names[0], caller))
         if caller.is_admin:
             families += registry.collect()
-        registry = _Families(families)
+        registry = Families(families)
     return Response(encode(registry), headers={"Content-Type": content_type})
 
 
-class _Families(CollectorRegistry):
+class Families(CollectorRegistry):
     """A registry of metrics that were collected already."""
 
     def __init__(self, families: list[Metric]) -> None:
@@ -450,4 +360,5 @@ class _Families(CollectorRegistry):
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
+        """The metrics."""
         yield from self._families

@@ -20,10 +20,9 @@ from pyengine.server.routes.generation import (
     UsageCounter,
     answer,
     begin,
-    check_count,
-    sampling_params,
 )
 from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.routes.template_variables import TemplateVariables
 from pyengine.server.routes.tool_calls import OfferedTools, ParsedCall, offered_tools
 from pyengine.server.schemas.fields import CHAT

@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pyengine.core import RequestOutput, SamplingParams
 from pyengine.engine import StepResult
-from pyengine.server.metrics import EngineMetrics, metrics_router, one_two_five
+from pyengine.server.histograms import one_two_five
+from pyengine.server.metrics import EngineMetrics, metrics_router
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT
 from tests.support.drafters import MixedDrafter, speculate
