@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pyengine.cli.config_file import config_option
 from pyengine.cli.status import report
 from pyengine.core.errors import InvalidRequestError
 from pyengine.core.option import option_of
@@ -72,13 +73,14 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
 
     The parameters `settings`, `params` and `server` stand for `EngineSettings`, `SamplingParams`
     and `ServerSettings`. Other parameters stay, and replace the option of a setting with the same
-    name. `defaults` replace defaults of options. Errors are handled as by `guarded`.
+    name. `defaults` replace defaults of options. `--config` reads options from a file. Errors are
+    handled as by `guarded`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         own = dict(inspect.signature(body).parameters)
         makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
-        options: list[inspect.Parameter] = []
+        options = [config_option()]
         if own.pop("params", None):
             makers["params"] = _sampling_params
             options += [_sampling_option(*item) for item in {**_SAMPLING, **_FORMS}.items()]
