@@ -73,7 +73,13 @@ def create_app(
     for router in (*_ROUTERS, *observers.routers):
         app.include_router(router)
     handle_errors(app)
-    # The middleware that is added last runs first.
+    _add_middleware(app, context)
+    return app
+
+
+def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+    """Add the middleware in reverse order: the last one runs first."""
+    settings = context.settings
     app.add_middleware(BodyGuard, context=context)
     app.add_middleware(DrainGuard, context=context)
     app.add_middleware(KeyGuard, settings=settings)
@@ -88,7 +94,6 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
-    return app
 
 
 def _longest_token(tokenizer: Any) -> int:
