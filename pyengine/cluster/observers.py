@@ -119,7 +119,7 @@ class ClusterObservers:
         return self._broadcasters[name]
 
     def open(self) -> None:
-        """Does nothing: an ingress has no request log, only that of refusals (`traffic.py`)."""
+        """Does nothing: an ingress has no request log, only one of refusals."""
 
     async def close(self) -> None:
         """End the dashboard streams."""

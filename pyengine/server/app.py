@@ -17,10 +17,10 @@ from pyengine.server.errors import handle_errors
 from pyengine.server.middleware.auth import KeyGuard
 from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.middleware.origins import OriginGuard
-from pyengine.server.middleware.traffic import RefusalCounter
+from pyengine.server.middleware.refusals import RefusalCounter
 from pyengine.server.observers import EngineObservers
 from pyengine.server.routes import chat, completions, control, health, tokenize
-from pyengine.server.schemas.ignored import IGNORED_HEADER
+from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.schemas.responses import ErrorResponse
 from pyengine.server.tokenizer_threads import TokenizerThreads
 

@@ -13,11 +13,11 @@ from fastapi import Depends, Request
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import RequestState
+from pyengine.server.callers import Caller, require_admin
 from pyengine.server.engine_client import EngineClient, EngineStream
 from pyengine.server.errors import ApiError
-from pyengine.server.middleware.auth import Caller, require_admin
-from pyengine.server.middleware.traffic import Traffic
 from pyengine.server.tokenizer_threads import TokenizerThreads
+from pyengine.server.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True)

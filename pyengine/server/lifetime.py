@@ -26,8 +26,8 @@ from pyengine.server.context import ServerContext
 from pyengine.server.engine_client import EngineClient, MakeObservers
 from pyengine.server.errors import ApiError
 from pyengine.server.middleware.limits import MAX_HEADER_BYTES
-from pyengine.server.middleware.traffic import Traffic
 from pyengine.server.observers import EngineObservers
+from pyengine.server.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pyengine.cache.counters import COUNTERS
 from pyengine.engine import EngineStats, RequestState, StepResult
+from pyengine.server.callers import caller_of
 from pyengine.server.histograms import (
     FIRST_TOKEN_BUCKETS,
     PER_TOKEN_BUCKETS,
@@ -28,7 +29,6 @@ from pyengine.server.histograms import (
     TokenGaps,
     one_two_five,
 )
-from pyengine.server.middleware.auth import caller_of
 
 FINISH_REASONS = ("error", "abort", "length", "stop")
 """From worst to best."""

@@ -1,6 +1,6 @@
 """Logs one line per request: tokens, times, finish reason. Prompts and answers are never logged.
 
-`middleware/traffic.py` logs refused requests.
+`middleware/refusals.py` logs refused requests.
 """
 
 import json

@@ -3,38 +3,19 @@
 import base64
 import hmac
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyengine.core.server_settings import ServerSettings
+from pyengine.server.callers import CALLER, OPEN_PATH, Caller, path_of
 from pyengine.server.errors import ApiError
 
-OPEN_PATH = "/health"
-"""The only route that needs no key."""
 _BROWSER_PATHS = ("/kv", "/kv/stream")
 """The dashboard. It shows the requests of all keys, so it needs the admin key, also accepted as the
 password that a browser asks for."""
 _BEARER = "send it as the header Authorization: Bearer KEY"
 _PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any user name"
-_CALLER = "pyengine.caller"
-"""The scope's key for its `Caller`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The sender of a request, identified by its key.
-
-    `name` stands for the key in metrics and logs: its position in the settings. `is_admin` is true
-    for admin keys, for a single API key without an admin key, and for all callers of a server
-    without keys. `max_priority` limits the absolute value of a request's priority.
-    """
-
-    key: bytes = b""
-    name: str = ""
-    is_admin: bool = True
-    max_priority: float = 0
 
 
 def callers(settings: ServerSettings) -> list[Caller]:
@@ -50,28 +31,6 @@ def callers(settings: ServerSettings) -> list[Caller]:
         for place, key in enumerate(settings.admin_key, start=1)
     ]
     return clients + admins
-
-
-def caller_of(scope: Any) -> Caller:
-    """The sender of a request that `KeyGuard` has accepted."""
-    caller: Caller = scope[_CALLER]
-    return caller
-
-
-def known_caller_of(scope: Any) -> Caller | None:
-    """The sender of any request; None if it had no valid key or needed none."""
-    caller: Caller | None = scope.get(_CALLER)
-    return caller
-
-
-def require_admin(caller: Caller, what: str) -> None:
-    """Raise `ApiError` (403) without an admin key."""
-    if not caller.is_admin:
-        raise ApiError(
-            403,
-            f"{what} needs the admin key (--admin-key), not a client's key",
-            code="admin_key_needed",
-        )
 
 
 def _authorization(scope: Any, scheme: bytes) -> bytes:
@@ -92,12 +51,6 @@ def _password_of(scope: Any) -> bytes:
     return coded.partition(b":")[2]
 
 
-def path_of(scope: Any) -> str:
-    """The path of a request without the server's root path."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(root) else path
-
-
 class KeyGuard:
     """Answers 401 to requests without a valid key, if the server has keys."""
 
@@ -109,7 +62,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] == "http" and not self._callers:
-            scope[_CALLER] = self._anonymous
+            scope[CALLER] = self._anonymous
         elif scope["type"] == "http" and (path := path_of(scope)) != OPEN_PATH:
             refusal = self._refusal(scope, path)
             if refusal is not None:
@@ -129,7 +82,7 @@ class KeyGuard:
         if not matches:
             how = _PASSWORD if in_browsers else _BEARER
             return ApiError(401, f"this server needs a key: {how}", code="invalid_api_key")
-        scope[_CALLER] = matches[-1]
+        scope[CALLER] = matches[-1]
         if in_browsers and not matches[-1].is_admin:
             status = 401 if path == "/kv" else 403  # after 401 the browser asks again
             message = f"{path} needs the admin key (--admin-key), not a client's key"

@@ -8,9 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyengine.core.errors import PyEngineError
 from pyengine.core.server_settings import ServerSettings
+from pyengine.server.callers import OPEN_PATH, caller_of, path_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
-from pyengine.server.middleware.auth import OPEN_PATH, caller_of, path_of
 
 MAX_HEADER_BYTES = 1 << 16
 _BODY = "pyengine.body"

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyengine.core.server_settings import ServerSettings
+from pyengine.server.callers import OPEN_PATH, path_of
 from pyengine.server.errors import ApiError
-from pyengine.server.middleware.auth import OPEN_PATH, path_of
 
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _SAME_SITE = ("same-origin", "none")

@@ -21,12 +21,12 @@ from pyengine.server.routes.generation import (
     answer,
     begin,
 )
+from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.routes.template_variables import TemplateVariables
 from pyengine.server.routes.tool_calls import OfferedTools, ParsedCall, offered_tools
 from pyengine.server.schemas.fields import CHAT
-from pyengine.server.schemas.ignored import check_ignored, ignored_fields
 from pyengine.server.schemas.logprobs import chat_logprobs, prompt_logprobs
 from pyengine.server.schemas.requests import ChatCompletionRequest, ChatOptionFields, Tool
 from pyengine.server.schemas.responses import (

@@ -16,10 +16,10 @@ from pyengine.server.routes.generation import (
     begin,
     encode,
 )
+from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.schemas.fields import COMPLETIONS
-from pyengine.server.schemas.ignored import check_ignored, ignored_fields
 from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
 from pyengine.server.schemas.requests import CompletionRequest
 from pyengine.server.schemas.responses import (

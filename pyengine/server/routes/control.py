@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
-from pyengine.server.middleware.auth import caller_of
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.schemas.requests import MAX_ITEMS, ClientModel, RequestId
 from pyengine.server.schemas.responses import ServerModel

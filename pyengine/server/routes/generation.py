@@ -18,16 +18,17 @@ from pyengine.core.outputs import RequestOutput
 from pyengine.core.sampling_params import SamplingParams
 from pyengine.core.structured_outputs import StructuredOutputs
 from pyengine.engine import RequestState, encode_text
+from pyengine.server.callers import caller_of
 from pyengine.server.context import ServerContext
 from pyengine.server.engine_client import EngineStream
 from pyengine.server.errors import ApiError, as_api_error
-from pyengine.server.middleware.auth import caller_of
 from pyengine.server.middleware.limits import release_body
-from pyengine.server.middleware.traffic import CLIENT_HAS_GONE, KeyCounts
+from pyengine.server.middleware.refusals import CLIENT_HAS_GONE
+from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.routes.params import check_length, check_priority, within_limit
-from pyengine.server.schemas.ignored import IGNORED_HEADER
 from pyengine.server.schemas.requests import SamplingFields
 from pyengine.server.schemas.responses import PromptTokensDetails, ServerModel, Usage
+from pyengine.server.traffic import KeyCounts
 
 _T = TypeVar("_T")
 

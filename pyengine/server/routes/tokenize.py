@@ -11,10 +11,10 @@ from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.chat import chat_options, render
 from pyengine.server.routes.generation import encode
+from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
 from pyengine.server.schemas.fields import CHAT
-from pyengine.server.schemas.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.schemas.requests import ChatOptionFields, ClientModel, Messages
 from pyengine.server.schemas.responses import ServerModel
 

@@ -1,6 +1,5 @@
 """Refused requests and usage per key: counted for `/metrics`, logged."""
 
-import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -9,16 +8,11 @@ from time import monotonic
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyengine.core.server_settings import LogFormat
-from pyengine.server.middleware.auth import Caller, known_caller_of, path_of
+from pyengine.server.callers import Caller
 from pyengine.server.request_log import LineLog
 
-CLIENT_HAS_GONE = 499
-"""The status of a request whose client has disconnected; not counted as a refusal."""
-_LONGEST_ERROR = 1 << 16
-_LONGEST_PATH = 100
 _LINES_AT_ONCE = 5
 """Burst size of the log lines for refusals of one status."""
 _SECONDS_PER_LINE = 1.0
@@ -130,59 +124,3 @@ class Traffic:
         )
         refused.add_metric([model_name], self.num_refused_connections)
         yield refused
-
-
-class RefusalCounter:
-    """Counts and logs every response of status 400 or more."""
-
-    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
-        self._app = app
-        self._traffic = traffic
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, body = 0, b""
-
-        async def watched(message: Message) -> None:
-            nonlocal status, body
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif status >= 400 and len(body) < _LONGEST_ERROR:
-                body += message.get("body", b"")
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception:  # unexpected: an outer middleware of Starlette answers it
-            status = 500
-            raise
-        finally:
-            if status >= 400 and status != CLIENT_HAS_GONE:
-                self._refuse(scope, status, body)
-
-    def _refuse(self, scope: Scope, status: int, body: bytes) -> None:
-        caller = known_caller_of(scope)
-        name = "" if caller is None else caller.name
-        if caller is not None:
-            self._traffic.keys[name].refusals += 1
-        client = scope.get("client")
-        self._traffic.refuse(
-            status,
-            _code_of(body),
-            method=scope["method"],
-            path=path_of(scope)[:_LONGEST_PATH],
-            key=name or None,
-            client=client[0] if client else None,
-        )
-
-
-def _code_of(body: bytes) -> str | None:
-    """The code in an error body; None without one."""
-    try:
-        code = json.loads(body)["error"]["code"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return code if isinstance(code, str) else None
