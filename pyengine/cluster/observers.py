@@ -112,7 +112,7 @@ class ClusterObservers:
             name = names[0]
         if name not in names:
             raise NoReplicaError(f"unknown replica {name!r}; current replicas: {names}")
-        for gone in [name for name in self._watches if name not in names]:
+        for gone in [name for name in self._broadcasters if name not in names]:
             del self._broadcasters[gone]
         if name not in self._broadcasters:
             self._broadcasters[name] = ReplicaBroadcaster(self._replicas, name, self._is_over)

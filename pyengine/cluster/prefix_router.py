@@ -36,11 +36,11 @@ class UpdateResult(Enum):
     """Result of applying events or a snapshot."""
 
     APPLIED = "applied"
-    KNOWN = "known"
+    DUPLICATE = "duplicate"
     """They were applied before: no change."""
     GAP = "gap"
     """Earlier events are missing: no change, and the router needs a snapshot."""
-    UNKNOWN = "unknown"
+    UNKNOWN_REPLICA = "unknown replica"
     """The replica has left or has not joined yet."""
 
 

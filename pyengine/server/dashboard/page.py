@@ -114,7 +114,7 @@ class FrameBroadcaster(ABC):
     async def _broadcast(self) -> None:
         """Poll while there are viewers, the first time at once."""
         cost = 0.0
-        while self._watchers and not self._is_closed:
+        while self._viewers and not self._is_closed:
             if self._is_over():
                 self._end()
                 break
@@ -122,7 +122,7 @@ class FrameBroadcaster(ABC):
                 frame, cost = await self.poll(
                     lambda: any(viewer.is_new for viewer in self._viewers)
                 )
-                self.num_looks += 1
+                self.num_polls += 1
                 if frame is not None:
                     self._newest = frame
                     for viewer in self._viewers:

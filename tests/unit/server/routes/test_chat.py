@@ -146,8 +146,8 @@ def test_without_a_limit_an_answer_ends_with_the_model(client: Client) -> None:
     [
         ({"max_tokens": 3, "max_completion_tokens": 3}, "mean the same"),
         ({"top_logprobs": 3}, "needs logprobs"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "lets requests set enable_thinking"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "lets requests set enable_thinking"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "allows enable_thinking"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "allows enable_thinking"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "set one of them"),
         ({"stream_options": {"include_usage": True}}, "needs stream: true"),
     ],

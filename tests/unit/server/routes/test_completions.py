@@ -247,7 +247,7 @@ def test_the_longest_answer_of_a_server(engine: AsyncEngine) -> None:
     client = make_client(engine, max_answer_tokens=5)
     error = client.refusal("/v1/completions", {"prompt": [5], "max_tokens": 6})
     assert (error["param"], error["code"]) == ("max_tokens", "max_answer_tokens")
-    assert "max_tokens=6" in error["message"] and "at most 5" in error["message"]
+    assert "max_tokens=6" in error["message"] and "limit is 5" in error["message"]
     for asked, num_tokens in ((5, 5), (None, 5), (0, 0)):
         answer = client.complete([5], max_tokens=asked, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == num_tokens

@@ -220,7 +220,7 @@ def test_an_answer_with_calls_goes_back_into_the_conversation(client: Client, sa
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "a function of tools"),
         ({"tools": [{"type": "search"}]}, "tools"),
-        ({"tools": [TOOL, TOOL]}, "twice"),
+        ({"tools": [TOOL, TOOL]}, "same name"),
         (
             {
                 "tools": [TOOL],

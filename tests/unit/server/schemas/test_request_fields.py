@@ -108,11 +108,11 @@ def test_a_strict_server_refuses_fields_without_effect(
 
 
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (BOTH, {"best_of": 5}, "take the best"),
-    (BOTH, {"best_of": 1, "n": 2}, "take the best"),
+    (BOTH, {"best_of": 5}, "choose the best"),
+    (BOTH, {"best_of": 1, "n": 2}, "choose the best"),
     (BOTH, {"modalities": ["audio"]}, "text"),
     (BOTH, {"modalities": ["text", "audio"]}, "text"),
-    (BOTH, {"suffix": "end"}, "between"),
+    (BOTH, {"suffix": "end"}, "prompt only"),
     (BOTH, {"use_beam_search": True}, "beam search"),
     (BOTH, {"watermarking": True}, "watermark"),
     (BOTH, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "space"),
@@ -129,7 +129,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((CHAT,), {"functions": [{"name": "f"}]}, "tools"),
     ((CHAT,), {"function_call": {"name": "f"}}, "tool_choice"),
     ((CHAT,), {"documents": [{"text": "x"}]}, "message"),
-    ((CHAT,), {"chat_template": "x"}, "the model's own"),
+    ((CHAT,), {"chat_template": "x"}, "the model's template"),
     ((CHAT,), {"return_prompt_text": True}, "return_token_ids"),
     ((CHAT,), {"add_special_tokens": True}, "template"),
     ((CHAT,), {"echo": True, "messages": [USER, ASSISTANT]}, "last message"),

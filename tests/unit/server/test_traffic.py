@@ -11,8 +11,7 @@ import pytest
 
 from pyengine.core.server_settings import ServerSettings
 from pyengine.engine import AsyncEngine
-from pyengine.server import create_app
-from pyengine.server.middleware import traffic
+from pyengine.server import create_app, traffic
 from tests.support.docs import table
 from tests.support.serving import GOOD, Client, error_of, make_client
 
