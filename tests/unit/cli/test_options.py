@@ -217,7 +217,7 @@ def test_a_choice_of_one_text_is_refused_with_how_several_are_given(arguments: l
         (["--grammar", "{folder}/bytes"], "{folder}/bytes is not UTF-8 text"),
         (["--json-schema", "{folder}/long"], "structured_outputs.json has 65537 bytes: at most"),
         (["--json-schema", "{folder}/list"], "a JSON schema: an object, or its text"),
-        (["--regex", "a", "--json-object"], "--json-object and --regex together: an answer has"),
+        (["--regex", "a", "--json-object"], "--json-object and --regex exclude each other"),
     ],
 )
 def test_a_form_that_cannot_be_read_is_refused_before_a_model_is_opened(

@@ -66,7 +66,7 @@ def test_a_recording_without_an_end_says_so(file: Path) -> None:
     results = (_cut(file, whole[:size]) for size in sizes)
     result = next(result for result in results if result.exit_code == 0)
     assert "20 operations" in result.stdout
-    assert "not ended by stop_recording()" in result.stdout
+    assert "not closed by stop_recording()" in result.stdout
 
 
 def _cut(file: Path, data: bytes) -> Result:

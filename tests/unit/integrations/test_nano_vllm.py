@@ -171,5 +171,5 @@ def test_preempted_with_output_and_resumed() -> None:
 
 
 def test_blocks_of_one_token_are_refused() -> None:
-    with pytest.raises(ValueError, match="block_size is 1; it must be 2"):
+    with pytest.raises(ValueError, match="block_size=1: it must be at least 2"):
         BlockManager(8, 1)
