@@ -1,6 +1,6 @@
 """The effect of every field of OpenAI's and vLLM's APIs for chats and completions.
 
-The server reads this table; `tools/field_table.py` generates docs/reference/request-fields.md from it.
+The server reads this table; `tools/field_table.py` makes docs/reference/request-fields.md of it.
 `requests` has the types of the fields.
 """
 
