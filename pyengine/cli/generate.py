@@ -72,17 +72,17 @@ def generate(
     batch = Batch(_collect(prompt or [], file), template, params, settings)
     target = nullcontext(Printed(batch)) if output is None else opened(output, batch, resume=resume)
     with target as results:
-        left = [index for index in range(len(batch.prompts)) if index not in results.done]
-        if not left:
+        remaining = [index for index in range(len(batch.prompts)) if index not in results.done]
+        if not remaining:
             note(results.summary(failed=False))
             return
         engine = factory_of(context)(settings)
-        ready = to_engine(engine, [batch.prompts[index] for index in left], template)
+        ready = to_engine(engine, [batch.prompts[index] for index in remaining], template)
         with nullcontext() if record is None else engine.recording(record):
             if len(batch.prompts) == 1 and output is None:
                 _answer_one(engine, ready[0], params)
             else:
-                _answer_many(engine, batch, dict(zip(left, ready, strict=True)), results)
+                _answer_many(engine, batch, dict(zip(remaining, ready, strict=True)), results)
 
 
 def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
@@ -102,8 +102,8 @@ def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
 
 
 def _check_apart(files: Mapping[str, Path | None]) -> None:
-    given = [(option, path) for option, path in files.items() if path is not None]
-    for (name, path), (other, same) in combinations(given, 2):
+    paths = [(option, path) for option, path in files.items() if path is not None]
+    for (name, path), (other, same) in combinations(paths, 2):
         if os.path.realpath(path) == os.path.realpath(same):
             raise InvalidRequestError(f"{name} and {other} are the same file: {path}")
 

@@ -100,8 +100,8 @@ def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., No
         @wraps(body)
         def run(**values: Any) -> None:
             with guarded():
-                made = {name: make(values) for name, make in makers.items()}
-                body(**{name: values[name] for name in own}, **made)
+                settings = {name: make(values) for name, make in makers.items()}
+                body(**{name: values[name] for name in own}, **settings)
 
         shown: Any = run  # what typer reads
         shown.__signature__ = inspect.Signature([*own.values(), *options])
@@ -137,9 +137,9 @@ def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
         hidden=form.hidden and not serves,
         envvar=form.env,
     )
-    several = isinstance(setting.default, tuple)
+    is_repeatable = isinstance(setting.default, tuple)
     return _option(
-        setting.name, list(setting.default) if several else setting.default, kind, option
+        setting.name, list(setting.default) if is_repeatable else setting.default, kind, option
     )
 
 
@@ -150,17 +150,17 @@ def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 def _form(values: Mapping[str, Any]) -> StructuredOutputs | None:
     """The structured output that the options ask for, read from a file if it is in one."""
-    given = {name: values[name] for name in _FORMS if values[name]}
-    if len(given) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+    chosen = {name: values[name] for name in _FORMS if values[name]}
+    if len(chosen) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise InvalidRequestError(f"{flags} exclude each other: give one of them")
-    if len(given.get("choice", ())) == 1:  # `--choice red blue` makes a prompt of `blue`
-        (text,) = given["choice"]
+    if len(chosen.get("choice", ())) == 1:  # `--choice red blue` makes a prompt of `blue`
+        (text,) = chosen["choice"]
         raise InvalidRequestError(
             f"--choice {text} is the only choice. Repeat the option for each: --choice "
             f"{shlex.quote(text)} --choice ...; other texts are prompts"
         )
-    for name, value in given.items():
+    for name, value in chosen.items():
         content = _text_of(value) if isinstance(value, Path) else value
         field: dict[str, Any] = {"json" if name == "json_schema" else name: content}
         return StructuredOutputs(**field)

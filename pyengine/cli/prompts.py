@@ -80,8 +80,8 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
         except RecursionError:
             problems.append(f"{path}, line {number}: nested too deeply")
     if problems:
-        more = len(problems) - SHOWN_PROBLEMS
-        tail = [f"... and {more} more"] if more > 0 else []
+        num_more = len(problems) - SHOWN_PROBLEMS
+        tail = [f"... and {num_more} more"] if num_more > 0 else []
         raise InvalidRequestError(
             "\n".join(["nothing was run:", *problems[:SHOWN_PROBLEMS], *tail])
         )
@@ -153,16 +153,16 @@ def _parse_json(line: str) -> AnyPrompt:
     unknown = sorted(value.keys() - {*KINDS, "id"})
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}; known are {', '.join(KINDS)} and id")
-    given = [kind for kind in KINDS if kind in value]
-    if len(given) != 1:
+    kinds = [kind for kind in KINDS if kind in value]
+    if len(kinds) != 1:
         raise ValueError(
-            f"exactly one of {', '.join(KINDS)} is required, found {' and '.join(given) or 'none'}"
+            f"exactly one of {', '.join(KINDS)} is required, found {' and '.join(kinds) or 'none'}"
         )
     name = value.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id must be a string or an integer, found {_short(name)}")
-    content = value[given[0]]
-    match given[0]:
+    content = value[kinds[0]]
+    match kinds[0]:
         case "prompt":
             return TextPrompt(_checked_text(content), name)
         case "prompt_token_ids":

@@ -176,10 +176,10 @@ class PrefixRouter:
 
     def _check(self, info: ReplicaInfo) -> None:
         for name in ("model", "block_size", "hash_seed"):
-            ours, its = getattr(self.kind, name), getattr(info.kind, name)
-            if ours != its:
+            ours, theirs = getattr(self.kind, name), getattr(info.kind, name)
+            if ours != theirs:
                 raise ConfigurationError(
-                    f"replica {info.name!r} has {name}={its!r}, the others {name}={ours!r}: these "
+                    f"replica {info.name!r} has {name}={theirs!r}, others {name}={ours!r}: they "
                     "must be equal"
                 )
         if info.name in self._replicas:
@@ -308,11 +308,11 @@ class PrefixRouter:
     def _least_loaded(self, replicas: list[_Replica], best: _Replica) -> list[_Replica]:
         """The same list if `best` is below the load limit, else the replicas below it."""
         total = sum([replica.num_requests for replica in replicas]) + 1
-        most = math.ceil(self._imbalance * total / len(replicas)) + self._slack
-        if best.num_requests < most:
+        limit = math.ceil(self._imbalance * total / len(replicas)) + self._slack
+        if best.num_requests < limit:
             return replicas
         self.stats.num_diverted += 1
-        return [replica for replica in replicas if replica.num_requests < most]
+        return [replica for replica in replicas if replica.num_requests < limit]
 
     def begin(self, choice: Choice, replica: str | None = None) -> Ticket | None:
         """Record that a prompt was sent to the chosen or another `replica`.

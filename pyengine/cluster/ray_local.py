@@ -64,12 +64,12 @@ def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[Remo
 
 
 def _gpus_of_a_process(settings: EngineSettings, num_processes: int) -> int:
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if not found or str(settings.device) == "cpu":
+    num_available = int(ray.cluster_resources().get("GPU", 0))
+    if not num_available or str(settings.device) == "cpu":
         return 0
-    if found < num_processes:
+    if num_available < num_processes:
         raise ConfigurationError(
-            f"{num_processes} processes need a GPU each, and there are {found}: give fewer "
+            f"{num_processes} processes need a GPU each, and there are {num_available}: give fewer "
             "replicas, a smaller tensor_parallel_size, or device=cpu"
         )
     return 1

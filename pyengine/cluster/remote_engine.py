@@ -156,7 +156,7 @@ class RemoteEngine:
 
     async def run(self, remote: "_Remote") -> AsyncGenerator[RequestOutput]:
         """The outputs of one request. Retries on another replica before the first output."""
-        for left in reversed(range(_TRIES)):
+        for remaining in reversed(range(_TRIES)):
             call = _call(remote.state)
             try:
                 async with aclosing(self.replicas.generate(call)) as deltas:
@@ -168,7 +168,7 @@ class RemoteEngine:
                         yield remote.output(delta)
                 return
             except ReplicaLostError:
-                if remote.has_begun or not left:
+                if remote.has_begun or not remaining:
                     raise
             finally:
                 self.replicas.ended(call.key)
@@ -266,12 +266,12 @@ class RemoteStream:
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """See `OutputStream`: ends after all requests, or raises the first error."""
-        left = len(self.requests)
-        while left:
+        remaining = len(self.requests)
+        while remaining:
             item = await self._items.get()
             if isinstance(item, Exception):
                 raise item
-            left -= item.finished
+            remaining -= item.finished
             yield item
 
     def close(self) -> None:

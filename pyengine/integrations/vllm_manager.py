@@ -11,7 +11,7 @@ from typing import Any
 
 from pyengine.cache import BlockManager
 from pyengine.integrations.vllm_keys import EventWriter
-from pyengine.integrations.vllm_tables import RequestBlocks, Tables, Wanted
+from pyengine.integrations.vllm_tables import RequestBlocks, RequiredBlocks, Tables
 
 logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
 
@@ -183,9 +183,9 @@ class KVCacheManager:
         self.tables.publish_due()
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        found = self.tables.look_up(request)
-        ids = found.blocks if found.source is None else [*found.blocks, found.source]
-        return Blocks(ids, self._view) if ids else self.empty_kv_cache_blocks, found.hit, 0
+        lookup = self.tables.look_up(request)
+        ids = lookup.blocks if lookup.source is None else [*lookup.blocks, lookup.source]
+        return Blocks(ids, self._view) if ids else self.empty_kv_cache_blocks, lookup.hit, 0
 
     def allocate_slots(
         self,
@@ -222,7 +222,7 @@ class KVCacheManager:
         tables = self.tables
         whole = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         waits = has_scheduled_reqs and request.status in self._not_running
-        wanted = Wanted(
+        required = RequiredBlocks(
             slots=tables.blocks_of(min(end + num_lookahead_tokens, self.max_model_len)),
             whole=tables.blocks_of(whole),
             spare=self.watermark_blocks if waits else 0,
@@ -230,9 +230,9 @@ class KVCacheManager:
         )
         known = min(end, request.num_tokens)
         if row is None:
-            new = tables.admit(request, num_new_computed_tokens, wanted, known)
+            new = tables.admit(request, num_new_computed_tokens, required, known)
         else:
-            new = tables.grow(row, wanted)
+            new = tables.grow(row, required)
             if new is not None and known >= row.next_publish:
                 tables.publish_in_time(row, request, known)
         if new is None:

@@ -74,7 +74,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequiredBlocks:
     """Required blocks: in all now (`slots`) and for the whole prompt (`whole`, or 0); and blocks
     that must stay available: `spare` in any case, `reserved` for other requests."""
 
@@ -162,8 +162,8 @@ class Tables:
         cached = sequence.adopt()
         if lease is None:  # the block is not computed before this step has run
             return Lookup(request.request_id, sequence, tokens - 1, cached, before, shares)
-        found = (request.request_id, sequence, tokens - 1, hit, before, shares)
-        return Lookup(*found, source, lease)
+        lookup = (request.request_id, sequence, tokens - 1, hit, before, shares)
+        return Lookup(*lookup, source, lease)
 
     def _sequence(self, request: Any, num_tokens: int) -> tuple[Sequence, bool]:
         """A sequence of the first tokens without blocks, and whether its blocks may be shared.
@@ -189,77 +189,79 @@ class Tables:
 
     # -- slots --------------------------------------------------------------------------------
 
-    def grow(self, row: RequestBlocks, wanted: Wanted) -> list[int] | None:
+    def grow(self, row: RequestBlocks, required: RequiredBlocks) -> list[int] | None:
         """Allocate further blocks of a request; None and no change if the pool is full."""
-        new = self._extend(row.sequence, wanted, len(row.blocks), row.published)
+        new = self._extend(row.sequence, required, len(row.blocks), row.published)
         if new:
             row.blocks += new
             row.capacity = len(row.blocks) * self.block_size
         return new
 
-    def admit(self, request: Any, hit: int, wanted: Wanted, known: int) -> list[int] | None:
+    def admit(
+        self, request: Any, hit: int, required: RequiredBlocks, known: int
+    ) -> list[int] | None:
         """Allocate the first blocks of a request after its `hit` cached tokens.
 
         Returns None without a change if the pool is full. This step computes up to `known` tokens.
         """
-        found = self._found(request, hit)
-        published = len(found.blocks) * self.block_size
-        new = self._extend(found.sequence, wanted, len(found.blocks), published)
+        lookup = self._take_lookup(request, hit)
+        published = len(lookup.blocks) * self.block_size
+        new = self._extend(lookup.sequence, required, len(lookup.blocks), published)
         if new is None:
-            found.drop()
+            lookup.drop()
             return None
-        blocks = [*found.blocks, *new]
+        blocks = [*lookup.blocks, *new]
         row = self.rows[request.request_id] = RequestBlocks(
-            sequence=found.sequence,
+            sequence=lookup.sequence,
             blocks=blocks,
             published=published,
-            known=found.known,
+            known=lookup.known,
             hit=hit,
             capacity=len(blocks) * self.block_size,
-            next_publish=published + self.block_size if found.shares else NEVER,
+            next_publish=published + self.block_size if lookup.shares else NEVER,
         )
-        if found.source is not None and found.lease is not None:
+        if lookup.source is not None and lookup.lease is not None:
             # The last block is registered already; the copy exists before the source is released.
-            self._copies[request.request_id] = (found.source, new[0], found.lease)
+            self._copies[request.request_id] = (lookup.source, new[0], lookup.lease)
         elif known >= row.next_publish:
             self._publish(row, request, known)
         return new
 
     def _extend(
-        self, sequence: Sequence, wanted: Wanted, have: int, published: int
+        self, sequence: Sequence, required: RequiredBlocks, have: int, published: int
     ) -> list[int] | None:
-        new = max(wanted.slots - have, 0)
-        if wanted.whole or wanted.spare or wanted.reserved:
-            available = self.kv.ledger().available - wanted.spare
-            if max(wanted.whole - have, 0) > available or new > available - wanted.reserved:
+        new = max(required.slots - have, 0)
+        if required.whole or required.spare or required.reserved:
+            available = self.kv.ledger().available - required.spare
+            if max(required.whole - have, 0) > available or new > available - required.reserved:
                 return None
         if new == 0:
             return []
-        answer = sequence.extend(wanted.slots * self.block_size - published)
+        answer = sequence.extend(required.slots * self.block_size - published)
         return answer.blocks[0] if isinstance(answer, Extended) else None
 
-    def _found(self, request: Any, hit: int) -> Lookup:
+    def _take_lookup(self, request: Any, hit: int) -> Lookup:
         """The last look-up if it was for this request, else a new one."""
-        found, self._lookup = self._lookup, None
-        if found is not None:
-            if (found.request_id, found.hit) == (request.request_id, hit):
-                return found
-            found.drop()
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            if (lookup.request_id, lookup.hit) == (request.request_id, hit):
+                return lookup
+            lookup.drop()
         if hit % self.block_size:
-            found = self._search(request)
+            lookup = self._search(request)
         else:
             tokens = min(hit + 1, request.num_tokens) if hit else request.num_tokens
             sequence, shares = self._sequence(request, tokens)
             cached = sequence.adopt() if hit else 0
             blocks = sequence.block_table if cached else []
-            found = Lookup(request.request_id, sequence, tokens, cached, blocks, shares)
-        if found.hit != hit:
-            found.drop()
+            lookup = Lookup(request.request_id, sequence, tokens, cached, blocks, shares)
+        if lookup.hit != hit:
+            lookup.drop()
             raise RuntimeError(
                 f"request {request.request_id} had {hit} cached tokens at look-up and has "
-                f"{found.hit} now: look up and allocate in one step"
+                f"{lookup.hit} now: look up and allocate in one step"
             )
-        return found
+        return lookup
 
     # -- publishing ---------------------------------------------------------------------------
 

@@ -38,12 +38,12 @@ def known_caller_of(scope: Any) -> Caller | None:
     return caller
 
 
-def require_admin(caller: Caller, what: str) -> None:
+def require_admin(caller: Caller, action: str) -> None:
     """Raise `ApiError` (403) without an admin key."""
     if not caller.is_admin:
         raise ApiError(
             403,
-            f"{what} needs the admin key (--admin-key), not a client's key",
+            f"{action} needs the admin key (--admin-key), not a client's key",
             code="admin_key_needed",
         )
 

@@ -121,10 +121,10 @@ class ServerContext:
         self.live[name] = RunningCall(request_ids, key, client_id)
         return stream
 
-    def calls_of(self, caller: Caller, wanted: Sequence[str]) -> dict[str, list[RunningCall]]:
+    def calls_of(self, caller: Caller, ids: Sequence[str]) -> dict[str, list[RunningCall]]:
         """Running calls by the client's id or the response's id. Clients see their own only."""
-        calls: dict[str, list[RunningCall]] = {name: [] for name in wanted}
-        of_answers = {name.removeprefix("chatcmpl-").removeprefix("cmpl-"): name for name in wanted}
+        calls: dict[str, list[RunningCall]] = {name: [] for name in ids}
+        of_answers = {name.removeprefix("chatcmpl-").removeprefix("cmpl-"): name for name in ids}
         for name, call in self.live.items():
             if not (caller.is_admin or call.key == caller.key):
                 continue

@@ -24,10 +24,10 @@ STEP_TOKEN_BUCKETS = (1, *(8 << doubling for doubling in range(12)))
 SEQUENCE_BUCKETS = (1, 2, 5, 10, 20)
 
 
-def one_two_five(most: int) -> tuple[int, ...]:
+def one_two_five(limit: int) -> tuple[int, ...]:
     """1, 2, 5, 10, 20, 50, ... up to `most`."""
-    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= most)
+    steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= limit)
 
 
 class Histogram:

@@ -87,8 +87,8 @@ def _check_certificate(settings: ServerSettings) -> None:
 
 def _socket(settings: ServerSettings) -> socket.socket:
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         _check_reach(settings, str(address[0]))
         server = socket.socket(family, kind, protocol)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -145,14 +145,14 @@ def address_of(settings: ServerSettings, server: socket.socket) -> str:
 def descriptors_for(count: int) -> int:
     """Raise the limit of open files for `count` connections, and return how many it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_DESCRIPTORS
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    required = count + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return count
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = required if hard == resource.RLIM_INFINITY else min(required, hard)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    if soft < wanted:
+    if soft < required:
         _log.warning(
             "the limit of open files is %d (ulimit -n): at most %d connections, not %d",
             soft,

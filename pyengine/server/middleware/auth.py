@@ -20,10 +20,10 @@ _PASSWORD = f"{_BEARER}, or as the password that the browser asks for, with any 
 
 def callers(settings: ServerSettings) -> list[Caller]:
     """One caller per key."""
-    most = settings.max_priority
+    limit = settings.max_priority
     is_alone = len(settings.api_key) == 1 and not settings.admin_key
     clients = [
-        Caller(key.encode(), f"{place}", is_alone, most)
+        Caller(key.encode(), f"{place}", is_alone, limit)
         for place, key in enumerate(settings.api_key, start=1)
     ]
     admins = [

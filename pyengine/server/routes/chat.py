@@ -83,7 +83,7 @@ def _params(
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    own: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "max_tokens": limit,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
@@ -94,8 +94,8 @@ def _params(
             param="detokenize",
         )
     if tools.schema is not None:
-        own["structured_outputs"] = StructuredOutputs(json=tools.schema)
-    return sampling_params(body, default, own)
+        overrides["structured_outputs"] = StructuredOutputs(json=tools.schema)
+    return sampling_params(body, default, overrides)
 
 
 def chat_options(

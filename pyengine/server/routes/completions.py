@@ -76,10 +76,10 @@ def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
 
 
 def _params(body: CompletionRequest, default: SamplingParams) -> SamplingParams:
-    own: dict[str, Any] = {"logprobs": body.logprobs}
+    overrides: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
-        own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return sampling_params(body, default, own)
+        overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return sampling_params(body, default, overrides)
 
 
 @dataclass(frozen=True, slots=True)

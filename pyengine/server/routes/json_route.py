@@ -53,13 +53,13 @@ async def check_counts(body: bytes, max_items: int) -> None:
             raise ApiError(400, "the body has a number of 64 digits or more", code="invalid_json")
         containers += outside.count(b"{") + outside.count(b"[")
         items += outside.count(b",")
-        for count, most, what in (
+        for count, limit, kind in (
             (containers, MAX_CONTAINERS, "objects and lists"),
             (strings, MAX_STRINGS, "strings"),
             (items, max_items, "items"),
         ):
-            if count > most:
-                raise _too_many(most, what)
+            if count > limit:
+                raise _too_many(limit, kind)
         await asyncio.sleep(0)
 
 
@@ -68,7 +68,7 @@ def check_items(body: dict[str, Any]) -> None:
 
     Token ids are not counted: their validation is fast and stops at the first error.
     """
-    left = MAX_OTHER_ITEMS
+    budget = MAX_OTHER_ITEMS
     containers: list[Any] = [value for name, value in body.items() if name not in _LISTS_OF_IDS]
     fields = len(body)
     while True:
@@ -80,19 +80,19 @@ def check_items(body: dict[str, Any]) -> None:
         fields = 0
         if isinstance(value, dict):
             fields = len(value)
-            left -= fields
+            budget -= fields
             containers += value.values() if fields <= MAX_FIELDS else ()
         elif isinstance(value, list):
-            left -= len(value)
-            containers += value if left >= 0 else ()
-        if left < 0:
+            budget -= len(value)
+            containers += value if budget >= 0 else ()
+        if budget < 0:
             raise _too_many(MAX_OTHER_ITEMS, "items beside the prompt")
 
 
-def _too_many(most: int, what: str) -> ApiError:
+def _too_many(limit: int, kind: str) -> ApiError:
     return ApiError(
         400,
-        f"the body has more than {most:,} {what}, the limit of this server: send less at a time",
+        f"the body has more than {limit:,} {kind}, the limit of this server: send less at a time",
         code="too_many_items",
     )
 

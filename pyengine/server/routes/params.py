@@ -40,11 +40,11 @@ _FIELDS = (
 
 
 def sampling_params(
-    body: SamplingFields, default: SamplingParams, own: Mapping[str, Any]
+    body: SamplingFields, default: SamplingParams, overrides: Mapping[str, Any]
 ) -> SamplingParams:
     """The sampling parameters of a request. Omitted and null fields have the values of `default`.
 
-    `own` are the parameters that the route computes. Raises `InvalidRequestError`.
+    `overrides` are parameters that the route computes. Raises `InvalidRequestError`.
     """
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     fields = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
@@ -58,7 +58,7 @@ def sampling_params(
         fields["structured_outputs"] = structured
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    return replace(default, **{**fields, **own, "output_kind": kind})
+    return replace(default, **{**fields, **overrides, "output_kind": kind})
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:

@@ -54,21 +54,21 @@ class FieldRule:
         return f"{self.effect}; {self.special}: {self.special_effect}"
 
 
-def _honoured(name: str, note: str = "", **more: Any) -> FieldRule:
-    return FieldRule(name=name, effect=Effect.HONOURED, note=note, **more)
+def _honoured(name: str, note: str = "", **options: Any) -> FieldRule:
+    return FieldRule(name=name, effect=Effect.HONOURED, note=note, **options)
 
 
-def _ignored(name: str, note: str, **more: Any) -> FieldRule:
-    return FieldRule(name=name, effect=Effect.IGNORED, note=note, **more)
+def _ignored(name: str, note: str, **options: Any) -> FieldRule:
+    return FieldRule(name=name, effect=Effect.IGNORED, note=note, **options)
 
 
-def _refused(name: str, note: str, **more: Any) -> FieldRule:
-    return FieldRule(name=name, effect=Effect.REFUSED, note=note, **more)
+def _refused(name: str, note: str, **options: Any) -> FieldRule:
+    return FieldRule(name=name, effect=Effect.REFUSED, note=note, **options)
 
 
-def _refused_unless_empty(name: str, note: str, empty: str, **more: Any) -> FieldRule:
+def _refused_unless_empty(name: str, note: str, empty: str, **options: Any) -> FieldRule:
     """Refused, except for its empty value."""
-    return _refused(name, note, special=empty, is_special=lambda value, _: not value, **more)
+    return _refused(name, note, special=empty, is_special=lambda value, _: not value, **options)
 
 
 def _equals_n(value: Any, body: Any) -> bool:
@@ -318,8 +318,8 @@ def rules_of(route: str) -> dict[str, FieldRule]:
 
 
 def _all() -> Iterator[FieldRule]:
-    for several in FIELDS.values():
-        yield from several
+    for rules in FIELDS.values():
+        yield from rules
 
 
 _BY_ROUTE = {route: {rule.name: rule for rule in _all() if route in rule.routes} for route in _BOTH}

@@ -40,21 +40,21 @@ def completion_logprobs(
     The first token of a prompt has no entry; `first` is its text.
     """
     logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for token, several in zip(token_ids, entries, strict=True):
-        own = None if several is None else several[token]
-        text = _text(token, own or Logprob(0, 0, first), as_ids)
+    for token, candidates in zip(token_ids, entries, strict=True):
+        chosen = None if candidates is None else candidates[token]
+        text = _text(token, chosen or Logprob(0, 0, first), as_ids)
         logprobs.text_offset.append(offset)
         logprobs.tokens.append(text)
-        logprobs.token_logprobs.append(None if own is None else _value(own))
-        logprobs.top_logprobs.append(None if several is None else _by_text(several, as_ids))
+        logprobs.token_logprobs.append(None if chosen is None else _value(chosen))
+        logprobs.top_logprobs.append(None if candidates is None else _by_text(candidates, as_ids))
         offset += len(text)
     return logprobs
 
 
-def _by_text(several: Mapping[int, Logprob], as_ids: bool | None) -> dict[str, float]:
+def _by_text(candidates: Mapping[int, Logprob], as_ids: bool | None) -> dict[str, float]:
     """Values by text; if several tokens have the same text, the largest value."""
     values: dict[str, float] = {}
-    for token, entry in several.items():
+    for token, entry in candidates.items():
         text, value = _text(token, entry, as_ids), _value(entry)
         values[text] = max(value, values.get(text, value))
     return values
@@ -65,13 +65,15 @@ def chat_logprobs(
 ) -> ChatLogprobs:
     """Log-probabilities of an answer's tokens, each with the `top` most likely ones."""
     content = []
-    for token, several in zip(token_ids, entries, strict=True):
-        assert several is not None
-        ranked = sorted(several.items(), key=lambda item: item[1].rank)[:top]
-        own = _top(token, several[token], as_ids)
+    for token, candidates in zip(token_ids, entries, strict=True):
+        assert candidates is not None
+        ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top]
+        chosen = _top(token, candidates[token], as_ids)
         others = [_top(other, entry, as_ids) for other, entry in ranked]
         content.append(
-            TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others)
+            TokenLogprob(
+                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=others
+            )
         )
     return ChatLogprobs(content=content)
 
@@ -89,12 +91,12 @@ def prompt_logprobs(entries: Entries) -> PromptLogprobs:
     """Log-probabilities of a prompt's tokens, by token id."""
     return [
         None
-        if several is None
+        if candidates is None
         else {
             token: LogprobInfo(
                 logprob=_value(entry), rank=entry.rank, decoded_token=entry.decoded_token
             )
-            for token, entry in several.items()
+            for token, entry in candidates.items()
         }
-        for several in entries
+        for candidates in entries
     ]
