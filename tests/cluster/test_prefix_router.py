@@ -189,7 +189,7 @@ def test_replicas_come_and_go_and_their_numbers_are_used_again() -> None:
     assert ticket is not None
     router.leave("5")
     router.leave("5")
-    with pytest.raises(ConfigurationError, match="exceeds the limit"):  # its requests have not ended
+    with pytest.raises(ConfigurationError, match="exceeds the limit"):  # it has requests
         router.join(ReplicaInfo("more", KIND, 4))
     router.end(ticket)
     router.join(ReplicaInfo("more", KIND, 4))
