@@ -53,7 +53,7 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
         yield counter
     for name, help, value in (
         ("imbalance", "Requests of the busiest replica over the mean.", router.imbalance),
-        ("contents", "Distinct cached blocks of all replicas.", router.num_hashes),
+        ("cached_blocks", "Distinct cached blocks of all replicas.", router.num_hashes),
     ):
         gauge = GaugeMetricFamily(f"pyengine:router_{name}", help, labels=["model_name"])
         gauge.add_metric([model_name], value)
@@ -61,7 +61,7 @@ def router_metrics(router: PrefixRouter, model_name: str) -> Iterator[Metric]:
     replicas = router.replicas()
     for name, field, help in (
         ("requests", "num_requests", "Requests of the replica in progress."),
-        ("contents", "num_held", "Cached blocks of the replica, by its events."),
+        ("cached_blocks", "num_held", "Cached blocks of the replica, by its events."),
         ("current", "is_current", "1 if no event is missing."),
         ("routed", "num_routed", "Requests sent to the replica."),
     ):
