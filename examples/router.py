@@ -8,11 +8,11 @@ from random import Random
 
 from pyengine import BlockManager
 from pyengine.cluster.feed import EventLog
-from pyengine.cluster.messages import CacheKind, Load, ReplicaInfo
+from pyengine.cluster.messages import CacheFormat, Load, ReplicaInfo
 from pyengine.cluster.prefix_router import PrefixRouter
 
 BLOCK, BLOCKS, PREAMBLE, TENANTS = 16, 24, 160, 4
-KIND = CacheKind("toy", BLOCK, hash_seed=0)
+KIND = CacheFormat("toy", BLOCK, hash_seed=0)
 
 
 class Replica:

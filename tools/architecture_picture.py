@@ -28,7 +28,9 @@ def layers() -> list[list[str]]:
     """Names of packages and modules, row by row, from the top."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
-    [rows] = [one["layers"] for one in contracts if one["type"] == "layers"]
+    [rows] = [
+        contract["layers"] for contract in contracts if contract.get("containers") == ["pyengine"]
+    ]
     return [re.findall(r"\w+", row) for row in rows]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.config import EngineSettings
-from pyengine.engine import EngineStats
+from pyengine.engine.core import EngineStats
 from pyengine.kv_cache import BlockManager
 from pyengine.kv_cache.counters import COUNTERS
 from pyengine.server.metrics import EngineMetrics

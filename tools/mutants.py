@@ -36,7 +36,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/engine/test_device_errors.py",
     ),
     "pyengine/server/middleware/auth.py": (
-        "tests/unit/server/middleware/test_guards.py",
+        "tests/unit/server/middleware/test_auth.py",
         "tests/unit/server/middleware/test_keys.py",
     ),
 }

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from fastapi import FastAPI  # noqa: E402
 
 from pyengine import AsyncEngine, SamplingParams  # noqa: E402
-from pyengine.server.dashboard.page import PoolWatch, page_router  # noqa: E402
+from pyengine.server.dashboard.page import EngineBroadcaster, page_router  # noqa: E402
 from tests.support.browser import Served, browser, errors_of  # noqa: E402
 
 SYSTEM = (
@@ -59,8 +59,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     with AsyncEngine(num_blocks=230, max_num_seqs=40, seed=0) as engine:
-        watch, app = PoolWatch(engine, model_name="SmolLM2-135M-Instruct"), FastAPI()
-        app.include_router(page_router(lambda _replica: watch))
+        broadcaster, app = EngineBroadcaster(engine, model_name="SmolLM2-135M-Instruct"), FastAPI()
+        app.include_router(page_router(lambda _replica: broadcaster))
         with Served(app) as served, browser() as chromium:
             work = [served.submit(reader(engine, number)) for number in range(36)]
             pages = {}
@@ -80,9 +80,9 @@ def main() -> None:
                 page.bring_to_front()
                 page.wait_for_timeout(1500)
                 page.screenshot(path=folder / f"kv-page-{theme}.png", full_page=True)
-            for item in work:
-                item.cancel()
-            served.submit(watch.close()).result()
+            for one in work:
+                one.cancel()
+            served.submit(broadcaster.close()).result()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from benches.cluster.simulate import RESULTS
-from pyengine.cluster.messages import CacheKind, Events, ReplicaInfo, Snapshot
+from pyengine.cluster.messages import CacheFormat, Events, ReplicaInfo, Snapshot
 from pyengine.cluster.prefix_router import PrefixRouter
 
-KIND = CacheKind("model", 16, 0)
+KIND = CacheFormat("model", 16, 0)
 NUM_REPLICAS = 16
 TOKENS = 8192
 CONTENTS = 10_000_000
@@ -48,19 +48,19 @@ def main() -> None:
     for number in range(NUM_REPLICAS):
         router.join(ReplicaInfo(f"{number}", KIND, share + 10 * ROUNDS * BATCH))
         held = names(random, share)
-        router.restore(f"{number}", Snapshot("life", 0, held))
+        router.restore(f"{number}", Snapshot("epoch", 0, held))
         del held
-    assert router.num_contents == CONTENTS
-    found: dict[str, Any] = {"contents": router.num_contents, "bytes": resident() - before}
+    assert router.num_hashes == CONTENTS
+    found: dict[str, Any] = {"contents": router.num_hashes, "bytes": resident() - before}
 
     applied, ends = [], dict.fromkeys(range(NUM_REPLICAS), 0)
     for number in range(ROUNDS):
         replica = number % NUM_REPLICAS
-        batch = Events("life", ends[replica], b"\1" * BATCH, names(random, BATCH))
+        batch = Events("epoch", ends[replica], b"\1" * BATCH, names(random, BATCH))
         start = perf_counter()
         router.apply(f"{replica}", batch)
         applied.append(perf_counter() - start)
-        gone = Events("life", batch.end, b"\0" * BATCH, batch.names)
+        gone = Events("epoch", batch.end, b"\0" * BATCH, batch.hashes)
         start = perf_counter()
         router.apply(f"{replica}", gone)
         applied.append(perf_counter() - start)
@@ -74,7 +74,7 @@ def main() -> None:
             known = router._holders.names(tokens)
             replica = number % NUM_REPLICAS
             count = len(known) // 16
-            router.apply(f"{replica}", Events("life", ends[replica], b"\1" * count, known))
+            router.apply(f"{replica}", Events("epoch", ends[replica], b"\1" * count, known))
             ends[replica] += count
             tokens = tokens.tolist() if kind == "list" else tokens
             start = perf_counter()

@@ -20,13 +20,13 @@ import numpy as np
 
 from benches.cluster.replica import Costs, Heard, Job, Later, SimReplica
 from benches.peers.traces import bbh, mooncake
-from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo
+from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo
 from pyengine.cluster.prefix_router import RUNNING_WEIGHT, PrefixRouter
 
 BLOCK_SIZE = 16
 LAG = 0.005
 """Seconds between a step's end and its events in the router."""
-KIND = CacheKind("simulated", BLOCK_SIZE, 0)
+KIND = CacheFormat("simulated", BLOCK_SIZE, 0)
 RESULTS = Path(__file__).parents[1] / "results" / "cluster-xeon-amx.json"
 
 
@@ -143,7 +143,7 @@ class Simulation:
 def without_removals(events: Events) -> Events:
     """As a router hears them that learns of no eviction: what goes is told to be there still."""
     kinds = bytes(1 for _ in events.kinds)
-    return Events(events.life, events.first, kinds, events.names, events.load)
+    return Events(events.epoch, events.first, kinds, events.hashes, events.load)
 
 
 def round_robin(simulation: Simulation, job: Job) -> str:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def main(factory: "EngineFactory | None" = None) -> None:
-    """Run the command line; where its libraries are missing, name the extra that holds them.
+    """Run the command line. If libraries are missing, name the extra that installs them.
 
-    `factory` makes the engines; None: real ones.
+    `factory` creates the engines, by default real ones.
     """
     wait_briefly()
-    # Importing torch and transformers makes a million objects and frees none: looking for garbage
-    # meanwhile takes a fifth of the time to the first token. `open_llm` turns it on again.
+    # Importing torch and transformers creates a million objects and frees none: collections would
+    # take a fifth of the time to the first token. `open_llm` turns them on again.
     gc.disable()
     end = _QuickEnd()
-    atexit.register(end.leave)  # the first one that is registered is called last
+    atexit.register(end.leave)  # handlers run in reverse order, so this one last
     _prepare_streams()
     try:
         from pyengine.cli.app import app
@@ -32,7 +32,7 @@ def main(factory: "EngineFactory | None" = None) -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        if sys.argv[1:3] == ["trace", "replay"]:  # the base install has all that this needs
+        if sys.argv[1:3] == ["trace", "replay"]:  # works in the base install
             from pyengine.cli.replay import run_bare
 
             raise SystemExit(run_bare(sys.argv[3:])) from None
@@ -44,40 +44,39 @@ def main(factory: "EngineFactory | None" = None) -> None:
         raise SystemExit(130) from None
     try:
         app(obj=factory)
-    except (KeyboardInterrupt, OSError) as error:  # commands handle their own; this is around them
+    except (KeyboardInterrupt, OSError) as error:  # raised outside of a command
         end.status = report(error)
         raise SystemExit(end.status) from None
     except SystemExit as left:
         end.status = left.code if isinstance(left.code, int) else None
         raise
     finally:
-        _drop_what_cannot_be_said()
+        _discard_unwritable_output()
 
 
 class _QuickEnd:
-    """Has the process end once everything was closed and said.
+    """Exits at once after all handlers have run and output is flushed.
 
-    Else the interpreter would take what torch and transformers have made to pieces, a million
-    objects, which takes seconds and gives back nothing that the system does not.
+    Freeing the million objects of torch and transformers would take the interpreter seconds.
     """
 
     status: int | None = None
-    """What the command ended with; None: in another way, which is the interpreter's to show."""
+    """Exit status of the command; None if it ended with another exception."""
 
     def leave(self) -> None:
-        """Called by `atexit`, when other threads have ended."""
+        """Called by `atexit` after other threads have ended."""
         if self.status is None or "torch" not in sys.modules:
             return
-        with suppress(OSError, ValueError):  # where not all can be said the interpreter tells
+        with suppress(OSError, ValueError):  # the interpreter reports output that fails
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self.status)
 
 
-def _drop_what_cannot_be_said() -> None:
-    """Where standard error takes nothing (a full disk), what waits for it goes nowhere.
+def _discard_unwritable_output() -> None:
+    """Discard buffered output that cannot be written, for example to a full disk.
 
-    The interpreter would try again when it ends, and change the status to 120.
+    Otherwise the interpreter would try again at exit and change the status to 120.
     """
     try:
         sys.stderr.flush()
@@ -88,13 +87,13 @@ def _drop_what_cannot_be_said() -> None:
 
 
 def _prepare_streams() -> None:
-    """Have all three streams, and no text that they can't take or give."""
+    """Make sure that all three streams exist and can encode any text."""
     for name, mode, errors in (
         ("stdin", "r", "surrogateescape"),
         ("stdout", "w", "backslashreplace"),
         ("stderr", "w", "backslashreplace"),
     ):
-        if getattr(sys, name) is None:  # closed by who started us; else the next file is it
+        if getattr(sys, name) is None:  # closed by the parent: the next open file would be it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, TextIOWrapper):

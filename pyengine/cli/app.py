@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"auto_envvar_prefix": "PYENGINE"},  # PYENGINE_SERVE_PORT, and so on
 )
 
 

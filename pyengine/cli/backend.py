@@ -1,7 +1,7 @@
-"""What the command line asks of an engine, and how it gets one.
+"""The interface of an engine as commands use it, and factories of engines.
 
-Commands take the factory from typer's context object, so a test hands in a fake engine and
-nothing here imports torch before a command really opens a model.
+Commands get the factory from typer's context object, so tests can pass a fake engine. Importing
+this module does not import torch.
 """
 
 import atexit
@@ -29,7 +29,7 @@ _E = TypeVar("_E")
 
 
 class StatsView(Protocol):
-    """The part of the engine's statistics that the closing line reads."""
+    """The part of the engine's statistics that the summary line reads."""
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -45,38 +45,38 @@ class Engine(Protocol):
 
     @property
     def model_path(self) -> Path:
-        """The local folder the model was loaded from."""
+        """The local folder of the model."""
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of transformers, or None for a model without one."""
+        """The transformers tokenizer, or None for a model without one."""
 
     def generate_iter(
         self, prompts: Any, sampling_params: Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        """Run a batch; each result when it has ended, `index` being its prompt's position."""
+        """Run a batch. Yields results as they finish; `index` is the position of the prompt."""
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Run one prompt; every item holds the text so far."""
+        """Run one prompt. Each item contains the text so far."""
 
     def recording(self, path: Path) -> AbstractContextManager[None]:
-        """Record what the block manager does meanwhile."""
+        """Record the operations of the block manager."""
 
     def apply_chat_template(self, messages: Any) -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer."""
 
     def stats(self) -> StatsView:
-        """The ledger and the counters as of now."""
+        """Current usage and counters."""
 
     def describe(self) -> Mapping[str, object]:
-        """Versions, device, dtype, attention backend and why, pool size."""
+        """Versions, device, dtype, attention backend with the reason, pool size."""
 
 
 @contextmanager
 def ended(outputs: Iterator[RequestOutput]) -> Iterator[Iterator[RequestOutput]]:
-    """Outputs to read; what is unfinished when the block is left is ended."""
+    """Iterate over outputs, and abort unfinished requests at the end of the block."""
     try:
         yield outputs
     finally:
@@ -90,9 +90,9 @@ EngineFactory = Callable[[EngineSettings], Engine]
 
 @contextmanager
 def held_interrupt() -> Iterator[None]:
-    """Have Ctrl-C wait for the end of the block; a second one does not.
+    """Delay Ctrl-C to the end of the block. A second Ctrl-C is immediate.
 
-    C extensions that are interrupted while they import NumPy go on without it, silently.
+    C extensions that are interrupted while they import NumPy silently continue without it.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -116,7 +116,7 @@ def held_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _libraries() -> Iterator[None]:
-    """Where torch is imported. Raises `ConfigurationError` where the process may not have it."""
+    """Import torch within this block. Raises `ConfigurationError` if a library cannot be loaded."""
     try:
         yield
     except ModuleNotFoundError:
@@ -124,8 +124,8 @@ def _libraries() -> Iterator[None]:
     except (ImportError, MemoryError, OSError) as error:
         raise ConfigurationError(
             f"torch and transformers could not be loaded: {str(error) or type(error).__name__}; "
-            "they map some 4 GB: look at the limits of this process (`ulimit -v`, `ulimit -n`), "
-            "or install them again"
+            "they map about 4 GB: raise the limits of the process (`ulimit -v`, `ulimit -n`), or "
+            "reinstall them"
         ) from error
 
 
@@ -134,25 +134,25 @@ def open_llm(settings: EngineSettings) -> Engine:
     with held_interrupt(), _libraries():
         from pyengine.llm import LLM
 
-    return _settled(LLM(**asdict(settings)))
+    return _frozen(LLM(**asdict(settings)))
 
 
 def open_async_engine(settings: EngineSettings) -> "AsyncEngine":
-    """The same, for a server."""
+    """Load the model and build an engine for a server."""
     with held_interrupt(), _libraries():
         from pyengine.async_engine import AsyncEngine
 
-    return _settled(AsyncEngine(**asdict(settings)))
+    return _frozen(AsyncEngine(**asdict(settings)))
 
 
-def _settled(engine: _E) -> _E:
-    gc.freeze()  # what was imported and loaded stays: later collections pass it over
-    atexit.register(gc.unfreeze)  # at the end it goes as usual
+def _frozen(engine: _E) -> _E:
+    gc.freeze()  # imported modules and weights are permanent: exclude them from collections
+    atexit.register(gc.unfreeze)
     gc.enable()
     return engine
 
 
 def factory_of(context: "typer.Context") -> EngineFactory:
-    """The factory a caller handed in as the context object, else the one of real engines."""
+    """The factory in the context object, by default that of real engines."""
     factory: EngineFactory | None = context.find_root().obj
     return factory or open_llm

@@ -1,4 +1,4 @@
-"""`pyengine chat`: a conversation whose earlier turns are found in the KV cache."""
+"""`pyengine chat`: a conversation whose earlier turns are in the KV cache."""
 
 import sys
 from typing import Annotated
@@ -20,15 +20,15 @@ HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 def chat(
     context: typer.Context,
     *,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     params: SamplingParams,
     settings: EngineSettings,
 ) -> None:
-    """Talk to the model. Earlier turns are cache hits: each turn says how many tokens were."""
+    """Chat with the model. Earlier turns are cache hits: each answer shows how many tokens."""
     engine = factory_of(context)(settings)
     if getattr(engine.tokenizer, "chat_template", None) is None:
         raise InvalidRequestError(
-            f"{engine.model_path} has no chat template; `pyengine generate --raw` takes it"
+            f"{engine.model_path} has no chat template; use `pyengine generate --raw`"
         )
     _converse(engine, params, [{"role": "system", "content": system}] if system else [])
 
@@ -53,7 +53,7 @@ def _converse(engine: Engine, params: SamplingParams, opening: list[Message]) ->
 
 
 def _take_turn(engine: Engine, params: SamplingParams, messages: list[Message]) -> list[Message]:
-    """Answer the last message. A refused turn leaves the conversation as it was before it."""
+    """Answer the last message. An error leaves the conversation unchanged."""
     try:
         check_encodable(messages[-1]["content"])
         prompt = {"prompt_token_ids": engine.apply_chat_template(messages)}

@@ -1,7 +1,7 @@
-"""What people see: answers, notes beside them, tables, and the one line of figures at the end.
+"""Output for people: answers, notes, tables, and the summary line.
 
-Answers go to standard output as they are. A terminal gets no control character of theirs: an
-escape sequence in a prompt, an answer or a file's name is written out instead.
+Answers go to standard output unchanged. On a terminal, control characters in prompts, answers and
+file names are escaped.
 """
 
 import math
@@ -24,12 +24,12 @@ _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters written out, but for line ends and tabs."""
+    """Escape the control characters of `text`, except line ends and tabs."""
     return text.translate(_CONTROLS)
 
 
 def write(text: str, *, bold: bool = False) -> None:
-    """Write to standard output, at once."""
+    """Write to standard output and flush."""
     _write(sys.stdout, text, _BOLD if bold else "")
 
 
@@ -52,7 +52,7 @@ def _write(stream: TextIO, text: str, style: str) -> None:
 
 
 def print_rows(title: str, rows: Mapping[str, object]) -> None:
-    """A title, and a line for each row; nested ones stay as they are, behind the name above."""
+    """Print a title and a line per row; names of nested rows follow the name of their parent."""
     flat = dict(_flatten(rows))
     width = max(map(len, flat), default=0)
     write(f"{title}\n", bold=True)
@@ -63,19 +63,18 @@ def _flatten(rows: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in rows.items():
         name = key.replace("_", " ")
         if isinstance(value, Mapping):
-            yield from ((f"{name}: {one}", of_it) for one, of_it in value.items())
+            yield from ((f"{name}: {key}", nested) for key, nested in value.items())
         else:
             yield name, value
 
 
 @dataclass
 class Meter:
-    """What a run costs: counters as they were before it, and its results' tokens and times.
+    """Measures a run: counters from before it, tokens and times of its results.
 
-    As text it is the closing line. `tok/s` is the rate of decodes alone: the tokens after the first
-    of each answer, over the time in which any answer had its first token and not yet its last.
-    `shared` are blocks in a step, `merged` after it. Where there were drafts it says how many were
-    right, and how many tokens a decode with drafts gave.
+    `str()` is the summary line. `tok/s` is the decode rate: tokens after the first of each answer,
+    over the time in which any answer was decoding. With drafts it also shows how many were
+    accepted, and the tokens per decode with drafts.
     """
 
     engine: Engine
@@ -85,16 +84,16 @@ class Meter:
         default_factory=lambda: {"prompt": 0, "cached": 0, "new": 0, "decoded": 0}, init=False
     )
     decoding: list[tuple[float, float]] = field(default_factory=list, init=False)
-    """For each result the times of its first and of its last token."""
+    """Times of the first and the last token of each result."""
 
     @classmethod
     def start(cls, engine: Engine) -> Self:
-        """Read the engine's counters."""
+        """Start a measurement with the engine's current counters."""
         stats = engine.stats()
         return cls(engine, dict(stats.counters), stats.num_drafts)
 
     def add(self, result: RequestOutput) -> None:
-        """Count a result that is finished or was cut short."""
+        """Count a finished or interrupted result."""
         self.tokens["prompt"] += len(result.prompt_token_ids)
         self.tokens["cached"] += result.num_cached_tokens
         num_new = [len(out.token_ids) for out in result.outputs]
@@ -105,7 +104,7 @@ class Meter:
             self.decoding.append((first, time.monotonic() if last is None else last))
 
     def __str__(self) -> str:
-        """The closing line."""
+        """The summary line."""
         stats, tokens = self.engine.stats(), self.tokens
         blocks = {name: stats.counters[name] - before for name, before in self.counters.items()}
         parts = [
@@ -118,13 +117,13 @@ class Meter:
         ]
         num_drafts = stats.num_drafts - self.num_drafts
         if num_drafts:
-            right, drafted = blocks["accepted_draft_tokens"], blocks["draft_tokens"]
-            parts.append(f"{right} of {drafted} drafts right")
-            parts.append(f"{1 + right / num_drafts:.2f} tokens per decode with drafts")
+            accepted, drafted = blocks["accepted_draft_tokens"], blocks["draft_tokens"]
+            parts.append(f"{accepted} of {drafted} drafts accepted")
+            parts.append(f"{1 + accepted / num_drafts:.2f} tokens per decode with drafts")
         return " · ".join(parts)
 
     def _rate(self) -> list[str]:
-        """The rate of decodes in words; empty where no answer has a second token."""
+        """The decode rate as text; empty if no answer has a second token."""
         seconds, end = 0.0, -math.inf
         for first, last in sorted(self.decoding):
             seconds += max(0.0, last - max(first, end))
@@ -135,7 +134,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text that was shown, the line of what it cost, and whether Ctrl-C cut it short."""
+    """The displayed text, its summary line, and whether Ctrl-C interrupted it."""
 
     text: str
     figures: str
@@ -143,7 +142,7 @@ class Answer:
 
 
 def stream_answer(engine: Engine, prompt: Any, params: SamplingParams) -> Answer:
-    """Write the answer to standard output token by token; Ctrl-C ends it, not the program."""
+    """Write the answer to standard output token by token. Ctrl-C ends the answer only."""
     meter = Meter.start(engine)
     shown = ""
     last: RequestOutput | None = None

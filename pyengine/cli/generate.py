@@ -28,7 +28,7 @@ from pyengine.errors import InvalidRequestError
 from pyengine.sampling_params import SamplingParams
 
 RECORDING = b"kvtrace\n"
-"""How a recording of the block manager begins."""
+"""The first bytes of a recording of the block manager."""
 
 
 @command()
@@ -41,82 +41,81 @@ def generate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write each result here as it comes, as a line of JSON; a new file."),
+        typer.Option(help="Write results to this new file as they finish, as lines of JSON."),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with what an earlier run has written into --output."),
+        typer.Option("--resume", help="Continue an earlier run: append to its --output."),
     ] = False,
     record: Annotated[
         Path | None,
         typer.Option(
-            help="Record the block manager here, for `pyengine trace replay`; a new file."
+            help="Record the block manager to this new file, for `pyengine trace replay`."
         ),
     ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="Frame texts with the model's chat template, or not; "
-            "by default where the model has one.",
+            help="Render prompts with the model's chat template, or not; default: if it has one.",
         ),
     ] = None,
     params: SamplingParams,
     settings: EngineSettings,
 ) -> None:
-    """Answer one prompt as it comes, or many in one batch, and close with one line of figures."""
+    """Stream the answer to one prompt, or answer several as a batch, with a summary at the end."""
     if resume and output is None:
-        raise InvalidRequestError("--resume needs --output: the file to go on with")
+        raise InvalidRequestError("--resume needs --output: the file to continue")
     _check_apart({"--file": file, "--output": output, "--record": record})
     _check_recording(record)
     template = {None: Template.AUTO, True: Template.CHAT, False: Template.RAW}[chat]
     batch = Batch(_collect(prompt or [], file), template, params, settings)
     target = nullcontext(Printed(batch)) if output is None else opened(output, batch, resume=resume)
     with target as results:
-        left = [index for index in range(len(batch.prompts)) if index not in results.done]
-        if not left:
+        remaining = [index for index in range(len(batch.prompts)) if index not in results.done]
+        if not remaining:
             note(results.summary(failed=False))
             return
         engine = factory_of(context)(settings)
-        ready = to_engine(engine, [batch.prompts[index] for index in left], template)
+        ready = to_engine(engine, [batch.prompts[index] for index in remaining], template)
         with nullcontext() if record is None else engine.recording(record):
             if len(batch.prompts) == 1 and output is None:
                 _answer_one(engine, ready[0], params)
             else:
-                _answer_many(engine, batch, dict(zip(left, ready, strict=True)), results)
+                _answer_many(engine, batch, dict(zip(remaining, ready, strict=True)), results)
 
 
 def _collect(texts: Sequence[str], file: Path | None) -> list[AnyPrompt]:
     for number, text in enumerate(texts, start=1):
         if not text.strip():
-            raise InvalidRequestError(f"prompt {number} is empty: write what is to be answered")
+            raise InvalidRequestError(f"prompt {number} is empty")
         try:
             check_encodable(text)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"prompt {number} {error}: it has to be UTF-8") from error
+            raise InvalidRequestError(f"prompt {number} {error}: it must be UTF-8") from error
     prompts: list[AnyPrompt] = [TextPrompt(text) for text in texts]
     if file is not None:
         prompts += read_prompts(file)
     if not prompts:
-        raise InvalidRequestError("nothing to generate: give a PROMPT or --file")
+        raise InvalidRequestError("no prompt: give a PROMPT or --file")
     return prompts
 
 
 def _check_apart(files: Mapping[str, Path | None]) -> None:
-    given = [(option, path) for option, path in files.items() if path is not None]
-    for (one, path), (other, same) in combinations(given, 2):
+    paths = [(option, path) for option, path in files.items() if path is not None]
+    for (name, path), (other, same) in combinations(paths, 2):
         if os.path.realpath(path) == os.path.realpath(same):
-            raise InvalidRequestError(f"{one} and {other} are the same file: {path}")
+            raise InvalidRequestError(f"{name} and {other} are the same file: {path}")
 
 
 def _check_recording(path: Path | None) -> None:
-    """See that a recording can be written, and replaces nothing."""
+    """Check that a recording can be written and overwrites no file."""
     if path is None:
         return
     is_new = not os.path.lexists(path)
     try:
         if not is_new and not path.is_file():
-            raise InvalidRequestError(f"cannot write {path}: it is no regular file")
+            raise InvalidRequestError(f"cannot write {path}: not a regular file")
         with path.open("ab+") as file:
             file.seek(0)
             start = file.read(len(RECORDING))
@@ -124,11 +123,11 @@ def _check_recording(path: Path | None) -> None:
             path.unlink()
     except OSError as error:
         raise InvalidRequestError(
-            f"cannot write {path}: {error.strerror}; give a file in a folder that exists"
+            f"cannot write {path}: {error.strerror}; give a file in an existing folder"
         ) from error
     if start:
-        found = "holds a recording" if start == RECORDING else "is no recording"
-        raise InvalidRequestError(f"{path} {found}, and would be lost: give another file")
+        kind = "is a recording already" if start == RECORDING else "is not a recording"
+        raise InvalidRequestError(f"{path} {kind} and is not overwritten: give another file")
 
 
 def _answer_one(engine: Engine, prompt: object, params: SamplingParams) -> None:
@@ -142,7 +141,7 @@ def _answer_one(engine: Engine, prompt: object, params: SamplingParams) -> None:
 def _answer_many(
     engine: Engine, batch: Batch, ready: Mapping[int, object], results: Results
 ) -> None:
-    """Answer these prompts, by their positions. What has come is kept, however this ends."""
+    """Answer prompts, given by position. Results are kept even if the run fails."""
     meter = Meter.start(engine)
     places, params = list(ready), [batch.params_of(index) for index in ready]
     failures = 0
@@ -177,7 +176,7 @@ def _close(results: Results, meter: Meter, *, failed: bool) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], object]]:
-    """A bar of prompts on standard error, where that is a terminal of its own."""
+    """A progress bar on standard error, if only that is a terminal."""
     if sys.stdout.isatty() or not sys.stderr.isatty():
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""Shared by all commands: options from the settings' fields, and how failures are reported."""
+"""Shared by all commands: options created from the fields of settings, and error handling."""
 
 import inspect
 import shlex
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pyengine.cli.config_file import config_option
 from pyengine.cli.status import report
 from pyengine.config import EngineSettings
 from pyengine.errors import InvalidRequestError
@@ -21,11 +22,10 @@ from pyengine.utils.settings import option_of
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Print an error of ours, or of the system, without a traceback and leave.
+    """Print expected errors without a traceback and exit.
 
-    Status 2: the input was refused and nothing ran. Status 1: anything else that the engine or the
-    system reports. Ctrl-C leaves with status 130, and nobody reading any more with 141, silently.
-    Errors of other kinds are defects and keep their traceback.
+    Status 2: invalid input. Status 1: other errors of the engine or the system. Status 130: Ctrl-C.
+    Status 141: closed pipe, silently. Unexpected errors keep their traceback.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def guarded() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Sampling:
-    """An option for a field of `SamplingParams`: default and help on the command line."""
+    """Default and help of the option for a field of `SamplingParams`."""
 
     default: Any
     help: str
@@ -43,64 +43,70 @@ class _Sampling:
 
 
 _SAMPLING: Mapping[str, _Sampling] = {
-    "max_tokens": _Sampling(256, "New tokens at most, per prompt.", int),
-    "min_tokens": _Sampling(0, "New tokens at least.", int),
-    "temperature": _Sampling(0.0, "0 takes the likeliest token, always.", float),
-    "top_p": _Sampling(1.0, "Draw from the likeliest tokens of this mass.", float),
-    "top_k": _Sampling(0, "Draw from the K likeliest; 0: all.", int),
-    "min_p": _Sampling(0.0, "Drop tokens below this share of the likeliest.", float),
+    "max_tokens": _Sampling(256, "Maximum of new tokens per prompt.", int),
+    "min_tokens": _Sampling(0, "Minimum of new tokens.", int),
+    "temperature": _Sampling(0.0, "Sampling temperature; 0: greedy.", float),
+    "top_p": _Sampling(1.0, "Sample from the most likely tokens of this total probability.", float),
+    "top_k": _Sampling(0, "Sample from the K most likely tokens; 0: all.", int),
+    "min_p": _Sampling(0.0, "Minimum probability relative to the most likely token.", float),
     "repetition_penalty": _Sampling(1.0, "Above 1: repeat less.", float),
-    "presence_penalty": _Sampling(0.0, "Above 0: fewer tokens again.", float),
-    "frequency_penalty": _Sampling(0.0, "Above 0: the more often, the less.", float),
-    "stop": _Sampling(None, "End where this text appears; may be given again.", list[str] | None),
-    "ignore_eos": _Sampling(False, "Go on past the end token.", bool),
+    "presence_penalty": _Sampling(0.0, "Above 0: penalize tokens that have occurred.", float),
+    "frequency_penalty": _Sampling(0.0, "Above 0: penalize tokens by their frequency.", float),
+    "stop": _Sampling(None, "Stop at this text; repeatable.", list[str] | None),
+    "ignore_eos": _Sampling(False, "Continue after the end-of-sequence token.", bool),
 }
 """Fields of `SamplingParams` that the commands offer."""
 
 _FORMS: Mapping[str, _Sampling] = {
-    "json_schema": _Sampling(None, "Answer with JSON by the schema in this file.", Path | None),
+    "json_schema": _Sampling(None, "Answer with JSON of the schema in this file.", Path | None),
     "json_object": _Sampling(False, "Answer with a JSON object.", bool),
-    "regex": _Sampling(None, "Answer with what this expression matches.", str | None),
-    "choice": _Sampling(None, "Answer with this text; may be given again.", list[str] | None),
-    "grammar": _Sampling(None, "Answer by the grammar in this file: Lark, or GBNF.", Path | None),
+    "regex": _Sampling(None, "Answer with text that matches this expression.", str | None),
+    "choice": _Sampling(None, "Answer with one of these texts; repeatable.", list[str] | None),
+    "grammar": _Sampling(None, "Answer by the grammar in this file (Lark or GBNF).", Path | None),
 }
-"""Ways to say what form an answer must have: one field of `StructuredOutputs` each."""
+"""Structured outputs: one field of `StructuredOutputs` each."""
 
 
 def command(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command's body to take an option for every field it stands on.
+    """Decorate a command to have an option for every field of its settings.
 
-    A body with a parameter `settings` gets `EngineSettings` in it, one with `params`
-    `SamplingParams`, one with `server` `ServerSettings`; its own parameters stay, also instead of
-    the option for a setting of that name. `defaults` replace those of the options.
-    What may go wrong is reported without a traceback (`guarded`).
+    The parameters `settings`, `params` and `server` stand for `EngineSettings`, `SamplingParams`
+    and `ServerSettings`. Other parameters stay, and replace the option of a setting with the same
+    name. `defaults` replace defaults of options. `--config` reads options from a file. Errors are
+    handled as by `guarded`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         own = dict(inspect.signature(body).parameters)
         makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
-        options: list[inspect.Parameter] = []
+        options = [config_option()]
         if own.pop("params", None):
             makers["params"] = _sampling_params
-            options += [_sampling_option(*one) for one in {**_SAMPLING, **_FORMS}.items()]
+            options += [_sampling_option(*item) for item in {**_SAMPLING, **_FORMS}.items()]
         serves = "server" in own
         for name, kind in (("settings", EngineSettings), ("server", ServerSettings)):
             if own.pop(name, None):
                 makers[name] = partial(_settings, kind)
                 options += [
-                    _setting_option(one, serves) for one in fields(kind) if one.name not in own
+                    _setting_option(field, serves)
+                    for field in fields(kind)
+                    if field.name not in own
                 ]
-        options = [one.replace(default=defaults.get(one.name, one.default)) for one in options]
+        options = [
+            option.replace(default=defaults.get(option.name, option.default)) for option in options
+        ]
 
         @wraps(body)
         def run(**values: Any) -> None:
             with guarded():
-                made = {name: make(values) for name, make in makers.items()}
-                body(**{name: values[name] for name in own}, **made)
+                settings = {name: make(values) for name, make in makers.items()}
+                body(**{name: values[name] for name in own}, **settings)
 
         shown: Any = run  # what typer reads
         shown.__signature__ = inspect.Signature([*own.values(), *options])
-        shown.__annotations__ = {one.name: one.annotation for one in (*own.values(), *options)}
+        shown.__annotations__ = {
+            parameter.name: parameter.annotation for parameter in (*own.values(), *options)
+        }
         return run
 
     return decorate
@@ -130,9 +136,9 @@ def _setting_option(setting: Any, serves: bool) -> inspect.Parameter:
         hidden=form.hidden and not serves,
         envvar=form.env,
     )
-    several = isinstance(setting.default, tuple)
+    is_repeatable = isinstance(setting.default, tuple)
     return _option(
-        setting.name, list(setting.default) if several else setting.default, kind, option
+        setting.name, list(setting.default) if is_repeatable else setting.default, kind, option
     )
 
 
@@ -142,18 +148,18 @@ def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _form(values: Mapping[str, Any]) -> StructuredOutputs | None:
-    """The form that was asked for, read from its file where it is in one."""
-    given = {name: values[name] for name in _FORMS if values[name]}
-    if len(given) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise InvalidRequestError(f"{flags} together: an answer has one form; give one of them")
-    if len(given.get("choice", ())) == 1:  # `--choice red blue` makes a prompt of `blue`
-        (text,) = given["choice"]
+    """The structured output that the options ask for, read from a file if it is in one."""
+    chosen = {name: values[name] for name in _FORMS if values[name]}
+    if len(chosen) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        raise InvalidRequestError(f"{flags} exclude each other: give one of them")
+    if len(chosen.get("choice", ())) == 1:  # `--choice red blue` makes a prompt of `blue`
+        (text,) = chosen["choice"]
         raise InvalidRequestError(
-            f"--choice {text}: there is nothing to choose. The option takes one text and is given "
-            f"again for each: --choice {shlex.quote(text)} --choice ...; other texts are prompts"
+            f"--choice {text} is the only choice. Repeat the option for each: --choice "
+            f"{shlex.quote(text)} --choice ...; other texts are prompts"
         )
-    for name, value in given.items():
+    for name, value in chosen.items():
         content = _text_of(value) if isinstance(value, Path) else value
         field: dict[str, Any] = {"json" if name == "json_schema" else name: content}
         return StructuredOutputs(**field)
@@ -161,18 +167,18 @@ def _form(values: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def _text_of(path: Path) -> str:
-    """What a file holds, as far as it may be long."""
+    """The text of a file, up to the limit of its length."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_FORMAT_BYTES + 1).decode()
     except OSError as error:
         raise InvalidRequestError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path} is no text in UTF-8: {error.reason}") from error
+        raise InvalidRequestError(f"{path} is not UTF-8 text: {error.reason}") from error
 
 
 def _settings(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Settings of one kind, of what the command line has for each."""
+    """Create settings from the values of the command line."""
     chosen = {}
     for setting in fields(kind):
         convert, value = option_of(setting).convert, values[setting.name]

@@ -13,7 +13,7 @@ from pyengine.errors import InvalidRequestError
 
 SHOWN_PROBLEMS = 5
 LONGEST_LINE = 64 << 20
-"""Bytes; what has no line end for longer is no file of prompts (`/dev/zero` never has one)."""
+"""Limit of a line in bytes (`/dev/zero` has no line end)."""
 KINDS = ("prompt", "prompt_token_ids", "messages")
 
 Message: TypeAlias = dict[str, Any]
@@ -21,19 +21,19 @@ Message: TypeAlias = dict[str, Any]
 
 
 class Template(StrEnum):
-    """How a text prompt reaches the model."""
+    """How to turn a text prompt into tokens."""
 
     CHAT = "chat"
-    """As a user's message, through the model's chat template."""
+    """Render it as a user message with the model's chat template."""
     RAW = "raw"
-    """As it is."""
+    """Tokenize it unchanged."""
     AUTO = "auto"
-    """`chat` where the model has a chat template, else `raw`."""
+    """`chat` if the model has a chat template, else `raw`."""
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A text, to be framed as the template choice says."""
+    """A text, rendered according to `Template`."""
 
     text: str
     id: str | int | None = None
@@ -41,7 +41,7 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """Token ids, given to the model as they are."""
+    """Token ids, used unchanged."""
 
     token_ids: tuple[int, ...]
     id: str | int | None = None
@@ -49,7 +49,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class MessagesPrompt:
-    """A conversation, always through the chat template."""
+    """A conversation, always rendered with the chat template."""
 
     messages: tuple[Message, ...]
     id: str | int | None = None
@@ -62,10 +62,10 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
     """Read one prompt per line, as UTF-8; empty lines and a byte order mark are skipped.
 
     `.jsonl`: each line is a string, or an object with one of `prompt`, `prompt_token_ids` and
-    `messages`, and an optional `id` that comes back with the result. Any other file: a text
-    per line.
+    `messages`, and an optional `id` that is repeated in the result. Any other file: a text per
+    line.
 
-    Raises InvalidRequestError that names every bad line (the first five of them) by number.
+    Raises InvalidRequestError with the numbers of the first five invalid lines.
     """
     parse: Callable[[str], AnyPrompt] = _parse_json if path.suffix == ".jsonl" else _parse_text
     prompts: list[AnyPrompt] = []
@@ -75,18 +75,18 @@ def read_prompts(path: Path) -> list[AnyPrompt]:
             continue
         try:
             prompts.append(parse(raw.decode("utf-8")))
-        except ValueError as error:  # of json and of utf-8, too
+        except ValueError as error:  # includes errors of JSON and UTF-8
             problems.append(f"{path}, line {number}: {error}")
         except RecursionError:
             problems.append(f"{path}, line {number}: nested too deeply")
     if problems:
-        more = len(problems) - SHOWN_PROBLEMS
-        tail = [f"... and {more} more"] if more > 0 else []
+        num_more = len(problems) - SHOWN_PROBLEMS
+        tail = [f"... and {num_more} more"] if num_more > 0 else []
         raise InvalidRequestError(
             "\n".join(["nothing was run:", *problems[:SHOWN_PROBLEMS], *tail])
         )
     if not prompts:
-        raise InvalidRequestError(f"{path} holds no prompt")
+        raise InvalidRequestError(f"{path} contains no prompts")
     return prompts
 
 
@@ -103,7 +103,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             while line:
                 if len(line) >= LONGEST_LINE:
                     raise InvalidRequestError(
-                        f"{path} has a line of {LONGEST_LINE >> 20} MiB or more: no file of prompts"
+                        f"{path} has a line of {LONGEST_LINE >> 20} MiB or more: no prompts"
                     )
                 yield from line.splitlines()
                 line = file.readline(LONGEST_LINE)
@@ -112,7 +112,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) -> list[object]:
-    """The prompts in the form that the engine takes: texts and `prompt_token_ids` dicts."""
+    """Convert prompts to the engine's format: texts and `prompt_token_ids` dicts."""
     has_template = getattr(engine.tokenizer, "chat_template", None) is not None
     if template is Template.CHAT and not has_template:
         raise InvalidRequestError("the model has no chat template; use --raw")
@@ -126,8 +126,8 @@ def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) 
                 try:
                     ids_of = engine.apply_chat_template(list(messages))
                 except InvalidRequestError as error:
-                    said = f"the prompt {_short(list(messages))} cannot be served: {error}"
-                    raise InvalidRequestError(f"nothing was run: {said}") from error
+                    reason = f"the prompt {_short(list(messages))} is invalid: {error}"
+                    raise InvalidRequestError(f"nothing was run: {reason}") from error
                 result.append({"prompt_token_ids": ids_of})
             case TextPrompt(text=text) if chat:
                 ids_of = engine.apply_chat_template([{"role": "user", "content": text}])
@@ -139,7 +139,7 @@ def to_engine(engine: Engine, prompts: Sequence[AnyPrompt], template: Template) 
 
 def _parse_text(line: str) -> AnyPrompt:
     if "\0" in line:
-        raise ValueError("holds a NUL character: is this a file of text?")
+        raise ValueError("contains a NUL character: is this a text file?")
     return TextPrompt(line)
 
 
@@ -153,16 +153,16 @@ def _parse_json(line: str) -> AnyPrompt:
     unknown = sorted(value.keys() - {*KINDS, "id"})
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}; known are {', '.join(KINDS)} and id")
-    given = [kind for kind in KINDS if kind in value]
-    if len(given) != 1:
+    kinds = [kind for kind in KINDS if kind in value]
+    if len(kinds) != 1:
         raise ValueError(
-            f"exactly one of {', '.join(KINDS)} is needed, found {' and '.join(given) or 'none'}"
+            f"exactly one of {', '.join(KINDS)} is required, found {' and '.join(kinds) or 'none'}"
         )
     name = value.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise ValueError(f"id must be a string or an integer, found {_short(name)}")
-    content = value[given[0]]
-    match given[0]:
+    content = value[kinds[0]]
+    match kinds[0]:
         case "prompt":
             return TextPrompt(_checked_text(content), name)
         case "prompt_token_ids":
@@ -172,21 +172,19 @@ def _parse_json(line: str) -> AnyPrompt:
 
 
 def check_encodable(text: str) -> None:
-    """Raise InvalidRequestError for half a character, which no tokenizer and no file takes."""
+    """Raise InvalidRequestError for text with a lone surrogate, which has no encoding."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise InvalidRequestError(
-            f"holds {half!r}, which is no character (a lone surrogate)"
-        ) from error
+        surrogate = text[error.start]
+        raise InvalidRequestError(f"contains {surrogate!r}, a lone surrogate") from error
 
 
 def _checked_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"prompt must be a string, found {_short(value)}")
     if not value.strip():
-        raise ValueError("prompt is empty: write what is to be answered")
+        raise ValueError("prompt is empty")
     return value
 
 
@@ -195,7 +193,7 @@ def _checked_token_ids(value: object) -> tuple[int, ...]:
         raise ValueError(f"prompt_token_ids must be a list of token ids, found {_short(value)}")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"prompt_token_ids holds {_short(token)}, which is no token id")
+            raise ValueError(f"prompt_token_ids contains {_short(token)}, which is not a token id")
     return tuple(value)
 
 
@@ -206,18 +204,18 @@ def _checked_messages(value: object) -> tuple[Message, ...]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"a message is an object with a role: {_short(message)}")
         content, calls = message.get("content"), message.get("tool_calls")
-        is_said = isinstance(content, str) or (isinstance(content, list) and bool(content))
-        is_called = isinstance(calls, list) and bool(calls) and content is None
-        if not is_said and not is_called:
+        has_content = isinstance(content, str) or (isinstance(content, list) and bool(content))
+        has_calls = isinstance(calls, list) and bool(calls) and content is None
+        if not has_content and not has_calls:
             raise ValueError(
-                "a message needs content, text or a list of parts, or tool_calls, a list: "
+                "a message needs content (text or a list of parts) or tool_calls (a list): "
                 f"{_short(message)}"
             )
     return tuple(value)
 
 
 def text_of(message: Message) -> str:
-    """What a message says, or else what it calls; for people."""
+    """The text of a message, or its tool calls, for display."""
     content = message.get("content")
     if isinstance(content, str):
         return content

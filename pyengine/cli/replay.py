@@ -1,4 +1,4 @@
-"""Replay a recording of the block manager and print what it does. Needs no typer."""
+"""Replays a recording of the block manager and prints its figures. Works without typer."""
 
 import argparse
 import time
@@ -12,12 +12,9 @@ from pyengine.kv_cache import Divergence, Ledger, ReplayReport, Stats, TraceErro
 
 
 def run_bare(arguments: Sequence[str]) -> int:
-    """`pyengine trace replay` where typer is missing; returns the exit status.
-
-    `argparse` reads the arguments, those after `replay`.
-    """
+    """`pyengine trace replay` without typer: parses the arguments, returns the exit status."""
     parser = argparse.ArgumentParser("pyengine trace replay", description=show_recording.__doc__)
-    parser.add_argument("file", type=Path, help="what `BlockManager.record` has written")
+    parser.add_argument("file", type=Path, help="recording written by `BlockManager.record`")
     try:
         return show_recording(parser.parse_args(arguments).file)
     except (Exception, KeyboardInterrupt) as error:
@@ -25,7 +22,7 @@ def run_bare(arguments: Sequence[str]) -> int:
 
 
 def show_recording(file: Path) -> int:
-    """Replay FILE and print what it does; status 1 if an operation is answered otherwise now."""
+    """Replay FILE and print its figures; status 1 if an operation returns a different result."""
     started = time.perf_counter()
     replayed = _replay(file)
     seconds = time.perf_counter() - started
@@ -34,7 +31,7 @@ def show_recording(file: Path) -> int:
     figures = _grouped(_figures(replayed.stats))
     rate = _hit_rate(replayed.stats)
     print_rows("figures", {**figures, "hit rate": rate, "seconds": f"{seconds:.3f}"})
-    print_rows("ledger at the end", _grouped(_ledger(replayed.ledger)))
+    print_rows("usage at the end", _grouped(_usage(replayed.ledger)))
     if replayed.failed_check is not None:
         note(f"check() failed: {replayed.failed_check}")
     if replayed.divergence is not None:
@@ -63,39 +60,34 @@ def _figures(stats: Stats) -> dict[str, int]:
         "prompt tokens cached": stats.cached_tokens,
         "tokens computed": stats.computed_tokens,
         "blocks allocated": stats.allocated_blocks,
-        "contents evicted": stats.evicted_blocks,
+        "blocks evicted": stats.evicted_blocks,
         "blocks merged": stats.merged_blocks,
     }
 
 
 def _hit_rate(stats: Stats) -> str:
     prompt = stats.prompt_tokens
-    return f"{stats.cached_tokens / prompt:.1%}" if prompt else "no prompt was computed"
+    return f"{stats.cached_tokens / prompt:.1%}" if prompt else "no prompts"
 
 
-def _ledger(ledger: Ledger) -> dict[str, int]:
-    return {
-        "free": ledger.free,
-        "idle": ledger.idle,
-        "active": ledger.active,
-        "leased": ledger.leased,
-    }
+def _usage(usage: Ledger) -> dict[str, int]:
+    return {name: getattr(usage, name) for name in ("free", "idle", "active", "leased")}
 
 
 def _grouped(counts: Mapping[str, int]) -> dict[str, str]:
     return {name: f"{count:,}" for name, count in counts.items()}
 
 
-def _print_divergence(parted: Divergence) -> None:
+def _print_divergence(divergence: Divergence) -> None:
     note(
-        f"operation {parted.operation} is answered otherwise\n"
-        f"  call      {parted.call}\n"
-        f"  recorded  {parted.recorded}\n"
-        f"  obtained  {parted.obtained}"
+        f"operation {divergence.operation} returned a different result\n"
+        f"  call      {divergence.call}\n"
+        f"  recorded  {divergence.recorded}\n"
+        f"  obtained  {divergence.obtained}"
     )
 
 
 def _verdict(report: ReplayReport) -> str:
     count = sum(report.operations.values())
-    end = "" if report.is_complete else "; the recording was not ended by stop_recording()"
-    return f"{count:,} operations, all answered as recorded{end}"
+    end = "" if report.is_complete else "; the recording was not closed by stop_recording()"
+    return f"{count:,} operations, all results as recorded{end}"

@@ -1,8 +1,8 @@
-"""The results of a batch: into a file as they come, found there by a later run, or to the terminal.
+"""The results of a batch: appended to a file as they finish, or printed.
 
-Each line of the file is a JSON object. Lines are in the order in which the answers ended; `index`
-is the prompt's position among those of the run, and `id` its own. Nothing that is in a file is
-ever overwritten: a run writes into a new or empty file, or, with `--resume`, behind what is there.
+Each line of the file is a JSON object, in order of completion; `index` is the position of the
+prompt, `id` its id. A run never overwrites results: it writes to a new or empty file, or appends
+with `--resume`.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ _START = b'{"index": '
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of a run, and all that their answers depend on."""
+    """The prompts of a run, and everything that their answers depend on."""
 
     prompts: Sequence[AnyPrompt]
     template: Template
@@ -45,24 +45,24 @@ class Batch:
     settings: EngineSettings
 
     def key(self, index: int) -> tuple[str, str | int]:
-        """What a prompt is known by: its id, or where it has none its position."""
+        """The identity of a prompt: its id, or its position if it has none."""
         name = self.prompts[index].id
         return ("index", index) if name is None else ("id", name)
 
     def fingerprint(self, index: int) -> str:
-        """The same for the same prompt, template, model, seed and sampling parameters only."""
-        text = json.dumps([_content(self.prompts[index]), self._circumstances], sort_keys=True)
+        """A hash of prompt, template, model, seed and sampling parameters."""
+        text = json.dumps([_fields_of(self.prompts[index]), self._settings_hashed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
-    def _circumstances(self) -> list[object]:
+    def _settings_hashed(self) -> list[object]:
         plain, settings = SamplingParams(), self.settings
-        chosen = {one.name: getattr(self.params, one.name) for one in fields(SamplingParams)}
+        chosen = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
         changed = {n: repr(value) for n, value in chosen.items() if value != getattr(plain, n)}
         return [self.template, str(settings.model), settings.revision, settings.seed, changed]
 
     def params_of(self, index: int) -> SamplingParams:
-        """The prompt's own: draws do not depend on which other prompts are run with it."""
+        """Parameters of a prompt. Its seed does not depend on the other prompts."""
         if self.params.is_greedy or self.params.seed is not None:
             return self.params
         draws = Random(f"{self.settings.seed}/{self.key(index)}")
@@ -70,22 +70,22 @@ class Batch:
 
 
 class Results(Protocol):
-    """Takes results as they come."""
+    """Receives results as they finish."""
 
     @property
     def done(self) -> frozenset[int]:
-        """Positions of the prompts whose results were there before this run."""
+        """Positions of the prompts that an earlier run has answered."""
 
     def put(self, index: int, result: RequestOutput) -> None:
-        """Take the result of the prompt at this position."""
+        """Add the result of the prompt at this position."""
 
     def summary(self, failed: bool) -> str:
-        """What there is now, in words; none where it can be seen."""
+        """A message about the results so far; empty if they are on the terminal."""
 
 
 @dataclass
 class Printed:
-    """Results on standard output in the order of the prompts, each once those before it are."""
+    """Prints results to standard output in the order of the prompts."""
 
     batch: Batch
     done: frozenset[int] = frozenset()
@@ -100,7 +100,7 @@ class Printed:
             self._next += 1
 
     def summary(self, failed: bool) -> str:
-        """See `Results.summary`. What waited for one before it is printed now."""
+        """See `Results.summary`. Prints the results that wait for an earlier one."""
         for index in sorted(self._waiting):
             self._print(index)
         return ""
@@ -124,7 +124,7 @@ def _title(prompt: AnyPrompt) -> str:
     return line if len(line) <= 76 else line[:73] + "..."
 
 
-def _content(prompt: AnyPrompt) -> dict[str, Any]:
+def _fields_of(prompt: AnyPrompt) -> dict[str, Any]:
     match prompt:
         case TextPrompt(text=text):
             return {"prompt": text}
@@ -135,7 +135,7 @@ def _content(prompt: AnyPrompt) -> dict[str, Any]:
 
 
 class ResultFile:
-    """Results as lines of JSON, each written when it comes, behind those of an earlier run."""
+    """Appends results to a file as lines of JSON."""
 
     def __init__(self, path: Path, descriptor: int, batch: Batch) -> None:
         self._path = path
@@ -145,61 +145,60 @@ class ResultFile:
         self.done: frozenset[int] = frozenset()
 
     def find(self) -> None:
-        """Read what an earlier run has written.
+        """Read the results of an earlier run, and remove an incomplete last line.
 
-        A line that was cut short, as the last one may be, is taken away. Raises
-        `InvalidRequestError` for results that are not of this batch.
+        Raises `InvalidRequestError` for results of another batch.
         """
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             lines = file.read().split(b"\n")
         cut = lines.pop()
         if not cut.startswith(_START[: len(cut)]):
-            raise self._foreign(len(lines) + 1, "it is no result of pyengine")
+            raise self._mismatch(len(lines) + 1, "it is not a result of pyengine")
         places = {self._batch.key(index): index for index in range(len(self._batch.prompts))}
         if len(places) < len(self._batch.prompts):
             raise InvalidRequestError(
-                "two prompts have the same id: --resume can't tell them apart"
+                "two prompts have the same id: --resume cannot distinguish them"
             )
-        found = [
+        done = [
             self._place(number, line, places) for number, line in enumerate(lines, start=1) if line
         ]
         if cut:
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - len(cut))
-        self.done = frozenset(found)
+        self.done = frozenset(done)
 
     def _place(self, number: int, line: bytes, places: Mapping[tuple[str, Any], int]) -> int:
-        """The position of the prompt that a line is the result of."""
+        """The position of the prompt that a line answers."""
         try:
             record = json.loads(line)
             key = ("id", record["id"]) if "id" in record else ("index", record["index"])
             fingerprint = record["fingerprint"]
             place = places.get(key)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise self._foreign(number, "it is no result of pyengine") from None
+            raise self._mismatch(number, "it is not a result of pyengine") from None
         if place is None:
-            raise self._foreign(number, f"no prompt of this run has the {key[0]} {key[1]!r}")
+            raise self._mismatch(number, f"no prompt of this run has the {key[0]} {key[1]!r}")
         if fingerprint != self._batch.fingerprint(place):
-            raise self._foreign(
+            raise self._mismatch(
                 number,
                 f"the prompt with the {key[0]} {key[1]!r}, the model, the seed or the sampling "
-                "parameters were others",
+                "parameters were different",
             )
         return place
 
-    def _foreign(self, number: int, why: str) -> InvalidRequestError:
+    def _mismatch(self, number: int, why: str) -> InvalidRequestError:
         return InvalidRequestError(
-            f"{self._path}, line {number} is not of this run: {why}; give another --output"
+            f"{self._path}, line {number} does not belong to this run: {why}; give another --output"
         )
 
     def put(self, index: int, result: RequestOutput) -> None:
         """See `Results.put`."""
-        if result.error is not None:  # a later run tries again
+        if result.error is not None:  # a later run retries it
             return
         prompt, answer = self._batch.prompts[index], result.outputs[0]
         record = {
             "index": index,
             **({} if prompt.id is None else {"id": prompt.id}),
-            **_content(prompt),
+            **_fields_of(prompt),
             "text": answer.text,
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
@@ -215,21 +214,21 @@ class ResultFile:
 
     def summary(self, failed: bool) -> str:
         """See `Results.summary`."""
-        there, total = self._count + len(self.done), len(self._batch.prompts)
-        if failed and not there:
+        count, total = self._count + len(self.done), len(self._batch.prompts)
+        if failed and not count:
             return ""
         if not failed:
-            before = f", {len(self.done)} of them from before" if self.done else ""
-            return f"{there} results in {self._path}{before}"
-        return f"{there} of {total} results are in {self._path}; --resume goes on after them"
+            earlier = f", {len(self.done)} of them from an earlier run" if self.done else ""
+            return f"{count} results in {self._path}{earlier}"
+        return f"{count} of {total} results are in {self._path}; --resume computes the others"
 
 
 @contextmanager
 def opened(path: Path, batch: Batch, *, resume: bool) -> Iterator[ResultFile]:
-    """Open a file for results, so that nothing is computed for one that can't be written.
+    """Open a file for results, before anything is computed.
 
-    Raises `InvalidRequestError` for one that holds anything, if this is not to `resume` it. A file
-    that was made here and that nothing was written into is removed again.
+    Raises `InvalidRequestError` for a file that is not empty, without `resume`. Removes a new file
+    again if it stays empty.
     """
     is_new = not os.path.lexists(path)
     descriptor = _open(path, resume)
@@ -259,35 +258,34 @@ def _open(path: Path, resume: bool) -> int:
 
 
 def _check(path: Path, descriptor: int, resume: bool) -> None:
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _refused(path, "another run is writing into it") from error
-        if found.st_size and not resume:
+            raise _refused(path, "another run is writing to it") from error
+        if status.st_size and not resume:
             raise InvalidRequestError(
-                f"{path} holds something already: give another --output, or --resume to go on "
-                "with the results in it"
+                f"{path} is not empty: give another --output, or --resume to continue the run"
             )
-    elif resume or stat.S_ISBLK(found.st_mode):
-        raise _refused(path, "it is no regular file")
-    elif stat.S_ISCHR(found.st_mode) and not os.isatty(descriptor):
+    elif resume or stat.S_ISBLK(status.st_mode):
+        raise _refused(path, "not a regular file")
+    elif stat.S_ISCHR(status.st_mode) and not os.isatty(descriptor):
         try:
-            os.write(descriptor, b"\n")  # /dev/full can be opened
+            os.write(descriptor, b"\n")  # /dev/full opens without an error
         except OSError as error:
             raise _refused(path, error.strerror) from error
 
 
 def _refused(path: Path, why: str | None) -> InvalidRequestError:
     return InvalidRequestError(
-        f"cannot write {path}: {why}; give a file in a folder that exists and is yours"
+        f"cannot write {path}: {why}; give a file in an existing, writable folder"
     )
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Have an error of the system name the file."""
+    """Add the file's name to an error of the system."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`pyengine serve`: the model behind an OpenAI-compatible HTTP server."""
+"""`pyengine serve`: an OpenAI-compatible HTTP server."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,8 +18,8 @@ from pyengine.utils.packaging import needs_cluster_extra, needs_serve_extra
 if TYPE_CHECKING:
     from pyengine.server.lifetime import SignalledServer
 
-_MOST_REPLICAS = 64
-"""On one machine: each is a process with a model."""
+_MAX_REPLICAS = 64
+"""Limit of replicas on one machine; each is a process with its own copy of the model."""
 _LIBRARIES = ("fastapi", "h11", "prometheus_client", "pydantic", "pydantic_core", "uvicorn")
 
 
@@ -28,18 +28,18 @@ def serve(
     *,
     model: Annotated[
         str | None,
-        typer.Argument(help="Hub id, local folder or GGUF file; without it the embedded model."),
+        typer.Argument(help="Hub id, local folder or GGUF file; default: the embedded model."),
     ] = None,
     replicas: Annotated[
         int,
         typer.Option(
-            min=1, max=_MOST_REPLICAS, help="Engines on this machine, behind a router; needs Ray."
+            min=1, max=_MAX_REPLICAS, help="Engines on this machine behind a router; needs Ray."
         ),
     ] = 1,
     settings: EngineSettings,
     server: ServerSettings,
 ) -> None:
-    """Serve MODEL over HTTP, as OpenAI's API. SIGTERM or Ctrl-C lets what runs end, and leaves."""
+    """Serve MODEL with OpenAI's HTTP API. On SIGTERM or Ctrl-C, running requests finish first."""
     try:
         from pyengine.server import lifetime
     except ModuleNotFoundError as error:
@@ -47,26 +47,26 @@ def serve(
         if missing not in _LIBRARIES:
             raise
         raise ConfigurationError(needs_serve_extra("pyengine serve", missing)) from error
-    # The address first: where it is taken nothing is loaded.
-    with lifetime.listening(server) as socket, ExitStack() as ends:
+    # Bind the address first, to fail before the model is loaded.
+    with lifetime.listening(server) as socket, ExitStack() as stack:
         where = lifetime.address_of(server, socket)
-        announce = partial(note, f"serving on {where}")
+        on_ready = partial(note, f"serving on {where}")
         if replicas == 1:
-            engine = ends.enter_context(open_async_engine(settings))
-            made = lifetime.make_server(engine, server, announce)
+            engine = stack.enter_context(open_async_engine(settings))
+            http_server = lifetime.make_server(engine, server, on_ready)
         else:
-            made = _over_replicas(settings, replicas, server, announce, ends)
-        made.run(sockets=[socket])
+            http_server = _over_replicas(settings, replicas, server, on_ready, stack)
+        http_server.run(sockets=[socket])
 
 
 def _over_replicas(
     settings: EngineSettings,
     count: int,
     server: ServerSettings,
-    announce: Callable[[], object],
-    ends: ExitStack,
+    on_ready: Callable[[], object],
+    stack: ExitStack,
 ) -> "SignalledServer":
-    """A server in front of replicas on this machine, which end with `ends`."""
+    """A server in front of replicas on this machine, which end with `stack`."""
     try:
         from pyengine.cluster.ray_local import local_replicas
     except ModuleNotFoundError as error:
@@ -74,8 +74,8 @@ def _over_replicas(
             raise
         needed = needs_cluster_extra("pyengine serve --replicas", "ray")
         raise ConfigurationError(needed) from error
-    from pyengine.cluster.observation import ClusterObservation
+    from pyengine.cluster.observers import ClusterObservers
     from pyengine.server.lifetime import make_server
 
-    engine = ends.enter_context(local_replicas(settings, count))
-    return make_server(engine, server, announce, ClusterObservation)
+    engine = stack.enter_context(local_replicas(settings, count))
+    return make_server(engine, server, on_ready, ClusterObservers)

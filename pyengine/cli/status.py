@@ -1,4 +1,4 @@
-"""Exit statuses, and the sentence for an error. Needs the standard library only."""
+"""Exit statuses and error messages. Imports the standard library only."""
 
 import os
 import sys
@@ -11,13 +11,13 @@ FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 CLOSED_PIPE = 141
-"""Exit statuses; the last two are what a shell reports of SIGINT and SIGPIPE."""
+"""Exit statuses; the last two are those that a shell reports for SIGINT and SIGPIPE."""
 
 
 def report(error: BaseException) -> int:
-    """Say what went wrong; the exit status. A defect is raised again.
+    """Print an error and return the exit status. Unexpected errors are raised again.
 
-    After an error of the system standard output is given up: its last flush would fail once more.
+    After an error of the system, standard output is redirected: flushing it would fail again.
     """
     if _is_interrupted(error):
         _say("\ninterrupted")
@@ -42,7 +42,7 @@ def _say(text: str) -> None:
 
 
 def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind it: libraries that are interrupted raise errors of their own."""
+    """True if Ctrl-C caused the error: interrupted libraries raise other exceptions."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,4 +1,4 @@
-"""`pyengine trace replay`: what a recording of the block manager does, and if it still does."""
+"""`pyengine trace replay`: replays a recording of the block manager and compares the results."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ def root() -> None:
 
 @trace.command("replay", help=show_recording.__doc__)
 def replay_file(
-    file: Annotated[Path, typer.Argument(help="What `BlockManager.record` has written.")],
+    file: Annotated[Path, typer.Argument(help="Recording written by `BlockManager.record`.")],
 ) -> None:
     """Replay a recording."""
     with guarded():

@@ -1,1 +1,1 @@
-"""Several engines as one: replicas on Ray Serve behind a router that knows what each has cached."""
+"""Replicas on Ray Serve behind a cache-aware router."""

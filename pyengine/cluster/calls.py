@@ -1,4 +1,4 @@
-"""What goes between the ingress and a replica: requests one way, what is new of them the other."""
+"""Messages between ingress and replica: requests and deltas of their outputs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ from pyengine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What the ingress has to know of a model to take requests for it."""
+class ModelInfo:
+    """The properties of a model that the ingress needs to accept requests."""
 
     description: dict[str, object]
     model_limits: ModelLimits
@@ -24,10 +24,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """A request that was checked, on its way. `token_ids` is uint32 [T].
-
-    `key` is its own, another one each time that it is sent.
-    """
+    """A validated request. `token_ids` is uint32 [T]; `key` is unique per attempt."""
 
     key: str
     request_id: str
@@ -38,15 +35,15 @@ class RemoteRequest:
 
     @property
     def namespace(self) -> bytes:
-        """What its blocks are named under."""
+        """The namespace of its blocks."""
         return b"" if self.cache_salt is None else self.cache_salt.encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A `RequestOutput` without what the ingress knows: the prompt.
+    """A `RequestOutput` without the prompt, which the ingress has.
 
-    `prompt_logprobs` is in the first one of a request alone.
+    Only the first one of a request has `prompt_logprobs`.
     """
 
     outputs: list[CompletionOutput]
@@ -58,7 +55,7 @@ class Delta:
 
     @classmethod
     def of(cls, item: RequestOutput, *, is_first: bool) -> "Delta":
-        """What goes out of an item."""
+        """The delta to send for an output."""
         return cls(
             outputs=item.outputs,
             finished=item.finished,

@@ -1,4 +1,4 @@
-"""A cache's events on their way out: numbered, in order, to any number of followers."""
+"""Publishes the events of a cache: numbered, in order, to any number of followers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -9,14 +9,14 @@ from uuid import uuid4
 
 from pyengine.cluster.messages import Events, Load, Snapshot
 
-SAYS_NOTHING_FOR = 1.0
-"""Seconds after which a follower hears that nothing is new, and how much there is to do."""
-_MOST_UNREAD = 1 << 20
-"""Events that wait for a follower; one that is so far behind begins again with a snapshot."""
+HEARTBEAT_SECONDS = 1.0
+"""Interval at which a follower gets the load if there are no events."""
+_MAX_UNREAD = 1 << 20
+"""Unread events of a follower. Above this, it must start again with a snapshot."""
 
 
 class EventSource(Protocol):
-    """What keeps events: a `BlockManager`, or an engine that has one."""
+    """A `BlockManager` that keeps events, or an engine with one."""
 
     def take_packed_events(self) -> tuple[bytes, bytes]:
         """See `BlockManager.take_packed_events`."""
@@ -28,30 +28,30 @@ class EventSource(Protocol):
 
 
 class EventLog:
-    """Numbers the events of one cache. `take` and `snapshot` are for the thread that changes it."""
+    """Numbers the events of one cache. Call `take` and `snapshot` on the thread that changes it."""
 
     def __init__(self, source: EventSource) -> None:
-        self.life = uuid4().hex
+        self.epoch = uuid4().hex
         self._source = source
         self._next = 0
 
     def take(self, load: Load) -> Events:
-        """What is new since the last call."""
-        kinds, names = self._source.take_packed_events()
-        events = Events(self.life, self._next, kinds, names, load)
+        """Events since the last call."""
+        kinds, hashes = self._source.take_packed_events()
+        events = Events(self.epoch, self._next, kinds, hashes, load)
         self._next = events.end
         return events
 
     def snapshot(self, load: Load) -> Snapshot:
-        """Everything that is held now. What is new must have been taken just before."""
-        return Snapshot(self.life, self._next, b"".join(self._source.contents()), load)
+        """All cached blocks. Call `take` just before."""
+        return Snapshot(self.epoch, self._next, b"".join(self._source.contents()), load)
 
 
 class EventFeed:
-    """Hands on what became of a cache after each step.
+    """Publishes the events of each step.
 
-    `push` is called in the engine's thread; each follower's event loop is called at most once for
-    it, and a follower that reads slowly finds what has come meanwhile as one batch.
+    The engine's thread calls `push`, which calls the event loop of each follower at most once. A
+    slow follower gets several steps as one batch.
     """
 
     def __init__(self, source: EventSource, load: Callable[[], Load]) -> None:
@@ -61,15 +61,15 @@ class EventFeed:
         self._lock = Lock()
 
     def push(self) -> None:
-        """Tell the followers what is new."""
+        """Send new events to the followers."""
         events = self._log.take(self._load())
         with self._lock:
             followers = list(self._followers)
-        for one in followers:
-            one.put(events)
+        for follower in followers:
+            follower.put(events)
 
     def _begin(self, follower: "_Follower") -> Snapshot:
-        """In the engine's thread, between two steps: nothing falls between picture and events."""
+        """Add a follower on the engine's thread, so no event is lost after its snapshot."""
         self.push()
         with self._lock:
             self._followers.append(follower)
@@ -78,10 +78,9 @@ class EventFeed:
     async def follow(
         self, between_steps: Callable[[Callable[[], Snapshot]], Awaitable[Snapshot]]
     ) -> AsyncGenerator[Snapshot | Events]:
-        """A snapshot, then all events behind it, as they come, for as long as it is read.
+        """A snapshot, then all events after it. Ends if the reader falls too far behind.
 
-        `between_steps` has the engine's thread call a function between two steps. It ends where
-        the reader is too far behind.
+        `between_steps` runs a function on the engine's thread between two steps.
         """
         follower = _Follower(asyncio.get_running_loop())
         try:
@@ -89,10 +88,10 @@ class EventFeed:
             yield snapshot
             end = snapshot.next
             while True:
-                events = await follower.next(SAYS_NOTHING_FOR)
+                events = await follower.next(HEARTBEAT_SECONDS)
                 if follower.is_lost:
                     return
-                yield events or Events(snapshot.life, end, b"", b"", self._load())
+                yield events or Events(snapshot.epoch, end, b"", b"", self._load())
                 end = events.end if events is not None else end
         finally:
             with self._lock, suppress(ValueError):
@@ -100,7 +99,7 @@ class EventFeed:
 
 
 class _Follower:
-    """Somebody who reads, on an event loop."""
+    """A reader on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -111,21 +110,21 @@ class _Follower:
         self.is_lost = False
 
     def put(self, events: Events) -> None:
-        """Called in the engine's thread."""
+        """Add events. Called on the engine's thread."""
         with self._lock:
             self._num_unread += len(events.kinds)
-            self.is_lost = self.is_lost or self._num_unread > _MOST_UNREAD
+            self.is_lost = self.is_lost or self._num_unread > _MAX_UNREAD
             if self.is_lost:
                 self._unread.clear()
             else:
                 self._unread.append(events)
             is_first = len(self._unread) <= 1
         if is_first:
-            with suppress(RuntimeError):  # the loop was closed: nobody reads any more
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     async def next(self, timeout: float) -> Events | None:
-        """All that has come, as one batch; None after `timeout` seconds without."""
+        """Wait for events and return them as one batch; None after `timeout` seconds."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), timeout)
         self._wake.clear()
@@ -135,12 +134,12 @@ class _Follower:
 
 
 def merged(batches: Sequence[Events]) -> Events:
-    """Batches that follow each other as one."""
+    """Consecutive batches as one."""
     first, last = batches[0], batches[-1]
     return Events(
-        first.life,
+        first.epoch,
         first.first,
-        b"".join([one.kinds for one in batches]),
-        b"".join([one.names for one in batches]),
+        b"".join([batch.kinds for batch in batches]),
+        b"".join([batch.hashes for batch in batches]),
         last.load,
     )

@@ -1,11 +1,11 @@
-"""What replicas tell a router of their caches: who they are, numbered events, whole pictures."""
+"""Messages from replicas to a router: identity, numbered cache events, snapshots."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class CacheKind:
-    """What contents' names follow from: replicas that differ in it mean other things by a name."""
+class CacheFormat:
+    """The inputs of block hashes. Hashes of replicas are comparable only if these are equal."""
 
     model: str
     block_size: int
@@ -15,54 +15,54 @@ class CacheKind:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """A replica that joins. It holds at most one content for each of its blocks."""
+    """A replica that joins."""
 
     name: str
-    kind: CacheKind
+    kind: CacheFormat
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much a replica has to do, and what it has computed and found in its cache so far."""
+    """The load of a replica, and its totals of prompt tokens."""
 
     num_running: int = 0
-    """Samples that hold blocks."""
+    """Sequences that hold blocks."""
     num_waiting: int = 0
-    """Requests."""
+    """Waiting requests."""
     num_active: int = 0
-    """Blocks in the tables of sequences."""
+    """Blocks in block tables."""
     num_idle: int = 0
-    """Blocks that are cache."""
+    """Cached blocks that are not in use."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What became of a replica's contents, in order, as `BlockManager.take_packed_events` says it.
+    """Cache events of a replica in order, in the format of `BlockManager.take_packed_events`.
 
-    `kinds` has a byte for each, `names` 16. They are numbered from `first` on without a gap, in the
-    `life` of the cache that they are of: a restarted one begins another life, and again at 0.
+    `kinds` has one byte per event, `hashes` 16. The events are numbered from `first` without gaps.
+    A restarted cache begins a new `epoch`, with numbers from 0.
     """
 
-    life: str
+    epoch: str
     first: int
     kinds: bytes
-    names: bytes
+    hashes: bytes
     load: Load = Load()
 
     @property
     def end(self) -> int:
-        """The number of the event that comes next."""
+        """The number of the next event."""
         return self.first + len(self.kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a replica holds, 16 bytes a name, before the event numbered `next` of that life."""
+    """The hashes of all cached blocks before the event `next` of the epoch, 16 bytes each."""
 
-    life: str
+    epoch: str
     next: int
-    names: bytes
+    hashes: bytes
     load: Load = Load()

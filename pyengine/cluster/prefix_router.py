@@ -1,12 +1,11 @@
-"""Which replica a prompt is best sent to, by what each of them has cached.
+"""Routes each prompt to the replica with the best cost, by the cached blocks of each replica.
 
-A replica's events say exactly what it holds, so nothing is guessed: a prompt's blocks are looked up
-by the names that the block managers give them. A request costs a replica the blocks that it would
-have to compute, after those that others wait for there, beside the blocks that run (the rule of
-NVIDIA Dynamo's router, over exact sets); the least cost wins. What was sent and has not ended
-counts as cached where it was sent, as its blocks cannot go before it does: a burst of equal prompts
-stays together. No replica gets many more requests than the mean (Mirrokni, Thorup, Zadimoghaddam:
-Consistent hashing with bounded loads, 2016).
+Cache events give the exact set of block hashes of each replica, and a prompt's blocks are looked up
+by the same hashes. The cost of a replica is the number of blocks to compute, for this request and
+those queued there, plus a small weight for blocks in use: the rule of NVIDIA Dynamo's router, over
+exact sets. Prompts in progress count as cached where they were sent, so a burst of equal prompts
+stays together. The load of a replica is bounded by a multiple of the mean (Mirrokni, Thorup,
+Zadimoghaddam: Consistent hashing with bounded loads, 2016).
 """
 
 import math
@@ -19,135 +18,134 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
 from pyengine.errors import ConfigurationError, NoReplicaError
 from pyengine.kv_cache import Holders
 
-MOST_REPLICAS = 128
-"""Of a router, at once: one bit each."""
+MAX_REPLICAS = 128
+"""Limit of a router: each replica is one bit."""
 RUNNING_WEIGHT = 0.05
-"""What a block that runs costs beside one that is computed: a delay to others, not more work."""
-_NAME = 16
+"""Cost of a block in use relative to a block to compute."""
+_HASH_BYTES = 16
 _STORED = b"\x01"
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
-class Taken(Enum):
-    """What became of events that a router was given."""
+class UpdateResult(Enum):
+    """Result of applying events or a snapshot."""
 
     APPLIED = "applied"
-    KNOWN = "known"
-    """It had them before: they changed nothing."""
+    DUPLICATE = "duplicate"
+    """They were applied before: no change."""
     GAP = "gap"
-    """Some before them are missing: they changed nothing, and only a snapshot helps."""
-    UNKNOWN = "unknown"
-    """There is no such replica: it has left, or has not joined yet."""
+    """Earlier events are missing: no change, and the router needs a snapshot."""
+    UNKNOWN_REPLICA = "unknown replica"
+    """The replica has left or has not joined yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica for a prompt of `num_blocks` blocks, of which it has the first `num_hits`."""
+    """The replica chosen for a prompt of `num_blocks` blocks, the first `num_hits` cached there."""
 
     replica: str
     num_blocks: int
     num_hits: int
-    names: bytes = field(repr=False)
-    """Of the prompt's full blocks."""
+    hashes: bytes = field(repr=False)
+    """Hashes of the prompt's full blocks."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A request that was sent to a replica and has not ended."""
+    """A request in progress at a replica."""
 
     choice: Choice
     replica: "_Replica"
     is_pending: bool = True
-    """Whether its prompt is not computed yet."""
+    """True until its prompt is computed."""
     has_ended: bool = False
 
 
 @dataclass(slots=True)
 class RouterStats:
-    """What a router has counted so far. Hits are tokens."""
+    """Counters of a router. Hits are tokens."""
 
     num_routed: int = 0
     prompt_tokens: int = 0
     expected_hits: int = 0
     real_hits: int = 0
     num_events: int = 0
-    num_known: int = 0
-    """Batches of events that it had before."""
+    num_duplicates: int = 0
+    """Batches of events and snapshots received twice."""
     num_gaps: int = 0
     num_snapshots: int = 0
     num_refused: int = 0
-    """Replicas that were not let in."""
+    """Replicas that were refused."""
     num_diverted: int = 0
-    """Requests that did not go to the least cost, because too many ran there."""
+    """Requests not sent to the cheapest replica, due to its load."""
 
 
 @dataclass(slots=True)
 class ReplicaState:
-    """A replica as a router sees it."""
+    """State of a replica in a router."""
 
     name: str
     num_blocks: int
     num_held: int
     is_current: bool
-    """Whether its contents are known: it has sent a snapshot, and no event is missing since."""
+    """True if the router has its snapshot and all events since."""
     num_routed: int
     num_requests: int
-    """Sent to it and not ended."""
+    """Requests in progress."""
     load: Load
 
 
 class _Replica:
-    """What is known of a replica; `slot` is its bit."""
+    """Internal state of a replica; `slot` is its bit."""
 
     __slots__ = (
-        *("info", "is_current", "last", "life", "load", "next", "num_expected", "num_held"),
+        *("info", "is_current", "last", "epoch", "load", "next", "num_expected", "num_held"),
         *("num_pending", "num_requests", "num_routed", "slot"),
     )
 
     def __init__(self, info: ReplicaInfo, slot: int) -> None:
         self.info = info
         self.slot = slot
-        self.life = ""
+        self.epoch = ""
         self.next = 0
         self.is_current = False
         self.num_held = 0
         self.num_expected = 0
-        """Distinct blocks of prompts that run or wait there."""
+        """Distinct blocks of the prompts in progress."""
         self.num_pending = 0
-        """Blocks that those have to compute whose prompt is not computed yet."""
+        """Blocks of these prompts that are not computed yet."""
         self.num_requests = self.num_routed = 0
         self.last = 0
-        """When it was last chosen, in requests."""
+        """Sequence number of the last request sent to it."""
         self.load = Load()
 
     @property
     def num_running(self) -> int:
-        """Blocks that run there: by what was sent from here, or by its own word."""
+        """Blocks in use: by the requests sent to it, or by its own report if that is more."""
         return max(self.num_expected - self.num_pending, self.load.num_active)
 
 
 class PrefixRouter:
-    """Knows what replicas of one `kind` hold, and chooses among them. Any thread may call it.
+    """Tracks the cached blocks of replicas and chooses one for each prompt. Thread-safe.
 
-    No replica gets a request as long as it has more than `imbalance` times the mean of what runs,
-    and `slack` more. Memory is bounded by the replicas' blocks and the prompts on their way. There
-    is no clock.
+    A replica gets no further request above `imbalance` times the mean load plus `slack`. Memory is
+    bounded by the blocks of the replicas and the prompts in progress. It uses no clock.
     """
 
     def __init__(
         self,
-        kind: CacheKind,
+        kind: CacheFormat,
         *,
         running_weight: float = RUNNING_WEIGHT,
         imbalance: float = 1.25,
         slack: int = 2,
     ) -> None:
-        """`running_weight` is what a block that runs costs beside one that is computed."""
+        """`running_weight` is the cost of a block in use relative to a block to compute."""
         if not imbalance >= 1 or slack < 0 or not running_weight >= 0:
             raise ConfigurationError(
                 f"imbalance={imbalance}, slack={slack}, running_weight={running_weight}: they must "
@@ -160,13 +158,13 @@ class PrefixRouter:
         self._slack = slack
         self._holders = Holders(kind.block_size, hash_seed=kind.hash_seed)
         self._replicas: dict[str, _Replica] = {}
-        self._free = list(range(MOST_REPLICAS - 1, -1, -1))
+        self._free = list(range(MAX_REPLICAS - 1, -1, -1))
         self._lock = Lock()
 
     def join(self, info: ReplicaInfo) -> None:
-        """Let a replica in. Until its first snapshot nothing is known of what it holds.
+        """Add a replica. Its cache counts as empty until its first snapshot.
 
-        Raises `ConfigurationError` for one of another kind, a name that is taken, or one too many.
+        Raises `ConfigurationError` for another format, a duplicate name, or too many replicas.
         """
         with self._lock:
             try:
@@ -178,22 +176,22 @@ class PrefixRouter:
 
     def _check(self, info: ReplicaInfo) -> None:
         for name in ("model", "block_size", "hash_seed"):
-            ours, its = getattr(self.kind, name), getattr(info.kind, name)
-            if ours != its:
+            ours, theirs = getattr(self.kind, name), getattr(info.kind, name)
+            if ours != theirs:
                 raise ConfigurationError(
-                    f"replica {info.name!r} has {name}={its!r}, the others {name}={ours!r}: give "
-                    "all the same"
+                    f"replica {info.name!r} has {name}={theirs!r}, others {name}={ours!r}: they "
+                    "must be equal"
                 )
         if info.name in self._replicas:
-            raise ConfigurationError(f"replica {info.name!r} is there already: let it leave first")
+            raise ConfigurationError(f"replica {info.name!r} has joined already: leave() it first")
         if not self._free:
             raise ConfigurationError(
-                f"replica {info.name!r} is one more than the {MOST_REPLICAS} that a router may "
-                "have: use another router"
+                f"replica {info.name!r} exceeds the limit of {MAX_REPLICAS} replicas per router: "
+                "use another router"
             )
 
     def leave(self, name: str) -> None:
-        """Forget a replica; nothing, if there is none of this name. O(contents known)."""
+        """Remove a replica, if it has joined. O(known blocks)."""
         with self._lock:
             replica = self._replicas.pop(name, None)
             if replica is None:
@@ -202,68 +200,67 @@ class PrefixRouter:
             if replica.num_requests == 0:
                 self._free.append(replica.slot)
 
-    def apply(self, name: str, events: Events) -> Taken:
-        """Take a replica's events. After a gap they wait for a snapshot.
+    def apply(self, name: str, events: Events) -> UpdateResult:
+        """Apply a replica's events. After a gap, a snapshot is needed first.
 
-        Raises `ConfigError` for bytes that are no events; nothing has changed then.
+        Raises `ConfigError` without a change for invalid bytes.
         """
         with self._lock:
             replica = self._replicas.get(name)
             if replica is None:
-                return Taken.UNKNOWN
-            if events.life != replica.life or events.first > replica.next:
-                return self._lost(replica, events.life)
+                return UpdateResult.UNKNOWN_REPLICA
+            if events.epoch != replica.epoch or events.first > replica.next:
+                return self._lost(replica, events.epoch)
             if not replica.is_current:
-                return Taken.GAP
+                return UpdateResult.GAP
             skipped = replica.next - events.first
             if skipped and skipped >= len(events.kinds):
-                self.stats.num_known += 1
-                return Taken.KNOWN
+                self.stats.num_duplicates += 1
+                return UpdateResult.DUPLICATE
             replica.load = events.load
-            kinds, names = events.kinds[skipped:], events.names[skipped * _NAME :]
-            replica.num_held = self._holders.apply(replica.slot, kinds, names)
+            kinds, hashes = events.kinds[skipped:], events.hashes[skipped * _HASH_BYTES :]
+            replica.num_held = self._holders.apply(replica.slot, kinds, hashes)
             replica.next = events.end
             self.stats.num_events += len(kinds)
-            if replica.num_held > replica.info.num_blocks:  # it cannot be: something was missed
+            if replica.num_held > replica.info.num_blocks:  # impossible: an event was lost
                 return self._lost(replica, "")
-            return Taken.APPLIED
+            return UpdateResult.APPLIED
 
-    def _lost(self, replica: _Replica, life: str) -> Taken:
-        """Its picture is not right any more: of another life not at all, else nearly."""
+    def _lost(self, replica: _Replica, epoch: str) -> UpdateResult:
+        """Mark a replica as outdated. Its blocks are kept, unless the epoch has changed."""
         self.stats.num_gaps += replica.is_current
         replica.is_current = False
-        if life != replica.life:
+        if epoch != replica.epoch:
             self._holders.clear(replica.slot)
             replica.num_held = 0
-        return Taken.GAP
+        return UpdateResult.GAP
 
-    def restore(self, name: str, snapshot: Snapshot) -> Taken:
-        """Take a replica's snapshot: the events from its `next` on follow.
+    def restore(self, name: str, snapshot: Snapshot) -> UpdateResult:
+        """Apply a replica's snapshot. Events from its `next` on follow.
 
-        An older one than what is known changes nothing. Raises `ConfigurationError` for more
-        contents than the replica has blocks.
+        An outdated one changes nothing. Raises `ConfigurationError` for more hashes than the
+        replica has blocks.
         """
         with self._lock:
             replica = self._replicas.get(name)
             if replica is None:
-                return Taken.UNKNOWN
-            is_known = replica.is_current and snapshot.life == replica.life
+                return UpdateResult.UNKNOWN_REPLICA
+            is_known = replica.is_current and snapshot.epoch == replica.epoch
             if is_known and snapshot.next <= replica.next:
-                self.stats.num_known += 1
-                return Taken.KNOWN
-            count = len(snapshot.names) // _NAME
+                self.stats.num_duplicates += 1
+                return UpdateResult.DUPLICATE
+            count = len(snapshot.hashes) // _HASH_BYTES
             if count > replica.info.num_blocks:
                 raise ConfigurationError(
-                    f"replica {name!r} has {replica.info.num_blocks} blocks and says that it holds "
-                    f"{count} contents"
+                    f"replica {name!r} has {replica.info.num_blocks} blocks and sent {count} hashes"
                 )
             self._holders.clear(replica.slot)
             replica.is_current = False
-            replica.num_held = self._holders.apply(replica.slot, _STORED * count, snapshot.names)
-            replica.life, replica.next, replica.load = snapshot.life, snapshot.next, snapshot.load
+            replica.num_held = self._holders.apply(replica.slot, _STORED * count, snapshot.hashes)
+            replica.epoch, replica.next, replica.load = snapshot.epoch, snapshot.next, snapshot.load
             replica.is_current = True
             self.stats.num_snapshots += 1
-            return Taken.APPLIED
+            return UpdateResult.APPLIED
 
     def choose(
         self,
@@ -272,30 +269,32 @@ class PrefixRouter:
         *,
         among: Collection[str] | None = None,
     ) -> Choice:
-        """The replica that a prompt is best sent to; `among` these, if given. O(blocks + replicas).
+        """Choose a replica for a prompt, optionally `among` some. O(blocks + replicas).
 
-        Nothing has changed until `begin`. Raises `NoReplicaError` if there is none; `TokenError`.
+        Changes no state; call `begin`. Raises `NoReplicaError` without replicas, and `TokenError`.
         """
-        names = self._holders.names(token_ids, namespace=namespace)
+        hashes = self._holders.names(token_ids, namespace=namespace)
         num_blocks = -(-len(token_ids) // self.kind.block_size)
         with self._lock:
             replicas = [
-                one for name, one in self._replicas.items() if among is None or name in among
+                replica
+                for name, replica in self._replicas.items()
+                if among is None or name in among
             ]
             if not replicas:
-                raise NoReplicaError("no replica can take requests now: try again later")
-            depths = self._holders.depths(names)
-            best = min(replicas, key=lambda one: self._cost(one, num_blocks, depths))
+                raise NoReplicaError("no replica is available: try again later")
+            depths = self._holders.depths(hashes)
+            best = min(replicas, key=lambda replica: self._cost(replica, num_blocks, depths))
             least = self._least_loaded(replicas, best)
             if least is not replicas:
-                best = min(least, key=lambda one: self._cost(one, num_blocks, depths))
+                best = min(least, key=lambda replica: self._cost(replica, num_blocks, depths))
             hits = depths[best.slot] if best.slot < len(depths) else 0
-            return Choice(best.info.name, num_blocks, hits, names)
+            return Choice(best.info.name, num_blocks, hits, hashes)
 
     def _cost(
         self, replica: _Replica, num_blocks: int, depths: list[int]
     ) -> tuple[float, int, int, float, int]:
-        """Of equal costs hits come first: to compute twice gains nothing. Then load, then room."""
+        """The cost; ties are broken by cache hits, then load, then cached blocks, then age."""
         hits = depths[replica.slot] if replica.slot < len(depths) else 0
         to_compute = num_blocks - hits + replica.num_pending
         return (
@@ -307,33 +306,36 @@ class PrefixRouter:
         )
 
     def _least_loaded(self, replicas: list[_Replica], best: _Replica) -> list[_Replica]:
-        """The same replicas if `best` may have one more, else those that may."""
-        total = sum([one.num_requests for one in replicas]) + 1
-        most = math.ceil(self._imbalance * total / len(replicas)) + self._slack
-        if best.num_requests < most:
+        """The same list if `best` is below the load limit, else the replicas below it."""
+        total = sum([replica.num_requests for replica in replicas]) + 1
+        limit = math.ceil(self._imbalance * total / len(replicas)) + self._slack
+        if best.num_requests < limit:
             return replicas
         self.stats.num_diverted += 1
-        return [one for one in replicas if one.num_requests < most]
+        return [replica for replica in replicas if replica.num_requests < limit]
 
     def begin(self, choice: Choice, replica: str | None = None) -> Ticket | None:
-        """A prompt was sent where `choice` says, or to another `replica`. None: that has left."""
+        """Record that a prompt was sent to the chosen or another `replica`.
+
+        Returns None if the replica has left.
+        """
         with self._lock:
-            its = self._replicas.get(choice.replica if replica is None else replica)
-            if its is None:
+            target = self._replicas.get(choice.replica if replica is None else replica)
+            if target is None:
                 return None
-            if its.info.name != choice.replica:
-                depths = self._holders.depths(choice.names)
-                hits = depths[its.slot] if its.slot < len(depths) else 0
-                choice = Choice(its.info.name, choice.num_blocks, hits, choice.names)
-            its.last = self.stats.num_routed = self.stats.num_routed + 1
-            its.num_requests += 1
-            its.num_routed += 1
-            its.num_pending += choice.num_blocks - choice.num_hits
-            its.num_expected = self._holders.expect(its.slot, choice.names)
-            return Ticket(choice, its)
+            if target.info.name != choice.replica:
+                depths = self._holders.depths(choice.hashes)
+                hits = depths[target.slot] if target.slot < len(depths) else 0
+                choice = Choice(target.info.name, choice.num_blocks, hits, choice.hashes)
+            target.last = self.stats.num_routed = self.stats.num_routed + 1
+            target.num_requests += 1
+            target.num_routed += 1
+            target.num_pending += choice.num_blocks - choice.num_hits
+            target.num_expected = self._holders.expect(target.slot, choice.hashes)
+            return Ticket(choice, target)
 
     def begun(self, ticket: Ticket, num_prompt: int, num_cached: int) -> None:
-        """The prompt of a request was computed, but for `num_cached` of its tokens."""
+        """Record that a prompt is computed, and how many of its tokens were cached."""
         with self._lock:
             if ticket.is_pending and not ticket.has_ended:
                 self._computed(ticket)
@@ -347,49 +349,49 @@ class PrefixRouter:
         ticket.replica.num_pending -= choice.num_blocks - choice.num_hits
 
     def end(self, ticket: Ticket) -> None:
-        """A request has ended, in whatever way. May be called more than once."""
+        """Record the end of a request. Idempotent."""
         with self._lock:
             if ticket.has_ended:
                 return
             if ticket.is_pending:
                 self._computed(ticket)
             ticket.has_ended = True
-            its = ticket.replica
-            its.num_requests -= 1
-            its.num_expected = self._holders.unexpect(its.slot, ticket.choice.names)
-            has_left = self._replicas.get(its.info.name) is not its
-            if has_left and its.num_requests == 0:  # nothing is expected in its slot any more
-                self._free.append(its.slot)
+            replica = ticket.replica
+            replica.num_requests -= 1
+            replica.num_expected = self._holders.unexpect(replica.slot, ticket.choice.hashes)
+            has_left = self._replicas.get(replica.info.name) is not replica
+            if has_left and replica.num_requests == 0:  # the slot is unused now
+                self._free.append(replica.slot)
 
-    def contents(self, name: str) -> set[bytes]:
-        """The names of what a replica holds, as far as is known. O(contents known)."""
+    def cached_hashes(self, name: str) -> set[bytes]:
+        """Hashes of the known cached blocks of a replica. O(known blocks)."""
         with self._lock:
             return set(self._holders.contents(self._replicas[name].slot))
 
     def replicas(self) -> list[ReplicaState]:
-        """Every replica, in the order in which they joined."""
+        """All replicas, in the order of joining."""
         with self._lock:
             return [
                 ReplicaState(
                     name=name,
-                    num_blocks=one.info.num_blocks,
-                    num_held=one.num_held,
-                    is_current=one.is_current,
-                    num_routed=one.num_routed,
-                    num_requests=one.num_requests,
-                    load=one.load,
+                    num_blocks=replica.info.num_blocks,
+                    num_held=replica.num_held,
+                    is_current=replica.is_current,
+                    num_routed=replica.num_routed,
+                    num_requests=replica.num_requests,
+                    load=replica.load,
                 )
-                for name, one in self._replicas.items()
+                for name, replica in self._replicas.items()
             ]
 
     @property
-    def num_contents(self) -> int:
-        """Different contents that are known."""
+    def num_hashes(self) -> int:
+        """Number of distinct known block hashes."""
         return self._holders.num_names
 
     @property
     def imbalance(self) -> float:
-        """The most requests that run on a replica over the mean; 1 where they are level."""
+        """Requests of the busiest replica over the mean; 1 if the load is even."""
         with self._lock:
-            counts = [one.num_requests for one in self._replicas.values()]
+            counts = [replica.num_requests for replica in self._replicas.values()]
         return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0

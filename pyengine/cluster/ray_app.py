@@ -1,4 +1,4 @@
-"""The Ray Serve application: engines as a deployment, the server's own app in front of them."""
+"""The Ray Serve application: a deployment of engines, and the server as its ingress."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -14,11 +14,11 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from pyengine.cluster.calls import About, Delta, RemoteRequest
-from pyengine.cluster.fleet import News
-from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
+from pyengine.cluster.fleet import ReplicaUpdate
+from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.prefix_router import PrefixRouter
-from pyengine.cluster.ray_links import ReplicaLink, routers
+from pyengine.cluster.ray_links import LinkedRouter, ReplicaLink, routers
 from pyengine.cluster.ray_router import PrefixRequestRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
@@ -27,26 +27,26 @@ from pyengine.errors import NoReplicaError, ReplicaLostError
 from pyengine.server.settings import ServerSettings
 
 ENGINES = "engines"
-_MOST_ONGOING = 1 << 20
-"""Requests that Serve lets a replica have: its engine has a queue of its own, with a limit."""
+_MAX_ONGOING = 1 << 20
+"""Serve's limit of requests per replica; the engine limits its queue itself."""
 
 
 class EngineDeployment:
-    """A replica as Serve makes it. Its methods are what an ingress calls."""
+    """A replica as a Serve deployment. The ingress calls its methods."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(name, EngineSettings(**settings))
 
-    async def about(self) -> About:
+    async def about(self) -> ModelInfo:
         """See `Replica.about`."""
         return self._replica.about()
 
-    async def follow(self) -> AsyncGenerator[News]:
+    async def follow(self) -> AsyncGenerator[ReplicaUpdate]:
         """See `Replica.follow`."""
-        async with aclosing(self._replica.follow()) as several:
-            async for news in several:
-                yield news
+        async with aclosing(self._replica.follow()) as updates:
+            async for update in updates:
+                yield update
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
         """See `Replica.generate`."""
@@ -67,33 +67,35 @@ class EngineDeployment:
         return await self._replica.frame()
 
     def check_health(self) -> None:
-        """Called by Serve, which replaces a replica that raises."""
+        """Called by Serve, which replaces the replica if it raises."""
         self._replica.engine.check_health()
 
     def __del__(self) -> None:
-        """Called by Serve at a graceful end."""
-        if hasattr(self, "_replica"):  # else it could not be made
+        """Called by Serve at a graceful shutdown."""
+        if hasattr(self, "_replica"):  # else `__init__` has failed
             self._replica.close()
 
 
 def engines(
     settings: Mapping[str, Any], *, num_cpus: float = 1, num_gpus: float = 0, **options: Any
 ) -> serve.Application:
-    """Replicas of an engine of these `EngineSettings`.
+    """A deployment of engines with these `EngineSettings`.
 
-    The processes of a model that is divided (`tensor_parallel_size`) are on one node, in one
-    bundle of a placement group of `num_cpus` CPUs and `num_gpus` GPUs each. `options` are those of
+    With `tensor_parallel_size`, the processes of a model are on one node, in one bundle of a
+    placement group with `num_cpus` CPUs and `num_gpus` GPUs per process. `options` are those of
     `serve.deployment`.
     """
     size = settings.get("tensor_parallel_size", 1)
     resources = {"CPU": num_cpus * size, "GPU": num_gpus * size}
     if size > 1:
-        options["placement_group_bundles"] = [{key: one for key, one in resources.items() if one}]
+        options["placement_group_bundles"] = [
+            {key: amount for key, amount in resources.items() if amount}
+        ]
         options["placement_group_strategy"] = "STRICT_PACK"
     deployment = serve.deployment(
         EngineDeployment,
         name=ENGINES,
-        max_ongoing_requests=_MOST_ONGOING,
+        max_ongoing_requests=_MAX_ONGOING,
         ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources["GPU"]},
         request_router_config=RequestRouterConfig(request_router_class=PrefixRequestRouter),
         **options,
@@ -108,11 +110,11 @@ class RayReplicas:
         self._handle = handle
 
     @property
-    def _router(self) -> PrefixRequestRouter | None:
+    def _router(self) -> LinkedRouter | None:
         return routers.get(self._handle.deployment_id)
 
     def links(self) -> dict[str, ReplicaLink]:
-        """Every replica that is there."""
+        """Links to all current replicas."""
         return {} if self._router is None else self._router.links()
 
     def names(self) -> list[str]:
@@ -124,9 +126,9 @@ class RayReplicas:
         """See `Replicas`."""
         return None if self._router is None else self._router.fleet.router
 
-    async def about(self) -> About:
-        """What any of them says of itself."""
-        return cast(About, await self._handle.about.remote())
+    async def about(self) -> ModelInfo:
+        """The model's properties, from any replica."""
+        return cast(ModelInfo, await self._handle.about.remote())
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
         """See `Replicas`."""
@@ -135,13 +137,11 @@ class RayReplicas:
             async for delta in deltas:
                 yield delta
         except (ActorDiedError, ActorUnavailableError) as error:
-            raise ReplicaLostError(
-                "the replica that ran this request is gone: send it again"
-            ) from error
-        except RayTaskError as error:  # what the engine raised, in Ray's clothes
+            raise ReplicaLostError("the replica of this request was lost: send it again") from error
+        except RayTaskError as error:  # wraps the engine's exception
             raise error.cause from error
         except RayServeException as error:
-            raise NoReplicaError(f"no replica took the request: {error}") from error
+            raise NoReplicaError(f"no replica accepted the request: {error}") from error
         finally:
             deltas.cancel()
 
@@ -163,34 +163,34 @@ class RayReplicas:
         """See `Replicas`."""
         router, link = self._router, self.links().get(name)
         if router is None or link is None:
-            raise NoReplicaError(f"there is no replica {name!r} now")
-        # On the router's own event loop, where its calls belong.
-        asked = asyncio.run_coroutine_threadsafe(link.ask(method, *args), router._event_loop)
-        return await asyncio.wrap_future(asked)
+            raise NoReplicaError(f"unknown replica {name!r}")
+        # Links belong to the router's event loop.
+        answer = asyncio.run_coroutine_threadsafe(link.ask(method, *args), router._event_loop)
+        return await asyncio.wrap_future(answer)
 
     async def ask_all(self, method: str, *args: Any) -> dict[str, Any]:
         """See `Replicas`."""
         names = self.names()
-        asked = [self.ask(name, method, *args) for name in names]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        calls = [self.ask(name, method, *args) for name in names]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
-            name: one
-            for name, one in zip(names, answers, strict=True)
-            if not isinstance(one, BaseException)
+            name: answer
+            for name, answer in zip(names, answers, strict=True)
+            if not isinstance(answer, BaseException)
         }
 
 
 class Ingress:
-    """The server's application in front of the engines, as a deployment with an HTTP route."""
+    """The server's application as a deployment with an HTTP route."""
 
-    async def __init__(  # type: ignore[misc] # Serve waits for it
+    async def __init__(  # type: ignore[misc] # Serve awaits it
         self, handle: DeploymentHandle, settings: Mapping[str, Any]
     ) -> None:
         from pyengine.server.app import create_app
 
         replicas = RayReplicas(handle)
         engine = RemoteEngine(replicas, await replicas.about())
-        self._app = create_app(engine, ServerSettings(**settings), ClusterObservation)
+        self._app = create_app(engine, ServerSettings(**settings), ClusterObservers)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve, after `__init__`."""
@@ -198,13 +198,13 @@ class Ingress:
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """What a Serve config file names, `import_path: pyengine.cluster.ray_app:application`.
+    """The entry of a Serve config file, `import_path: pyengine.cluster.ray_app:application`.
 
-    Its `args`: `engine` (`EngineSettings`), `server` (`ServerSettings`), `replicas` (options of
-    the engines' deployment, `num_cpus` and `num_gpus` of each).
+    Its `args` are `engine` (`EngineSettings`), `server` (`ServerSettings`), and `replicas` (options
+    of the engines' deployment, with `num_cpus` and `num_gpus` per process).
     """
     handle = engines(arguments.get("engine") or {}, **(arguments.get("replicas") or {}))
     ingress = serve.deployment(serve.ingress()(Ingress), name="ingress")
-    # Made here, so that keys in the environment of whoever deploys count, too.
+    # Created here, so API keys may come from the environment of the deploying process.
     server = ServerSettings(**(arguments.get("server") or {}))
     return ingress.bind(handle, asdict(server))

@@ -1,30 +1,40 @@
-"""Replicas on Ray that are called themselves, and the routers that know them."""
+"""Direct calls of single replicas on Ray, and the registry of routers."""
 
+import asyncio
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from ray.serve._private.common import DeploymentID, RequestMetadata
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import PendingRequest, RunningReplica
 
-from pyengine.cluster.fleet import News
-
-if TYPE_CHECKING:
-    from pyengine.cluster.ray_router import PrefixRequestRouter
-
-routers: "dict[DeploymentID, PrefixRequestRouter]" = {}
-"""Those of this process's handles, by deployment. Serve makes them at the first call, one for all
-handles, and keeps them to itself."""
+from pyengine.cluster.fleet import Fleet, ReplicaUpdate
 
 
-def register(deployment: DeploymentID, router: "PrefixRequestRouter") -> None:
-    """Let the router of a deployment be found."""
+class LinkedRouter(Protocol):
+    """The part of a Serve request router that an ingress uses."""
+
+    fleet: Fleet
+    _event_loop: asyncio.AbstractEventLoop
+
+    def links(self) -> "dict[str, ReplicaLink]":
+        """Links to all current replicas, by name."""
+        ...
+
+
+routers: dict[DeploymentID, LinkedRouter] = {}
+"""Routers of this process by deployment. Serve creates one per deployment at the first call and
+gives no access to it."""
+
+
+def register(deployment: DeploymentID, router: LinkedRouter) -> None:
+    """Add the router of a deployment to `routers`."""
     routers[deployment] = router
 
 
 class ReplicaLink:
-    """One replica, to be called itself and not through the router."""
+    """Calls one replica, bypassing the router."""
 
     def __init__(self, replica: RunningReplica) -> None:
         self._replica = replica
@@ -40,10 +50,10 @@ class ReplicaLink:
         return self._replica.try_send_request(request, with_rejection=False)
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """What a method of the replica gives."""
+        """Call a method of the replica."""
         return await self._call(method, args, streams=False).get_async()
 
-    async def follow(self) -> AsyncGenerator[News]:
+    async def follow(self) -> AsyncGenerator[ReplicaUpdate]:
         """See `Replica.follow`."""
         result = self._call("follow", (), streams=True)
         try:

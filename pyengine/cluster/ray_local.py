@@ -1,4 +1,4 @@
-"""Replicas on this machine: a Ray of its own that comes and goes with the server."""
+"""Replicas on this machine: starts and stops a local Ray together with the server."""
 
 import os
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ from pyengine.config import EngineSettings
 from pyengine.errors import ConfigurationError
 
 _STORE_BYTES = 256 << 20
-"""Of Ray's object store, which holds prompts and outputs on their way."""
+"""Size of Ray's object store, which holds prompts and outputs in transit."""
 
 
 @contextmanager
 def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[RemoteEngine]:
-    """Start replicas and what they need, for as long as the block lasts; none stays behind.
+    """Start Ray and replicas, and stop them at the end of the block.
 
-    Each gets a share of the cores, and on a machine with GPUs one for each process of its model.
-    Raises `ConfigurationError` where a replica cannot be made.
+    Each replica gets a share of the cores, and a GPU per process of its model if there are GPUs.
+    Raises `ConfigurationError` if a replica cannot be created.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     size = settings.tensor_parallel_size
@@ -58,18 +58,18 @@ def local_replicas(settings: EngineSettings, num_replicas: int) -> Iterator[Remo
         replicas = RayReplicas(handle)
         yield RemoteEngine(replicas, handle.about.remote().result(), seed=settings.seed)
     finally:
-        with redirect_stdout(StringIO()):  # Ray's complaints of calls that its own end cut off
+        with redirect_stdout(StringIO()):  # Ray prints errors of calls that its shutdown cancels
             serve.shutdown()
             ray.shutdown()
 
 
 def _gpus_of_a_process(settings: EngineSettings, num_processes: int) -> int:
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if not found or str(settings.device) == "cpu":
+    num_available = int(ray.cluster_resources().get("GPU", 0))
+    if not num_available or str(settings.device) == "cpu":
         return 0
-    if found < num_processes:
+    if num_available < num_processes:
         raise ConfigurationError(
-            f"{num_processes} processes of models and {found} GPUs: give fewer replicas, a smaller "
-            "tensor_parallel_size, or device=cpu"
+            f"{num_processes} processes need a GPU each, and there are {num_available}: give fewer "
+            "replicas, a smaller tensor_parallel_size, or device=cpu"
         )
     return 1

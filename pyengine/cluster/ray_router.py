@@ -1,7 +1,7 @@
-"""Ray Serve's door to the router: who is there comes from Serve, what they hold from them.
+"""Ray Serve's `RequestRouter` over the prefix router: Serve provides the set of replicas.
 
-Serve takes the class along by value, with all data that its module names: what others are to find
-is kept elsewhere, behind a function.
+Serve pickles the class by value, including the globals of its module. So shared state is in
+`ray_links`, behind a function.
 """
 
 from ray.serve._private.common import ReplicaID
@@ -15,7 +15,7 @@ from pyengine.errors import NoReplicaError
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no types
-    """Sends each request to the replica that has most of its prompt, as `PrefixRouter` says."""
+    """Sends each request to the replica that `PrefixRouter` chooses."""
 
     def initialize_state(self, imbalance: float = 1.25, slack: int = 2) -> None:
         """See Ray Serve."""
@@ -25,7 +25,9 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """See Ray Serve. Called on the router's event loop."""
         super().update_replicas(replicas)
-        self.fleet.update({one.replica_id.unique_id: ReplicaLink(one) for one in replicas})
+        self.fleet.update(
+            {replica.replica_id.unique_id: ReplicaLink(replica) for replica in replicas}
+        )
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """See Ray Serve."""
@@ -37,17 +39,19 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """See Ray Serve: the best one, then the others. What is no request goes to any."""
-        found = {one.replica_id.unique_id: one for one in candidate_replicas}
-        fit = {name: one for name, one in found.items() if name not in self.fleet.refused}
+        """See Ray Serve: the best replica, then the others. Other calls go to any replica."""
+        candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        accepted = {
+            name: replica for name, replica in candidates.items() if name not in self.fleet.refused
+        }
         request = pending_request.args[0] if pending_request and pending_request.args else None
         if isinstance(request, RemoteRequest):
             try:
-                best = fit.pop(self.fleet.route(request, fit))
-            except NoReplicaError:  # none has said yet what it has: by load
-                return [list(fit.values())]
-            return [[best], list(fit.values())]
-        return [list(fit.values())]
+                best = accepted.pop(self.fleet.route(request, accepted))
+            except NoReplicaError:  # no replica has joined yet: choose by load
+                return [list(accepted.values())]
+            return [[best], list(accepted.values())]
+        return [list(accepted.values())]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
@@ -58,5 +62,8 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray carries no
             self.fleet.moved(request.key, replica_id.unique_id)
 
     def links(self) -> dict[str, ReplicaLink]:
-        """Every replica that is there, by its name."""
-        return {one.replica_id.unique_id: ReplicaLink(one) for one in list(self._replicas.values())}
+        """Links to all current replicas, by name."""
+        return {
+            replica.replica_id.unique_id: ReplicaLink(replica)
+            for replica in list(self._replicas.values())
+        }

@@ -1,4 +1,4 @@
-"""What a server asks of an engine, answered by replicas: checked here, run there."""
+"""An `EngineClient` over replicas: validates requests here and runs them on a replica."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from pyengine.cluster.calls import About, Delta, RemoteRequest
+from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.engine.input_processor import InputProcessor, refuse_taken
 from pyengine.engine.prompt_logprobs import PromptLogprobCache
@@ -22,83 +22,83 @@ from pyengine.errors import EngineClosedError, NoReplicaError, ReplicaLostError
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams, StructuredOutputs
 
-_LOOKS_EVERY = 0.02
+_POLL_SECONDS = 0.02
 _TRIES = 3
-"""Replicas that a request is sent to, one after the other, as long as they go."""
+"""Attempts of a request if its replica is lost."""
 
 
 class Replicas(Protocol):
-    """The replicas behind an ingress, however they are reached."""
+    """The replicas behind an ingress, independent of the transport."""
 
     def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
-        """Run a request on one of them.
+        """Run a request on a replica.
 
-        Raises `ReplicaLostError` if that one goes meanwhile, `NoReplicaError` if there is none.
+        Raises `ReplicaLostError` if the replica is lost, `NoReplicaError` without replicas.
         """
         ...
 
     def begun(self, key: str, num_prompt: int, num_cached: int) -> None:
-        """The first of its answer has come: tokens of the prompt, and of these cached ones."""
+        """Record the first output of a request: tokens of the prompt, and cached ones."""
         ...
 
     def ended(self, key: str) -> None:
-        """Nothing more comes of it."""
+        """Record the end of a request."""
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End a request that runs; its stream ends with what there is. Whether it was there."""
+        """Abort a running request; its stream ends with the tokens so far. False if unknown."""
         ...
 
     async def ask(self, name: str, method: str, *args: Any) -> Any:
-        """What a method of one of them gives. Raises `NoReplicaError` if it is not there."""
+        """Call a method of one replica. Raises `NoReplicaError` if it is unknown."""
         ...
 
     async def ask_all(self, method: str, *args: Any) -> dict[str, Any]:
-        """What a method of each of them gives; nothing of those that cannot answer."""
+        """Call a method of each replica. The result omits replicas that fail."""
         ...
 
     def names(self) -> list[str]:
-        """Those that take requests."""
+        """Names of the replicas that accept requests."""
         ...
 
     @property
     def router(self) -> PrefixRouter | None:
-        """What knows what they hold; None before the first has joined."""
+        """The router; None before the first replica has joined."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLoad:
-    """Requests that were sent to replicas and have begun there, and those that have not."""
+    """Requests at replicas: with a first output (running), and without (waiting)."""
 
     num_running: int
     num_waiting: int
 
 
 class RemoteEngine:
-    """Takes requests as an `AsyncEngine` does, and has replicas run them. For one event loop.
+    """Accepts requests like an `AsyncEngine` and runs them on replicas. For one event loop.
 
-    A request whose replica goes is sent to another one as long as nothing of its answer was read;
-    else it fails with `ReplicaLostError`.
+    If a replica is lost, its requests without an output are sent to another one. The others fail
+    with `ReplicaLostError`.
     """
 
-    def __init__(self, replicas: Replicas, about: About, *, seed: int = 0) -> None:
+    def __init__(self, replicas: Replicas, about: ModelInfo, *, seed: int = 0) -> None:
         self.replicas = replicas
         self._about = about
         self.tokenizer = about.tokenizer
         self.model_path = Path(about.model_path)
         block_size = int(str(about.description["block_size"]))
-        # Of a prompt's log-probabilities nothing is kept here: those are the replicas'.
-        kept = PromptLogprobCache(0, block_size)
+        # Replicas cache the log-probabilities of prompts, the ingress does not.
+        no_cache = PromptLogprobCache(0, block_size)
         self._input_processor = InputProcessor(
-            about.model_limits, kept, tokenizer=about.tokenizer, seed=seed
+            about.model_limits, no_cache, tokenizer=about.tokenizer, seed=seed
         )
         self._live: dict[str, _Remote] = {}
         self._is_draining = False
         self._num_made = 0
 
     def describe(self) -> dict[str, object]:
-        """What a replica says of itself; they are alike."""
+        """The description of a replica; all are alike."""
         return dict(self._about.description)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -106,7 +106,7 @@ class RemoteEngine:
         return self._about.default_params
 
     def prepare_structured_outputs(self) -> None:
-        """See `AsyncEngine.prepare_structured_outputs`: forms are checked here, too."""
+        """See `AsyncEngine.prepare_structured_outputs`: the ingress validates grammars, too."""
         self._input_processor.grammars.prepare()
 
     def compile_structured_outputs(
@@ -116,8 +116,8 @@ class RemoteEngine:
         return self._input_processor.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> RemoteLoad:
-        """How much there is to do."""
-        begun = sum([one.has_begun for one in self._live.values()])
+        """The current load."""
+        begun = sum([request.has_begun for request in self._live.values()])
         return RemoteLoad(begun, len(self._live) - begun)
 
     def request(
@@ -137,22 +137,24 @@ class RemoteEngine:
         return self._input_processor.request(name, parsed, params, priority=priority)
 
     def submit(self, requests: Sequence[Request]) -> "RemoteStream":
-        """See `AsyncEngine.submit`. Called on the event loop."""
+        """See `AsyncEngine.submit`. Call it on the event loop."""
         self.check_room()
         refuse_taken(requests, self._live)
-        stream = RemoteStream(self, [_Remote(one, place) for place, one in enumerate(requests)])
-        self._live.update({one.state.request_id: one for one in stream.requests})
+        stream = RemoteStream(
+            self, [_Remote(request, place) for place, request in enumerate(requests)]
+        )
+        self._live.update({request.state.request_id: request for request in stream.requests})
         return stream
 
     def check_room(self) -> None:
-        """See `AsyncEngine.check_room`; the queues are the replicas'."""
+        """See `AsyncEngine.check_room`; replicas limit their queues themselves."""
         if self._is_draining:
-            raise EngineClosedError("the engine takes no more requests: it is being drained")
+            raise EngineClosedError("the engine is draining and accepts no more requests")
         self.check_health()
 
     async def run(self, remote: "_Remote") -> AsyncGenerator[RequestOutput]:
-        """The outputs of one request, by one replica or, if that goes in time, another one."""
-        for left in reversed(range(_TRIES)):
+        """The outputs of one request. Retries on another replica before the first output."""
+        for remaining in reversed(range(_TRIES)):
             call = _call(remote.state)
             try:
                 async with aclosing(self.replicas.generate(call)) as deltas:
@@ -164,7 +166,7 @@ class RemoteEngine:
                         yield remote.output(delta)
                 return
             except ReplicaLostError:
-                if remote.has_begun or not left:
+                if remote.has_begun or not remaining:
                     raise
             finally:
                 self.replicas.ended(call.key)
@@ -174,10 +176,10 @@ class RemoteEngine:
         return request_id in self._live and await self.replicas.abort(request_id)
 
     def leave(self, requests: "Sequence[_Remote]") -> None:
-        """Their caller reads no more, or they have ended."""
-        for one in requests:
-            if self._live.get(one.state.request_id) is one:
-                del self._live[one.state.request_id]
+        """Remove requests that have ended or whose caller has stopped reading."""
+        for request in requests:
+            if self._live.get(request.state.request_id) is request:
+                del self._live[request.state.request_id]
 
     async def drain(self, timeout: float | None = None) -> bool:
         """See `AsyncEngine.drain`."""
@@ -187,13 +189,13 @@ class RemoteEngine:
             if end is not None and monotonic() >= end:
                 await asyncio.gather(*[self.replicas.abort(name) for name in self._live])
                 return False
-            await asyncio.sleep(_LOOKS_EVERY)
+            await asyncio.sleep(_POLL_SECONDS)
         return True
 
     def check_health(self) -> None:
         """Raise `NoReplicaError` if no replica takes requests."""
         if not self.replicas.names():
-            raise NoReplicaError("no replica takes requests now: try again later")
+            raise NoReplicaError("no replica is available: try again later")
 
 
 def _call(state: Request) -> RemoteRequest:
@@ -208,7 +210,7 @@ def _call(state: Request) -> RemoteRequest:
 
 
 class _Remote:
-    """A request on its way: what of it was read."""
+    """A request in progress at a replica."""
 
     def __init__(self, state: Request, place: int) -> None:
         self.state = state
@@ -219,7 +221,7 @@ class _Remote:
         self._ids = [int(token) for token in state.prompt_token_ids]
 
     def output(self, delta: Delta) -> RequestOutput:
-        """An item as the caller gets it."""
+        """The output for the caller."""
         self._first = self._first or delta
         return RequestOutput(
             request_id=self.state.request_id,
@@ -235,20 +237,20 @@ class _Remote:
         )
 
     def cancel(self) -> None:
-        """End it: nobody reads it any more."""
+        """Abort the request: its caller has stopped reading."""
         if self.task is not None:
             self.task.cancel()
 
 
 class RemoteStream:
-    """The outputs of requests that one caller has submitted together. See `OutputStream`."""
+    """Outputs of requests that were submitted together. See `OutputStream`."""
 
     def __init__(self, engine: RemoteEngine, requests: "list[_Remote]") -> None:
         self._engine = engine
         self.requests = requests
         self._items: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        for one in requests:
-            one.task = asyncio.create_task(self._run(one))
+        for request in requests:
+            request.task = asyncio.create_task(self._run(request))
 
     async def _run(self, remote: _Remote) -> None:
         try:
@@ -261,17 +263,17 @@ class RemoteStream:
             self._engine.leave([remote])
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """See `OutputStream`: it ends when all have ended, or raises the first error."""
-        left = len(self.requests)
-        while left:
+        """See `OutputStream`: ends after all requests, or raises the first error."""
+        remaining = len(self.requests)
+        while remaining:
             item = await self._items.get()
             if isinstance(item, Exception):
                 raise item
-            left -= item.finished
+            remaining -= item.finished
             yield item
 
     def close(self) -> None:
-        """End what has not ended. May be called more than once."""
+        """Abort the requests that have not finished. Idempotent."""
         self._engine.leave(self.requests)
-        for one in self.requests:
-            one.cancel()
+        for request in self.requests:
+            request.cancel()

@@ -1,4 +1,4 @@
-"""A replica: an engine whose cache is followed. Whatever reaches it from afar is not here."""
+"""A replica: an engine that publishes its cache events. Independent of the transport."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -7,21 +7,21 @@ from dataclasses import asdict, replace
 from prometheus_client.core import Metric
 
 from pyengine.async_engine import AsyncEngine
-from pyengine.cluster.calls import About, Delta, RemoteRequest
+from pyengine.cluster.calls import Delta, ModelInfo, RemoteRequest
 from pyengine.cluster.feed import EventFeed
-from pyengine.cluster.fleet import News
-from pyengine.cluster.messages import CacheKind, Load, ReplicaInfo
+from pyengine.cluster.fleet import ReplicaUpdate
+from pyengine.cluster.messages import CacheFormat, Load, ReplicaInfo
 from pyengine.config import EngineSettings
 from pyengine.engine.core import StepResult
 from pyengine.engine.request import Request
-from pyengine.server.dashboard.page import PoolWatch
+from pyengine.server.dashboard.page import EngineBroadcaster
 from pyengine.server.metrics import EngineMetrics
 
 DEFAULT_HASH_SEED = 0
 
 
 class Replica:
-    """One of several engines of the same settings, under a name that no other has had."""
+    """One of several engines with the same settings, under a unique name."""
 
     def __init__(self, name: str, settings: EngineSettings) -> None:
         if settings.event_hash_seed is None:
@@ -29,40 +29,40 @@ class Replica:
         self.engine = AsyncEngine(**asdict(settings))
         about = self.engine.describe()
         assert settings.event_hash_seed is not None
-        kind = CacheKind(
+        kind = CacheFormat(
             str(about["model"]), int(str(about["block_size"])), settings.event_hash_seed
         )
         self.info = ReplicaInfo(name, kind, int(str(about["num_blocks"])))
         self._feed = EventFeed(self.engine, self._load)
         self.engine.observe(self)
         self._metrics = EngineMetrics(self.engine, model_name=kind.model, name=name)
-        self._watch = PoolWatch(self.engine, model_name=kind.model)
+        self._broadcaster = EngineBroadcaster(self.engine, model_name=kind.model)
 
     def _load(self) -> Load:
         stats = self.engine.stats()
-        ledger, counters = stats.ledger, stats.counters
+        usage, counters = stats.ledger, stats.counters
         return Load(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
-            num_active=ledger.active,
-            num_idle=ledger.idle,
+            num_active=usage.active,
+            num_idle=usage.idle,
             prompt_tokens=counters["prompt_tokens"],
             cached_tokens=counters["cached_tokens"],
         )
 
     def on_arrival(self, request: Request) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def on_finish(self, request: Request) -> None:
-        """Nothing: the step says it."""
+        """Ignored: `on_step` publishes the events."""
 
     def on_step(self, result: StepResult) -> None:
-        """Tell those who follow. Called in the engine's thread."""
+        """Publish the events of a step. Called on the engine's thread."""
         self._feed.push()
 
-    def about(self) -> About:
-        """What an ingress has to know."""
-        return About(
+    def about(self) -> ModelInfo:
+        """The properties of the model for an ingress."""
+        return ModelInfo(
             description=self.engine.describe(),
             model_limits=self.engine.model_limits,
             default_params=self.engine.get_default_sampling_params(),
@@ -70,16 +70,16 @@ class Replica:
             tokenizer=self.engine.tokenizer,
         )
 
-    async def follow(self) -> AsyncGenerator[News]:
-        """Who this is, a snapshot of its cache, then events after each step."""
+    async def follow(self) -> AsyncGenerator[ReplicaUpdate]:
+        """The replica's identity, a snapshot of its cache, then the events of each step."""
         yield self.info
-        async with aclosing(self._feed.follow(self.engine.between_steps)) as several:
-            async for news in several:
-                yield news
+        async with aclosing(self._feed.follow(self.engine.between_steps)) as updates:
+            async for update in updates:
+                yield update
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
-        """Run a request. Closing the iterator ends it. Raises as `AsyncEngine.generate` does."""
-        several = self.engine.generate(
+        """Run a request. Closing the iterator aborts it. Raises as `AsyncEngine.generate` does."""
+        outputs = self.engine.generate(
             request.token_ids,
             request.params,
             request.request_id,
@@ -87,7 +87,7 @@ class Replica:
             priority=request.priority,
         )
         is_first = True
-        async with aclosing(several) as items:
+        async with aclosing(outputs) as items:
             async for item in items:
                 yield Delta.of(item, is_first=is_first)
                 is_first = False
@@ -97,15 +97,15 @@ class Replica:
         return await self.engine.abort(request_id)
 
     def metrics(self) -> list[Metric]:
-        """What Prometheus is told of this engine, under its name."""
+        """Prometheus metrics of this engine, labelled with its name."""
         return list(self._metrics.collect())
 
     async def frame(self) -> str:
-        """The pool as the page `/kv` shows it."""
-        frame, _ = await self._watch.look(lambda: True)
+        """A frame of the dashboard."""
+        frame, _ = await self._broadcaster.poll(lambda: True)
         assert frame is not None
         return frame
 
     def close(self) -> None:
-        """End the engine: what runs is aborted."""
+        """Close the engine and abort running requests."""
         self.engine.close()

@@ -1,10 +1,10 @@
-"""nano-vllm with our block manager:
+"""nano-vllm with our block manager. Before an `LLM` is created, call:
 
     import pyengine.integrations.nano_vllm
     pyengine.integrations.nano_vllm.patch()
 
-before an `LLM` is made. Its Scheduler alone calls the manager, and its model runner takes a
-sequence's whole block table at every step, so blocks that are merged are simply written into it.
+Only nano-vllm's Scheduler calls the manager. Its model runner reads the whole block table in every
+step, so merged blocks are simply replaced in the table.
 """
 
 import importlib
@@ -14,19 +14,21 @@ from typing import Any
 from pyengine.kv_cache import BlockManager as Blocks
 from pyengine.kv_cache import Extended, NoRoom, Sequence
 
-NO_ROOM = -1  # what nano-vllm's Scheduler compares with
+NO_ROOM = -1  # the constant of nano-vllm's Scheduler
 
 
 def patch() -> None:
-    """Let nano-vllm's Scheduler make our manager. Nothing is done twice."""
+    """Let nano-vllm's Scheduler create our manager. Idempotent."""
     scheduler: Any = importlib.import_module("nanovllm.engine.scheduler")
     scheduler.BlockManager = BlockManager
 
 
 @dataclass(slots=True)
 class Row:
-    """A sequence of nano-vllm and its blocks; `published` tokens of it are registered, `known` ones
-    has ours."""
+    """The blocks of a sequence of nano-vllm.
+
+    `published` tokens are in registered blocks, `known` tokens were passed to our sequence.
+    """
 
     owner: Any
     blocks: Sequence
@@ -35,27 +37,27 @@ class Row:
 
 
 class BlockManager:
-    """nano-vllm's `BlockManager`. It keeps `block_table` and `num_cached_tokens` of the sequences.
+    """nano-vllm's `BlockManager`. It updates `block_table` and `num_cached_tokens` of sequences.
 
-    A prompt always computes a token at least, and its last block, if that is whole: there is no way
-    to tell the runner not to write. `settings` are those of our block manager.
+    At least one token of a prompt is computed, and the last block if it is full, because the runner
+    writes it in any case. `settings` are those of our block manager.
     """
 
     def __init__(self, num_blocks: int, block_size: int, **settings: Any) -> None:
         if block_size < 2:
-            raise ValueError(f"block_size is {block_size}; it must be 2 at least")
+            raise ValueError(f"block_size={block_size}: it must be at least 2")
         self.block_size = block_size
-        # Its model runner copies no blocks.
+        # nano-vllm's model runner cannot copy blocks.
         self.kv = Blocks(num_blocks, block_size, **{"partial_reuse": False, **settings})
         self._rows: dict[int, Row] = {}
         self._prefilling: dict[int, Row] = {}
         self._found: Row | None = None
 
     def can_allocate(self, seq: Any) -> int:
-        """How many blocks of its prompt are cached, or -1 if there is no room for the others.
+        """The number of cached blocks of a prompt, or -1 if the others do not fit.
 
-        Prompts before it in the same batch count: the runner writes the whole batch's keys and
-        values before it reads any.
+        Earlier prompts of the same batch count as cached: the runner writes the keys and values of
+        the whole batch before it reads any.
         """
         self._drop_found()
         for row in self._prefilling.values():
@@ -72,33 +74,33 @@ class BlockManager:
         return cached
 
     def allocate(self, seq: Any, num_cached_blocks: int) -> None:
-        """Its blocks, for the whole prompt. `can_allocate` has said how many are cached."""
+        """Allocate the blocks of the whole prompt, after `can_allocate`."""
         row, self._found = self._found, None
         if (
             row is None
             or row.owner is not seq
             or row.published // self.block_size != num_cached_blocks
         ):
-            raise RuntimeError(f"sequence {seq.seq_id} is allocated without can_allocate before it")
+            raise RuntimeError(f"sequence {seq.seq_id}: call can_allocate before allocate")
         self._extend(row)
         self._rows[seq.seq_id] = self._prefilling[seq.seq_id] = row
         seq.block_table.extend(row.blocks.block_table)
         seq.num_cached_tokens = row.published
 
     def can_append(self, seq: Any) -> bool:
-        """Whether there is a block for its next token, if it needs one."""
+        """True if the next token needs no new block, or one is available."""
         if seq.num_tokens % self.block_size != 1:
             return True
         self._drop_found()
         return self.kv.ledger().available > 0
 
     def may_append(self, seq: Any) -> None:
-        """That block."""
+        """Allocate a block for the next token if it needs one."""
         if seq.num_tokens % self.block_size == 1:
             seq.block_table.extend(self._extend(self._rows[seq.seq_id]))
 
     def hash_blocks(self, seq: Any) -> None:
-        """Its scheduled tokens are computed: what is full is registered, or merged."""
+        """Register or merge the full blocks of the scheduled tokens, which are computed."""
         row = self._rows[seq.seq_id]
         end = seq.num_cached_tokens + seq.num_scheduled_tokens
         if end - row.published >= self.block_size:
@@ -107,7 +109,7 @@ class BlockManager:
             self._prefilling.pop(seq.seq_id, None)
 
     def deallocate(self, seq: Any) -> None:
-        """Its blocks are given back."""
+        """Release the blocks of a sequence."""
         self._drop_found()
         self._prefilling.pop(seq.seq_id, None)
         row = self._rows.pop(seq.seq_id, None)

@@ -1,10 +1,9 @@
-"""A plugin for vLLM 0.32: its KV-cache manager is ours.
+"""A plugin for vLLM 0.32 that replaces its KV-cache manager.
 
     PYENGINE_BLOCK_MANAGER=1 vllm serve MODEL
 
-vLLM calls `register` (entry point `vllm.general_plugins`) in every process, and in the engine's
-before it makes its Scheduler. Whatever the block manager does not cover goes back to vLLM's own
-manager, with a line in the log that says why.
+vLLM calls `register` (entry point `vllm.general_plugins`) in every process, before the Scheduler is
+created. Unsupported configurations use vLLM's own manager, and the log says why.
 """
 
 import importlib
@@ -22,13 +21,13 @@ SWITCH = "PYENGINE_BLOCK_MANAGER"
 PLUGIN = "pyengine-vllm"
 SERIES = "0.32"
 
-logger = logging.getLogger("vllm.pyengine")  # among vLLM's own, to be formatted as they are
+logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
 
 _config: ContextVar[Any] = ContextVar("vllm_config", default=None)
 
 
 class State:
-    """What became of it in this process: how many managers are ours, and why the others are not."""
+    """State of the plugin in this process: number of our managers, reasons for vLLM's own."""
 
     engaged = 0
     reasons: list[str]
@@ -42,7 +41,7 @@ state = State()
 
 
 def wanted() -> bool:
-    """Whether somebody asked for it: by the switch, or by naming the plugin in `VLLM_PLUGINS`."""
+    """True if the plugin is on: by the switch, or by its name in `VLLM_PLUGINS`."""
     switch = os.environ.get(SWITCH)
     if switch is not None:
         return switch not in ("", "0")
@@ -56,7 +55,7 @@ def register() -> None:
     version = vllm_version()
     if version.rpartition(".")[0] != SERIES:
         logger.warning(
-            "pyengine's block manager is for vLLM %s.x, this is %s: vLLM's own is used",
+            "pyengine's block manager supports vLLM %s.x, not %s: using vLLM's own",
             SERIES,
             version,
         )
@@ -65,13 +64,13 @@ def register() -> None:
 
 
 def vllm_version() -> str:
-    """The version of the vLLM that is installed, without what its builds add."""
+    """The installed version of vLLM without its build suffix."""
     version: str = importlib.import_module("vllm").__version__
     return ".".join(version.partition("+")[0].split(".")[:3])
 
 
 def install() -> None:
-    """Put our manager in place of vLLM's. Nothing is done twice."""
+    """Replace vLLM's manager by ours. Idempotent."""
     scheduler: Any = importlib.import_module("vllm.v1.core.sched.scheduler")
     if getattr(scheduler.KVCacheManager, "_pyengine", False):
         return
@@ -94,7 +93,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def _with_config(
     original: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`Scheduler.__init__`: the manager is made inside, and is not told of the configuration."""
+    """`Scheduler.__init__`: makes the configuration available to the manager created inside."""
     token = _config.set(vllm_config)
     try:
         original(scheduler, vllm_config, *args, **kwargs)
@@ -105,8 +104,11 @@ def _with_config(
 def _with_merged_rows(
     original: Any, scheduler: Any, running_reqs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`_make_cached_request_data`: the workers are told of merged blocks, where each step ends
-    before the next one is planned. Ids in `resumed_req_ids` replace a request's whole table."""
+    """`_make_cached_request_data`: sends new block tables of merged requests to the workers.
+
+    Only if each step ends before the next one is planned. An id in `resumed_req_ids` replaces the
+    whole table of a request.
+    """
     data = original(scheduler, running_reqs, *args, **kwargs)
     manager = scheduler.kv_cache_manager
     if isinstance(manager, KVCacheManager) and takes_whole_rows(scheduler):
@@ -120,18 +122,18 @@ def _with_merged_rows(
 
 
 def takes_whole_rows(scheduler: Any) -> bool:
-    """Whether running requests' tables can be replaced: one step at a time, vLLM's first runner."""
+    """True if tables of running requests can be replaced: one step at a time, runner v1."""
     overlapping = scheduler.scheduler_config.async_scheduling or scheduler.use_pp
     return not overlapping and not scheduler.use_v2_model_runner
 
 
 def _if_needed(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """`get_request_block_hasher`: nobody asks for vLLM's hashes where the manager is ours."""
+    """`get_request_block_hasher`: our manager does not need vLLM's hashes."""
     return None if state.latest_is_ours else original(*args, **kwargs)
 
 
 def manager_in_place_of(own: type) -> Callable[..., Any]:
-    """What the Scheduler calls `KVCacheManager`."""
+    """A factory that the Scheduler calls instead of `KVCacheManager`."""
     classes = vllm_classes()
 
     def make(kv_cache_config: Any, **settings: Any) -> Any:
@@ -140,10 +142,10 @@ def manager_in_place_of(own: type) -> Callable[..., Any]:
         state.latest_is_ours = reason is None
         if reason is not None:
             state.reasons.append(reason)
-            logger.warning("pyengine's block manager is not used: %s", reason)
+            logger.warning("using vLLM's block manager, not pyengine's: %s", reason)
             return own(**settings)
         state.engaged += 1
-        logger.info("KV-cache blocks are managed by pyengine")
+        logger.info("using pyengine's block manager")
         return KVCacheManager(**settings, classes=classes)
 
     make._pyengine = True  # type: ignore[attr-defined]
@@ -151,7 +153,7 @@ def manager_in_place_of(own: type) -> Callable[..., Any]:
 
 
 def vllm_classes() -> SimpleNamespace:
-    """vLLM's own classes that we hand back to it, or look at."""
+    """vLLM's classes of returned and inspected objects."""
     places = {
         "vllm.distributed.kv_events": ("AllBlocksCleared", "BlockRemoved", "BlockStored"),
         "vllm.v1.core.kv_cache_utils": ("KVCacheBlockCopy",),
@@ -169,7 +171,7 @@ def vllm_classes() -> SimpleNamespace:
 
 
 def out_of_scope(settings: dict[str, Any], config: Any, classes: Any) -> str | None:
-    """Why vLLM's own manager has to do it; None if ours can."""
+    """The reason to use vLLM's own manager; None if ours supports the configuration."""
     return next((reason for reason in _reasons(settings, config, classes) if reason), None)
 
 
@@ -177,7 +179,7 @@ def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
     cache = settings["kv_cache_config"]
     groups = cache.kv_cache_groups
     if len(groups) != 1:
-        yield f"the layers are of {len(groups)} groups, not of one"
+        yield f"the model has {len(groups)} groups of layers, not one"
         return
     yield from _reasons_of_the_layers(settings, groups[0].kv_cache_spec, classes)
     for name in ("dcp_world_size", "pcp_world_size"):
@@ -186,7 +188,7 @@ def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
     if settings.get("use_eagle"):
         yield "EAGLE drops the last block of a hit"
     if settings.get("num_prefill_lookahead"):
-        yield "drafters of several modules compute the end of a prompt again"
+        yield "drafters of several modules recompute the end of a prompt"
     if settings.get("metrics_collector") is not None:
         yield "kv_cache_metrics follows vLLM's own blocks"
     if cache.prefix_cache_retention_interval:  # 0 changes nothing here
@@ -199,12 +201,12 @@ def _reasons(settings: dict[str, Any], config: Any, classes: Any) -> Any:
 
 def _reasons_of_the_layers(settings: dict[str, Any], spec: Any, classes: Any) -> Any:
     if type(spec) not in (classes.FullAttentionSpec, classes.MLAAttentionSpec):
-        yield f"the layers' cache is a {type(spec).__name__}, not one of full attention"
+        yield f"the cache is a {type(spec).__name__}, not of full attention"
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(spec, name, None) is not None:
             yield f"{name} is {getattr(spec, name)}"
     if getattr(spec, "non_causal", False):
-        yield "the layers see what is to come"
+        yield "attention is not causal"
     block_size = settings["scheduler_block_size"]
     if not block_size == settings["hash_block_size"] == spec.block_size:
         yield "blocks have several sizes"
@@ -217,10 +219,10 @@ def _reasons_of_the_engine(config: Any) -> Any:
     if config.kv_transfer_config is not None:
         yield f"the connector {config.kv_transfer_config.kv_connector} reads vLLM's own blocks"
     if model.runner_type == "pooling":
-        yield "a pooling model"
+        yield "the model is a pooling model"
     if model.is_encoder_decoder:
-        yield "an encoder and a decoder"
+        yield "the model has an encoder"
     if model.is_diffusion:
-        yield "a diffusion model"
+        yield "the model is a diffusion model"
     if config.parallel_config.prefill_context_parallel_size > 1:
         yield "context parallelism (prefill_context_parallel_size)"

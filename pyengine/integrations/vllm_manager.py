@@ -1,7 +1,7 @@
-"""vLLM's `KVCacheManager`, as its Scheduler uses it, over the block manager.
+"""vLLM's `KVCacheManager` interface over the block manager.
 
-vLLM picks the chunks, holds the tokens and asks for slots; what that means for blocks is in
-`vllm_tables`. Here are vLLM's names and arguments.
+vLLM's Scheduler chooses the chunks, holds the tokens and requests slots. This module has vLLM's
+names and arguments; `vllm_tables` manages the blocks.
 """
 
 import logging
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pyengine.integrations.vllm_contents import EventWriter
-from pyengine.integrations.vllm_tables import Row, Tables, Wanted
+from pyengine.integrations.vllm_keys import EventWriter
+from pyengine.integrations.vllm_tables import RequestBlocks, RequiredBlocks, Tables
 from pyengine.kv_cache import BlockManager
 
-logger = logging.getLogger("vllm.pyengine")  # among vLLM's own, to be formatted as they are
+logger = logging.getLogger("vllm.pyengine")  # a child of vLLM's logger, for the same format
 
 
 class Blocks:
-    """vLLM's `KVCacheBlocks`: ids of blocks, of the one group that there is."""
+    """vLLM's `KVCacheBlocks`: block ids of the single group."""
 
     __slots__ = ("_view", "ids")
 
@@ -26,7 +26,7 @@ class Blocks:
         self._view = view
 
     def get_block_ids(self, allow_none: bool = False, *, group_ids: Any = None) -> Any:
-        """`([ids],)`, the caller's own; None if there are none and that is allowed."""
+        """`([ids],)`, a copy; None if there are none and `allow_none`."""
         if allow_none and not self.ids:
             return None
         groups = (0,) if group_ids is None else group_ids
@@ -34,7 +34,7 @@ class Blocks:
 
     @property
     def blocks(self) -> tuple[list[Any], ...]:
-        """Objects with a `block_id`, for those who look at them."""
+        """Block objects with a `block_id`."""
         return ([self._view(block) for block in self.ids],)
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A block, for those who look at one: what vLLM's `KVCacheBlock` says in public."""
+    """The public part of vLLM's `KVCacheBlock`."""
 
     block_id: int
     _manager: BlockManager
@@ -55,12 +55,12 @@ class BlockView:
 
     @property
     def is_null(self) -> bool:
-        """Whether it is the null block."""
+        """True for the null block."""
         return self.block_id == 0
 
 
 class BlockPool:
-    """The little that vLLM's Scheduler asks of a `BlockPool`."""
+    """The part of `BlockPool` that vLLM's Scheduler uses."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
@@ -74,15 +74,15 @@ class BlockPool:
         usable = self._manager.num_blocks - 1
         return 1.0 - self.get_num_free_blocks() / usable if usable else 0.0
 
-    def free_blocks(self, ordered_blocks: Iterable[Row]) -> None:
-        """Give back what `pop_blocks_for_free` returned."""
+    def free_blocks(self, ordered_blocks: Iterable[RequestBlocks]) -> None:
+        """Release the blocks returned by `pop_blocks_for_free`."""
         for row in ordered_blocks:
             row.free()
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What is asked of vLLM's managers of one kind of layers."""
+    """The part of vLLM's single-type managers that is used."""
 
     block_size: int
     kv_cache_spec: Any
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """What is asked of vLLM's coordinator of these."""
+    """The part of vLLM's coordinator that is used."""
 
     single_type_managers: tuple[Group, ...]
     enable_partial_hash_hits: bool = False
@@ -99,8 +99,8 @@ class Coordinator:
 class KVCacheManager:
     """vLLM's `KVCacheManager` for one group of full attention, without connectors.
 
-    `classes` holds vLLM's own classes that are handed back to it: `PrefixCacheStats`,
-    `KVCacheBlockCopy`, `RequestStatus`, and those of the events.
+    `classes` holds vLLM's classes of returned objects: `PrefixCacheStats`, `KVCacheBlockCopy`,
+    `RequestStatus`, and those of the events.
     """
 
     mamba_shared_prefix_checkpoint = False
@@ -151,41 +151,41 @@ class KVCacheManager:
     # -- a step -------------------------------------------------------------------------------
 
     def new_step_starts(self) -> None:
-        """A call of `schedule()` begins."""
+        """Called at the start of `schedule()`."""
         self.tables.begin_step()
 
     def take_new_block_ids(self) -> list[int]:
-        """New blocks to be zeroed, where that is needed at all. The last call of a step."""
+        """New blocks to be zeroed, if the model needs that. The last call of a step."""
         self.tables.end_step()
-        taken, self._new_blocks = self._new_blocks, []
-        return taken
+        blocks, self._new_blocks = self._new_blocks, []
+        return blocks
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
         """Copies to make before the step, for prompts whose every token is cached.
 
-        Nothing needs to be retained: what the next step hands out is written after these are made.
+        Sources need not be retained: blocks allocated by the next step are written later.
         """
         copy = self._classes.KVCacheBlockCopy
         return [copy(source, target) for source, target in self.tables.take_copies()], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """Of recurrent layers only: none."""
+        """For recurrent layers only: empty."""
         return {}
 
     # -- requests -----------------------------------------------------------------------------
 
     def prefix_cache_lookup_enabled(self, request: Any) -> bool:
-        """Whether the cache may be asked for this request."""
+        """True if the request may use cached blocks."""
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Any) -> tuple[Blocks, int, int]:
-        """The cached blocks of a request, and how many tokens of it are: all but one at most."""
+        """The cached blocks of a request and the number of cached tokens, all but one at most."""
         self.tables.publish_due()
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
-        found = self.tables.look_up(request)
-        ids = found.blocks if found.source is None else [*found.blocks, found.source]
-        return Blocks(ids, self._view) if ids else self.empty_kv_cache_blocks, found.hit, 0
+        lookup = self.tables.look_up(request)
+        ids = lookup.blocks if lookup.source is None else [*lookup.blocks, lookup.source]
+        return Blocks(ids, self._view) if ids else self.empty_kv_cache_blocks, lookup.hit, 0
 
     def allocate_slots(
         self,
@@ -202,8 +202,11 @@ class KVCacheManager:
         has_scheduled_reqs: bool = True,
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> Blocks | None:
-        """The new blocks for so many tokens after those computed; None if there is no room, and
-        nothing has changed. Inside a block a running request costs no call of the block manager."""
+        """Allocate blocks for `num_new_tokens` after the computed tokens.
+
+        Returns None without a change if the pool is full. Within a block, a running request needs
+        no call of the block manager.
+        """
         end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         row = self._rows.get(request.request_id)
         if (
@@ -213,13 +216,13 @@ class KVCacheManager:
         ):
             return self.empty_kv_cache_blocks
         if num_external_computed_tokens or delay_cache_blocks:
-            raise NotImplementedError("blocks that a connector fills are not ours to manage")
+            raise NotImplementedError("blocks that a connector fills are not supported")
         if num_new_tokens == 0 and num_new_computed_tokens == 0:
-            raise ValueError("num_new_tokens must be greater than 0 when nothing is adopted")
+            raise ValueError("num_new_tokens must be above 0 if no tokens are cached")
         tables = self.tables
         whole = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         waits = has_scheduled_reqs and request.status in self._not_running
-        wanted = Wanted(
+        required = RequiredBlocks(
             slots=tables.blocks_of(min(end + num_lookahead_tokens, self.max_model_len)),
             whole=tables.blocks_of(whole),
             spare=self.watermark_blocks if waits else 0,
@@ -227,9 +230,9 @@ class KVCacheManager:
         )
         known = min(end, request.num_tokens)
         if row is None:
-            new = tables.admit(request, num_new_computed_tokens, wanted, known)
+            new = tables.admit(request, num_new_computed_tokens, required, known)
         else:
-            new = tables.grow(row, wanted)
+            new = tables.grow(row, required)
             if new is not None and known >= row.next_publish:
                 tables.publish_in_time(row, request, known)
         if new is None:
@@ -239,34 +242,34 @@ class KVCacheManager:
         return Blocks(new, self._view) if new else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """The first tokens of a request are computed, or will be by the time others read them."""
+        """Register the full blocks of a request. Their tokens are computed before others read."""
         row = self._rows.get(request.request_id)
         if row is not None and num_computed_tokens >= row.next_publish:
             known = min(num_computed_tokens, request.num_tokens)
             self.tables.publish_in_time(row, request, known)
 
     def merged_rows(self, running: Iterable[Any]) -> dict[str, list[int]]:
-        """As `Tables.merged_rows`; not of vLLM."""
+        """See `Tables.merged_rows`; not a method of vLLM."""
         return self.tables.merged_rows(running)
 
     def free(self, request: Any) -> None:
-        """Give a request's blocks back; of one that has none, nothing."""
+        """Release a request's blocks, if it has any."""
         row = self.tables.pop(request.request_id)
         if row is not None:
             row.free()
 
-    def pop_blocks_for_free(self, request: Any) -> list[Row]:
-        """Forget a request; its blocks come back with `block_pool.free_blocks`."""
+    def pop_blocks_for_free(self, request: Any) -> list[RequestBlocks]:
+        """Remove a request; `block_pool.free_blocks` releases its blocks."""
         row = self.tables.pop(request.request_id)
         return [] if row is None else [row]
 
     def get_blocks(self, request_id: str) -> Blocks:
-        """All blocks of a request, as the workers know them."""
+        """The block table of a request as the workers have it."""
         row = self._rows.get(request_id)
         return Blocks(row.blocks, self._view) if row else self.empty_kv_cache_blocks
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Their ids."""
+        """The block ids of a request."""
         ids: tuple[list[int], ...] = self.get_blocks(request_id).get_block_ids()
         return ids
 
@@ -278,13 +281,13 @@ class KVCacheManager:
         return max(row.published, self.tables.blocks_of(row.hit) * self.block_size)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Of no use to vLLM any more: 0."""
+        """Always 0: vLLM no longer uses it."""
         return [0]
 
     # -- all of it ----------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all contents; False, and nothing is done, if a request holds blocks."""
+        """Evict all cached blocks. Returns False without a change if a request holds blocks."""
         used = self.tables.clear()
         if used:
             logger.warning("The prefix cache is not reset: %d blocks are in use", used)
@@ -299,7 +302,7 @@ class KVCacheManager:
         return self.block_pool.get_usage()
 
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
-        """Count a look-up of a request that was admitted."""
+        """Count the look-up of an admitted request."""
         if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens,
@@ -308,14 +311,14 @@ class KVCacheManager:
             )
 
     def make_prefix_cache_stats(self) -> Any:
-        """The counts since the last call; None if nobody logs them."""
+        """The counts since the last call; None without `log_stats`."""
         if self.prefix_cache_stats is None:
             return None
         stats, self.prefix_cache_stats = self.prefix_cache_stats, self._classes.PrefixCacheStats()
         return stats
 
     def take_events(self) -> list[Any]:
-        """What was stored, removed and cleared since the last call, in vLLM's classes."""
+        """Events since the last call, in vLLM's classes."""
         if not self.enable_kv_cache_events:
             return []
         self._events.collect(self.tables.kv.take_events())

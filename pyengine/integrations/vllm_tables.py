@@ -1,8 +1,8 @@
-"""The blocks of vLLM's requests: each a sequence without a plan, and the table that workers know.
+"""The blocks of vLLM's requests: a sequence for each, and its block table as the workers have it.
 
-That table is a list which only grows, so a block that the block manager merges into another one may
-still be the workers'. It is taken back at once and kept for its request (`Row.keeper`), until the
-workers have been told (`merged_rows`) or the request ends.
+The workers' tables only grow, so they may still refer to a block that was merged into another one.
+Such a block is allocated again at once (`RequestBlocks.keepers`) until the workers get the new
+table (`merged_rows`) or the request ends.
 """
 
 import math
@@ -11,19 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.integrations.vllm_contents import EventWriter, PseudoTokens, namespace_of
+from pyengine.integrations.vllm_keys import EventWriter, PseudoTokens, namespace_of
 from pyengine.kv_cache import BlockManager, Extended, Lease, Redirect, Sequence, TokenError
 
 NEVER = math.inf
 
 
 @dataclass(slots=True)
-class Row:
+class RequestBlocks:
     """The blocks of a request.
 
-    `blocks` is the table as the workers know it. `published` tokens are registered (whole blocks),
-    `known` ones has the sequence, `hit` came from the cache. Up to `capacity` tokens there are
-    slots, and at `next_publish` a block becomes full.
+    `blocks` is the block table of the workers. `published` tokens are in registered blocks, `known`
+    tokens were passed to the sequence, `hit` tokens came from the cache. The blocks have slots for
+    `capacity` tokens, and the next block is full at `next_publish` tokens.
     """
 
     sequence: Sequence
@@ -38,12 +38,12 @@ class Row:
     merged_in_step: int = 0
 
     def free(self) -> None:
-        """Give all blocks back."""
-        self.let_go()
+        """Release all blocks."""
+        self.free_merged()
         self.sequence.free()
 
-    def let_go(self) -> None:
-        """Give the blocks back that were merged away."""
+    def free_merged(self) -> None:
+        """Release the blocks that were merged into others."""
         for keeper in self.keepers:
             keeper.free()
         self.keepers.clear()
@@ -51,10 +51,10 @@ class Row:
 
 @dataclass(slots=True)
 class Lookup:
-    """What a request would find, held until it is admitted or somebody else looks.
+    """The cached blocks of a request, held until it is admitted or the next look-up.
 
-    Its sequence has the first `known` tokens. Where all are cached, `source` is the last block, to
-    be copied, and `lease` holds it. What does not share is not registered either.
+    The sequence has the first `known` tokens. If all tokens are cached, `source` is the last block,
+    which must be copied, and `lease` pins it. Without `shares`, blocks are not registered either.
     """
 
     request_id: str
@@ -67,16 +67,16 @@ class Lookup:
     lease: Lease | None = None
 
     def drop(self) -> None:
-        """Let go of the blocks."""
+        """Release the blocks."""
         if self.lease is not None:
             self.lease.release()
         self.sequence.free()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Blocks that a request is to have in all, now and (if that is asked) as a whole; and what must
-    be left: to spare in any case, and reserved for others."""
+class RequiredBlocks:
+    """Required blocks: in all now (`slots`) and for the whole prompt (`whole`, or 0); and blocks
+    that must stay available: `spare` in any case, `reserved` for other requests."""
 
     slots: int
     whole: int
@@ -85,9 +85,9 @@ class Wanted:
 
 
 class Tables:
-    """The rows of all requests that hold blocks, over one pool.
+    """The blocks of all requests, over one pool.
 
-    Block 0 is taken at the start: it is vLLM's null block, so ids are the same on both sides.
+    Block 0 is allocated at the start as vLLM's null block, so block ids are the same on both sides.
     """
 
     def __init__(
@@ -99,49 +99,49 @@ class Tables:
             num_blocks,
             block_size,
             prefix_caching=caching,
-            partial_reuse=False,  # vLLM's runner does not carry out `StepPlan.copies`
+            partial_reuse=False,  # vLLM's runner does not execute `StepPlan.copies`
             events=events and caching,
         )
         self._null = self.kv.sequence([0])
         self._null.extend(1)
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, RequestBlocks] = {}
         self.images = PseudoTokens(block_size)
         self.adapter_ids: dict[str, int] = {}
         self.events: EventWriter | None = None
         self._lookup: Lookup | None = None
-        self._due: dict[str, tuple[Row, Any, int]] = {}
+        self._due: dict[str, tuple[RequestBlocks, Any, int]] = {}
         self._copies: dict[str, tuple[int, int, Lease]] = {}
-        self._merged: dict[str, Row] = {}
+        self._merged: dict[str, RequestBlocks] = {}
         self._fresh: set[int] = set()
         self._step = 0
         self._in_step = False
 
     def begin_step(self) -> None:
-        """From now on full blocks are published when it is settled who runs in this step."""
+        """Start a step: delay publishing until the step's requests are final."""
         self._step += 1
         self._in_step = True
         self._fresh.clear()
 
     def end_step(self) -> None:
-        """It is settled."""
+        """The requests of the step are final: publish their blocks."""
         self.publish_due()
         self.drop_lookup()
         self._in_step = False
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """The number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # -- look-up ------------------------------------------------------------------------------
 
     def look_up(self, request: Any) -> Lookup:
-        """What is cached of a request, all but one token at most."""
+        """Look up the cached blocks of a request: all but one token at most."""
         self.drop_lookup()
         self._lookup = self._search(request)
         return self._lookup
 
     def drop_lookup(self) -> None:
-        """The latest look-up led to nothing."""
+        """Release the blocks of the last look-up, if it was not used."""
         if self._lookup is not None:
             self._lookup.drop()
             self._lookup = None
@@ -153,23 +153,23 @@ class Tables:
         blocks = sequence.block_table if hit else []
         if len(blocks) * size == hit:
             return Lookup(request.request_id, sequence, tokens, hit, blocks, shares)
-        # Every token is cached. The last block is written to (the last token is computed again), so
-        # it is copied: the sequence leaves that token out, and with it the block.
+        # Every token is cached. The last token is computed again, which writes to the last block,
+        # so that is copied: the sequence gets all tokens but the last.
         *before, source = blocks
         lease = None if source in self._fresh else sequence.lease()
         sequence.free()
         sequence, shares = self._sequence(request, tokens - 1)
-        adopted = sequence.adopt()
-        if lease is None:  # there is nothing to copy before this step has run
-            return Lookup(request.request_id, sequence, tokens - 1, adopted, before, shares)
-        found = (request.request_id, sequence, tokens - 1, hit, before, shares)
-        return Lookup(*found, source, lease)
+        cached = sequence.adopt()
+        if lease is None:  # the block is not computed before this step has run
+            return Lookup(request.request_id, sequence, tokens - 1, cached, before, shares)
+        lookup = (request.request_id, sequence, tokens - 1, hit, before, shares)
+        return Lookup(*lookup, source, lease)
 
     def _sequence(self, request: Any, num_tokens: int) -> tuple[Sequence, bool]:
-        """A sequence of its first tokens, without blocks; and whether others may share them.
+        """A sequence of the first tokens without blocks, and whether its blocks may be shared.
 
-        They may not where contents have no name: without a cache, where embeddings stand for
-        tokens, where no number is left for an image or a token is none.
+        They may not if they have no hash: without a cache, with embeddings instead of tokens, with
+        no pseudo token left, or with an invalid token.
         """
         if self.caching and num_tokens and request.prompt_embeds is None:
             if request.lora_request:
@@ -189,83 +189,87 @@ class Tables:
 
     # -- slots --------------------------------------------------------------------------------
 
-    def grow(self, row: Row, wanted: Wanted) -> list[int] | None:
-        """The blocks more that a request gets; None and no change if there is no room."""
-        new = self._extend(row.sequence, wanted, len(row.blocks), row.published)
+    def grow(self, row: RequestBlocks, required: RequiredBlocks) -> list[int] | None:
+        """Allocate further blocks of a request; None and no change if the pool is full."""
+        new = self._extend(row.sequence, required, len(row.blocks), row.published)
         if new:
             row.blocks += new
             row.capacity = len(row.blocks) * self.block_size
         return new
 
-    def admit(self, request: Any, hit: int, wanted: Wanted, known: int) -> list[int] | None:
-        """A request's first blocks, behind the `hit` tokens of which it was told; None and no
-        change if there is no room. `known` tokens are computed by this step."""
-        found = self._found(request, hit)
-        published = len(found.blocks) * self.block_size
-        new = self._extend(found.sequence, wanted, len(found.blocks), published)
+    def admit(
+        self, request: Any, hit: int, required: RequiredBlocks, known: int
+    ) -> list[int] | None:
+        """Allocate the first blocks of a request after its `hit` cached tokens.
+
+        Returns None without a change if the pool is full. This step computes up to `known` tokens.
+        """
+        lookup = self._take_lookup(request, hit)
+        published = len(lookup.blocks) * self.block_size
+        new = self._extend(lookup.sequence, required, len(lookup.blocks), published)
         if new is None:
-            found.drop()
+            lookup.drop()
             return None
-        blocks = [*found.blocks, *new]
-        row = self.rows[request.request_id] = Row(
-            sequence=found.sequence,
+        blocks = [*lookup.blocks, *new]
+        row = self.rows[request.request_id] = RequestBlocks(
+            sequence=lookup.sequence,
             blocks=blocks,
             published=published,
-            known=found.known,
+            known=lookup.known,
             hit=hit,
             capacity=len(blocks) * self.block_size,
-            next_publish=published + self.block_size if found.shares else NEVER,
+            next_publish=published + self.block_size if lookup.shares else NEVER,
         )
-        if found.source is not None and found.lease is not None:
-            # Its last content is registered already; the copy is, when the source may have gone.
-            self._copies[request.request_id] = (found.source, new[0], found.lease)
+        if lookup.source is not None and lookup.lease is not None:
+            # The last block is registered already; the copy exists before the source is released.
+            self._copies[request.request_id] = (lookup.source, new[0], lookup.lease)
         elif known >= row.next_publish:
             self._publish(row, request, known)
         return new
 
     def _extend(
-        self, sequence: Sequence, wanted: Wanted, have: int, published: int
+        self, sequence: Sequence, required: RequiredBlocks, have: int, published: int
     ) -> list[int] | None:
-        new = max(wanted.slots - have, 0)
-        if wanted.whole or wanted.spare or wanted.reserved:
-            available = self.kv.ledger().available - wanted.spare
-            if max(wanted.whole - have, 0) > available or new > available - wanted.reserved:
+        new = max(required.slots - have, 0)
+        if required.whole or required.spare or required.reserved:
+            available = self.kv.ledger().available - required.spare
+            if max(required.whole - have, 0) > available or new > available - required.reserved:
                 return None
         if new == 0:
             return []
-        answer = sequence.extend(wanted.slots * self.block_size - published)
+        answer = sequence.extend(required.slots * self.block_size - published)
         return answer.blocks[0] if isinstance(answer, Extended) else None
 
-    def _found(self, request: Any, hit: int) -> Lookup:
-        """What the latest look-up found, if it was for this; otherwise it is looked up again."""
-        found, self._lookup = self._lookup, None
-        if found is not None:
-            if (found.request_id, found.hit) == (request.request_id, hit):
-                return found
-            found.drop()
+    def _take_lookup(self, request: Any, hit: int) -> Lookup:
+        """The last look-up if it was for this request, else a new one."""
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            if (lookup.request_id, lookup.hit) == (request.request_id, hit):
+                return lookup
+            lookup.drop()
         if hit % self.block_size:
-            found = self._search(request)
+            lookup = self._search(request)
         else:
             tokens = min(hit + 1, request.num_tokens) if hit else request.num_tokens
             sequence, shares = self._sequence(request, tokens)
-            adopted = sequence.adopt() if hit else 0
-            blocks = sequence.block_table if adopted else []
-            found = Lookup(request.request_id, sequence, tokens, adopted, blocks, shares)
-        if found.hit != hit:
-            found.drop()
+            cached = sequence.adopt() if hit else 0
+            blocks = sequence.block_table if cached else []
+            lookup = Lookup(request.request_id, sequence, tokens, cached, blocks, shares)
+        if lookup.hit != hit:
+            lookup.drop()
             raise RuntimeError(
-                f"request {request.request_id} was told of {hit} cached tokens, of which "
-                f"{found.hit} are left: look up and allocate in one step"
+                f"request {request.request_id} had {hit} cached tokens at look-up and has "
+                f"{lookup.hit} now: look up and allocate in one step"
             )
-        return found
+        return lookup
 
     # -- publishing ---------------------------------------------------------------------------
 
-    def publish_in_time(self, row: Row, request: Any, num_tokens: int) -> None:
-        """The first tokens of a request are computed: what is full of it is registered now.
+    def publish_in_time(self, row: RequestBlocks, request: Any, num_tokens: int) -> None:
+        """Register the full blocks among the first `num_tokens` tokens of a request.
 
-        Within a step, when it is settled that the request runs: until then it may be preempted, and
-        then nobody computes what was planned for it.
+        Within a step this is delayed until its requests are final: a request that is preempted
+        before does not compute its tokens.
         """
         if self._in_step:
             self._due[request.request_id] = (row, request, num_tokens)
@@ -273,13 +277,13 @@ class Tables:
             self._publish(row, request, num_tokens)
 
     def publish_due(self) -> None:
-        """Who runs so far is settled."""
+        """Register the delayed blocks: the requests planned so far are final."""
         if self._due:
             for row, request, num_tokens in self._due.values():
                 self._publish(row, request, num_tokens)
             self._due.clear()
 
-    def _publish(self, row: Row, request: Any, num_tokens: int) -> None:
+    def _publish(self, row: RequestBlocks, request: Any, num_tokens: int) -> None:
         end = num_tokens // self.block_size * self.block_size
         if end <= row.published:
             return
@@ -303,30 +307,32 @@ class Tables:
 
     # -- merges and copies --------------------------------------------------------------------
 
-    def _keep(self, request_id: str, row: Row, redirects: list[Redirect]) -> None:
-        """Takes the merged blocks back: the workers still use them. Freed last, they come first."""
+    def _keep(self, request_id: str, row: RequestBlocks, redirects: list[Redirect]) -> None:
+        """Allocate the merged blocks again: the workers still use them.
+
+        They were freed last, so they are allocated first.
+        """
         missing = {redirect.old_block for redirect in redirects}
-        others: list[Sequence] = []  # that became free with them
+        others: list[Sequence] = []  # other blocks, allocated on the way
         while missing:
-            taken = self.kv.sequence([0])
-            answer = taken.extend(1)
+            sequence = self.kv.sequence([0])
+            answer = sequence.extend(1)
             if not isinstance(answer, Extended):
                 raise RuntimeError(f"merged blocks {sorted(missing)} of {request_id} are lost")
             [block] = answer.blocks[0]
-            (row.keepers if block in missing else others).append(taken)
+            (row.keepers if block in missing else others).append(sequence)
             missing.discard(block)
-        for each in reversed(others):
-            each.free()
+        for sequence in reversed(others):
+            sequence.free()
         row.merges += [(redirect.index, redirect.new_block) for redirect in redirects]
         row.merged_in_step = self._step
         self._merged[request_id] = row
 
     def merged_rows(self, running: Iterable[Any]) -> dict[str, list[int]]:
-        """Whole new tables of those of `running` that hold duplicates, which are given back.
+        """New block tables of running requests with merged blocks; releases the merged blocks.
 
-        To be asked when the step's blocks are handed out, and if the workers replace a request's
-        table before they run the step. What this very step merged waits for the next one: until
-        then its KV may not be there.
+        Call it with the step's blocks, if the workers replace a request's table before they run the
+        step. Merges of the current step follow in the next one, as their KV is not computed yet.
         """
         tables: dict[str, list[int]] = {}
         for request in running if self._merged else ():
@@ -335,14 +341,14 @@ class Tables:
                 continue
             for index, block in row.merges:
                 row.blocks[index] = block
-            row.let_go()
+            row.free_merged()
             row.merges.clear()
             del self._merged[request.request_id]
             tables[request.request_id] = row.blocks.copy()
         return tables
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Pairs of blocks (source, copy) to copy before the step, whose sources are let go."""
+        """Pairs (source, copy) of blocks to copy before the step. Unpins the sources."""
         copies = [(source, copy) for source, copy, _ in self._copies.values()]
         for _, _, lease in self._copies.values():
             lease.release()
@@ -351,8 +357,8 @@ class Tables:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def pop(self, request_id: str) -> Row | None:
-        """Forget a request; its blocks are still to be freed."""
+    def pop(self, request_id: str) -> RequestBlocks | None:
+        """Remove a request. The caller frees its blocks."""
         if self._lookup is not None and self._lookup.request_id == request_id:
             self.drop_lookup()
         self._due.pop(request_id, None)
@@ -363,10 +369,10 @@ class Tables:
         return self.rows.pop(request_id, None)
 
     def clear(self) -> int:
-        """Forget all contents. Returns how many blocks requests hold: if any, nothing is done."""
+        """Evict all cached blocks, if no request holds any. Returns the number of held blocks."""
         self.drop_lookup()
-        ledger = self.kv.ledger()
-        used = ledger.active + ledger.leased - 1
+        usage = self.kv.ledger()
+        used = usage.active + usage.leased - 1
         if used == 0:
             self.kv.evict_idle()
             self.images.clear()

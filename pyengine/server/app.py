@@ -1,4 +1,4 @@
-"""The application: routes, guards and errors put together around an engine."""
+"""The ASGI application: routes, middleware and error handlers around an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,15 +10,15 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from pyengine.errors import PyEngineError
 from pyengine.server.context import ServerContext
-from pyengine.server.engine_client import Observe, ServedEngine
+from pyengine.server.engine_client import EngineClient, MakeObservers
 from pyengine.server.errors import handle_errors
 from pyengine.server.middleware.auth import KeyGuard
 from pyengine.server.middleware.limits import BodyGuard, DrainGuard, HeaderGuard
 from pyengine.server.middleware.origins import OriginGuard
-from pyengine.server.middleware.traffic import RefusalWatch
-from pyengine.server.observation import Observation
+from pyengine.server.middleware.refusals import RefusalCounter
+from pyengine.server.observers import EngineObservers
 from pyengine.server.routes import chat, completions, control, health, tokenize
-from pyengine.server.schemas.ignored import IGNORED_HEADER
+from pyengine.server.routes.ignored import IGNORED_HEADER
 from pyengine.server.schemas.responses import ErrorResponse
 from pyengine.server.settings import ServerSettings
 from pyengine.server.tokenizer_threads import TokenizerThreads
@@ -28,12 +28,12 @@ _ROUTERS = (health.router, completions.router, chat.router, tokenize.router, con
 
 
 def create_app(
-    engine: ServedEngine, settings: ServerSettings, observe: Observe = Observation
+    engine: EngineClient, settings: ServerSettings, observe: MakeObservers = EngineObservers
 ) -> FastAPI:
-    """An OpenAI-compatible server around an engine, which stays its maker's to close.
+    """Create an OpenAI-compatible server around an engine. The caller closes the engine.
 
-    `observe` makes those who look on: of an `AsyncEngine`, if nothing else is said.
-    `app.state.context` is what its routes share, `app.state.observation` who looks on.
+    `observe` creates the observers; the default ones observe an `AsyncEngine`. The state shared by
+    the routes is in `app.state.context`, the observers are in `app.state.observers`.
     """
     described = engine.describe()
     max_model_len = int(str(described["max_model_len"]))
@@ -47,16 +47,16 @@ def create_app(
         block_size=int(str(described["block_size"])),
     )
 
-    seen = observe(engine, settings, context.names[0], lambda: context.is_draining)
+    observers = observe(engine, settings, context.names[0], lambda: context.is_draining)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        with suppress(PyEngineError):  # who needs it will be told
+        with suppress(PyEngineError):  # requests that need it get the error
             await asyncio.to_thread(engine.prepare_structured_outputs)
-        seen.open()
+        observers.open()
         context.traffic.open(settings.log_format)
         yield
-        await seen.close()
+        await observers.close()
         context.traffic.close()
         context.tokenizers.close()
 
@@ -64,22 +64,28 @@ def create_app(
         title="pyengine",
         version=package_version(),
         lifespan=lifespan,
-        docs_url=None,  # they would load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other sites
         redoc_url=None,
         responses={status: {"model": ErrorResponse} for status in ("4XX", 422, "5XX")},
     )
     app.state.context = context
-    app.state.observation = seen
-    for router in (*_ROUTERS, *seen.routers):
+    app.state.observers = observers
+    for router in (*_ROUTERS, *observers.routers):
         app.include_router(router)
     handle_errors(app)
-    # The last one added is the first to see a request.
+    _add_middleware(app, context)
+    return app
+
+
+def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+    """Add the middleware in reverse order: the last one runs first."""
+    settings = context.settings
     app.add_middleware(BodyGuard, context=context)
     app.add_middleware(DrainGuard, context=context)
     app.add_middleware(KeyGuard, settings=settings)
     app.add_middleware(OriginGuard, settings=settings)
     app.add_middleware(HeaderGuard)
-    app.add_middleware(RefusalWatch, traffic=context.traffic)
+    app.add_middleware(RefusalCounter, traffic=context.traffic)
     if settings.cors_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -88,9 +94,8 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", IGNORED_HEADER],
         )
-    return app
 
 
 def _longest_token(tokenizer: Any) -> int:
-    """Characters that no token has more of."""
+    """Characters of the longest token."""
     return 0 if tokenizer is None else max(map(len, tokenizer.get_vocab()))

@@ -1,4 +1,4 @@
-"""What the server asks of an engine: `AsyncEngine` has it, and so have several behind a router."""
+"""The interface through which the server uses an engine, or replicas behind a router."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -14,43 +14,43 @@ from pyengine.sampling_params import SamplingParams, StructuredOutputs
 from pyengine.server.settings import ServerSettings
 
 
-class ServedStream(Protocol):
-    """The outputs of requests that were submitted together. See `OutputStream`."""
+class EngineStream(Protocol):
+    """Outputs of requests that were submitted together. See `OutputStream`."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Items of any of them as they come."""
+        """Outputs of all requests as they arrive."""
         ...
 
     def close(self) -> None:
-        """End what has not ended."""
+        """Abort the requests that have not finished."""
         ...
 
 
-class ServedLoad(Protocol):
-    """How much there is to do."""
+class EngineLoad(Protocol):
+    """Load of an engine."""
 
     @property
     def num_running(self) -> int:
-        """Samples, or requests, that run."""
+        """Running sequences, or running requests of replicas."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """Waiting requests."""
         ...
 
 
-class ServedEngine(Protocol):
-    """An engine as routes see it; `AsyncEngine` says what each of these does."""
+class EngineClient(Protocol):
+    """An engine as the routes use it. `AsyncEngine` documents the methods."""
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of transformers, or None."""
+        """The transformers tokenizer, or None."""
         ...
 
     @property
     def model_path(self) -> Path:
-        """The folder that the model was loaded from."""
+        """The folder of the model."""
         ...
 
     def describe(self) -> dict[str, object]:
@@ -71,7 +71,7 @@ class ServedEngine(Protocol):
         """See `AsyncEngine`."""
         ...
 
-    def stats(self) -> ServedLoad:
+    def stats(self) -> EngineLoad:
         """See `AsyncEngine`."""
         ...
 
@@ -87,7 +87,7 @@ class ServedEngine(Protocol):
         """See `AsyncEngine`."""
         ...
 
-    def submit(self, requests: Sequence[Request]) -> ServedStream:
+    def submit(self, requests: Sequence[Request]) -> EngineStream:
         """See `AsyncEngine`."""
         ...
 
@@ -108,22 +108,22 @@ class ServedEngine(Protocol):
         ...
 
 
-class Observed(Protocol):
-    """Those who look on at an engine. See `Observation`."""
+class Observers(Protocol):
+    """Observers of an engine. See `EngineObservers`."""
 
     @property
     def routers(self) -> Sequence[APIRouter]:
-        """/metrics and /kv."""
+        """Routers of /metrics and /kv."""
         ...
 
     def open(self) -> None:
-        """The server begins."""
+        """Start with the server."""
         ...
 
     async def close(self) -> None:
-        """It ends."""
+        """Stop with the server."""
         ...
 
 
-Observe: TypeAlias = Callable[[Any, ServerSettings, str, Callable[[], bool]], Observed]
-"""Makes them, of an engine, the settings, the model's name, and whether the server ends."""
+MakeObservers: TypeAlias = Callable[[Any, ServerSettings, str, Callable[[], bool]], Observers]
+"""Creates observers from engine, settings, model name, and a function: is the server draining?"""

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, as a client reads it: a status, and OpenAI's shape around a sentence."""
+"""Exceptions as HTTP responses: a status and a body in OpenAI's error format."""
 
 import difflib
 import logging
@@ -35,23 +35,23 @@ _TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_LATER: Mapping[type[PyEngineError], tuple[str, int | None]] = {
+_RETRYABLE: Mapping[type[PyEngineError], tuple[str, int | None]] = {
     EngineClosedError: ("draining", 10),
     EngineDeadError: ("engine_dead", None),
     NoReplicaError: ("no_replica", 5),
     QueueFullError: ("queue_full", 1),
     ReplicaLostError: ("replica_lost", 1),
 }
-"""Errors that are nobody's fault: a word for them, and in how many seconds to come again."""
+"""Errors that a client can retry: their code, and the seconds of the Retry-After header."""
 _LONGEST_PATH = 200
-"""Characters of a field's name that an error repeats."""
-_PROMPT_FORMS = "give text, token ids, or a list of at most 1,024 of either, none of them empty"
+"""Characters of a field name that an error message repeats."""
+_PROMPT_FORMS = "send text, token ids, or a list of at most 1,024 of either; none may be empty"
 
 
 class ApiError(HTTPException):
-    """An answer other than the one asked for.
+    """An error response.
 
-    `param` is the field at fault, `code` a word for programs.
+    `param` is the field at fault, `code` identifies the error for programs.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class ApiError(HTTPException):
         self._retry_after = retry_after
 
     def to_json(self) -> str:
-        """The body."""
+        """The body as JSON."""
         fallback = "invalid_request_error" if self.status_code < 500 else "server_error"
         kind = _TYPES.get(self.status_code, fallback)
         info = ErrorInfo(message=self.detail, type=kind, param=self._param, code=self._code)
         return ErrorResponse(error=info).to_json()
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The response with status, headers and body."""
         headers = {} if self._retry_after is None else {"Retry-After": f"{self._retry_after}"}
         if self.status_code == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -84,7 +84,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error. One that is a defect goes to the log, and no further."""
+    """Convert any exception. Details of unexpected ones go to the log only."""
     match error:
         case ApiError():
             return error
@@ -92,18 +92,18 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded")
         case InvalidRequestError():
             return ApiError(400, str(error))
-        case PyEngineError() if type(error) in _LATER:
-            code, retry_after = _LATER[type(error)]
+        case PyEngineError() if type(error) in _RETRYABLE:
+            code, retry_after = _RETRYABLE[type(error)]
             return ApiError(503, str(error), code=code, retry_after=retry_after)
         case PyEngineError():
             return ApiError(500, str(error))
         case _:
-            _log.error("a request ended in a defect", exc_info=error)
-            return ApiError(500, "the server has a defect; its log has the rest")
+            _log.error("unexpected error in a request", exc_info=error)
+            return ApiError(500, "internal error; the server's log has the details")
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Have all errors of the application answered in one shape."""
+    """Register handlers that give every error response of the application the same format."""
 
     async def of_ours(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
@@ -114,10 +114,10 @@ def handle_errors(app: FastAPI) -> None:
 
     async def of_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        asked = f"{request.method} {request.url.path}"
-        words = {404: f"there is no {asked}", 405: f"{asked} is not there by this method"}
-        answer = ApiError(error.status_code, words.get(error.status_code, str(error.detail)))
-        response = answer.response()
+        route = f"{request.method} {request.url.path}"
+        messages = {404: f"no such route: {route}", 405: f"method not allowed: {route}"}
+        detail = messages.get(error.status_code, str(error.detail))
+        response = ApiError(error.status_code, detail).response()
         response.headers.update(error.headers or {})
         return response
 
@@ -129,30 +129,29 @@ def handle_errors(app: FastAPI) -> None:
 
 
 def _of_validation(errors: Sequence[Any], request: Request) -> ApiError:
-    """The error that says most, of those that pydantic found."""
-    unknown = [one for one in errors if one["type"] == "extra_forbidden"]
-    first = unknown[0] if unknown else _telling(errors)
+    """The most specific of the errors that pydantic found."""
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    first = unknown[0] if unknown else _most_specific(errors)
     path = _path(first["loc"])
     if unknown:
         return _of_unknown(path, first["loc"][1:], request)
     if not path:
-        found = first["input"]
-        is_form = isinstance(found, bytes)
-        way_out = "send JSON with the header content-type: application/json"
-        return ApiError(400, way_out if is_form else f"the body is no JSON object: {way_out}")
+        remedy = "send JSON with the header content-type: application/json"
+        is_form = isinstance(first["input"], bytes)
+        return ApiError(400, remedy if is_form else f"the body is not a JSON object: {remedy}")
     if first["type"] == "missing":
         return ApiError(400, f"{path} is missing", param=path, code="missing_parameter")
     message = _PROMPT_FORMS if path.partition("[")[0] == "prompt" else first["msg"]
     return ApiError(400, f"{path}={reprlib.repr(first['input'])}: {message}", param=path)
 
 
-def _telling(errors: Sequence[Any]) -> Any:
-    """Of the errors of a field's alternatives, the one about a value that nearly fits."""
-    return max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+def _most_specific(errors: Sequence[Any]) -> Any:
+    """Of the errors for the alternatives of a field, the one for the closest alternative."""
+    return max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
 
 
 def _path(location: Sequence[Any]) -> str:
-    """The field as it would be written: `stop[3]`; which alternative it was is left out."""
+    """The path of a field, such as `stop[3]`, without pydantic's names of alternatives."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
@@ -165,28 +164,28 @@ def _path(location: Sequence[Any]) -> str:
 
 
 def _of_unknown(path: str, location: Sequence[Any], request: Request) -> ApiError:
-    """The error about a field that a route does not have."""
+    """The error for a field that a route does not have."""
     name, route = str(location[-1]), request.url.path.removeprefix(request.scope["root_path"])
     is_within = len(location) > 1
     refusal = None if is_within else rules_of(route).get(name)
     if refusal is not None:
-        message = f"{name!r} cannot be served, and nothing was run: {refusal.note}"
+        message = f"{name!r} is not supported, and nothing was run: {refusal.note}"
         return ApiError(400, message, param=path, code="unsupported_parameter")
     body = getattr(request.scope.get("route"), "body_field", None)
     forms = [] if body is None else _forms_within(body.field_info.annotation)
     known = _known_names(forms, location[:-1])
     hint = OTHER_NAMES.get(name) or (None if is_within else _hint_of_other_routes(name, route))
-    if hint is None and len(name) > _LONGEST_PATH:  # comparing it holds the event loop
+    if hint is None and len(name) > _LONGEST_PATH:  # comparing it would block the event loop
         hint = "leave it out"
     if hint is None:
         nearest = difflib.get_close_matches(name, [other for other in known if other != name], n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "leave it out"
-    message = f"there is no field {path!r}, and nothing was run: {hint}"
+    message = f"unknown field {path!r}, and nothing was run: {hint}"
     return ApiError(400, message, param=path, code="unknown_parameter")
 
 
 def _hint_of_other_routes(name: str, route: str) -> str | None:
-    """The hint for a field of another route."""
+    """The hint for a field that exists on another route only."""
     for other in (CHAT, COMPLETIONS):
         rule = rules_of(other).get(name)
         if rule is not None and rules_of(route):
@@ -195,7 +194,7 @@ def _hint_of_other_routes(name: str, route: str) -> str | None:
 
 
 def _known_names(forms: list[Any], location: Sequence[Any]) -> list[str]:
-    """The names of the fields at this location within the forms of a body."""
+    """Names of the fields at this location within the models of a body."""
     for part in location:
         forms = [
             inner
@@ -208,7 +207,7 @@ def _known_names(forms: list[Any], location: Sequence[Any]) -> list[str]:
 
 
 def _forms_within(annotation: Any) -> list[Any]:
-    """The models that a type is made of."""
+    """The pydantic models within a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [form for inner in get_args(annotation) for form in _forms_within(inner)]

@@ -1,4 +1,4 @@
-"""From the first connection to the last answer: listening, signals, drain."""
+"""Listening sockets, signals and draining."""
 
 import asyncio
 import ipaddress
@@ -22,21 +22,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pyengine.errors import ConfigurationError
 from pyengine.server.app import create_app
 from pyengine.server.context import ServerContext
-from pyengine.server.engine_client import Observe, ServedEngine
+from pyengine.server.engine_client import EngineClient, MakeObservers
 from pyengine.server.errors import ApiError
 from pyengine.server.middleware.limits import MAX_HEADER_BYTES
-from pyengine.server.middleware.traffic import Traffic
-from pyengine.server.observation import Observation
+from pyengine.server.observers import EngineObservers
 from pyengine.server.settings import ServerSettings
+from pyengine.server.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
 _http_log = _log.getChild("http")
 _http_log.setLevel(logging.ERROR)
-"""What clients do wrong is in the log of refusals, which has a limit."""
+"""Errors of clients are in the refusal log, which is rate-limited."""
 _OTHER_DESCRIPTORS = 128
-"""Descriptors that a server has beside its connections."""
-_ONE_TOO_MANY = b"\r\n".join(
+"""File descriptors of a server besides its connections."""
+_TOO_MANY_CONNECTIONS = b"\r\n".join(
     [
         b"HTTP/1.1 503 Service Unavailable",
         b"content-type: application/json",
@@ -47,15 +47,15 @@ _ONE_TOO_MANY = b"\r\n".join(
         b"%b",
     ]
 )
-_LAST_WORDS = 5
-"""Seconds in which answers that are there must have been read, once nothing runs any more."""
+_GRACE_SECONDS = 5
+"""Seconds for clients to read their responses once all requests have finished."""
 
 
 @contextmanager
 def listening(settings: ServerSettings) -> Iterator[socket.socket]:
-    """The bound socket of a server, for as long as the block lasts; nobody is let in yet.
+    """Bind a server's socket. It accepts connections once the server runs.
 
-    Raises `ConfigurationError` where that address cannot be had or the certificate not be read.
+    Raises `ConfigurationError` if the address is not available or the certificate not readable.
     """
     _check_certificate(settings)
     if settings.uds is None:
@@ -70,13 +70,13 @@ def listening(settings: ServerSettings) -> Iterator[socket.socket]:
 
 
 def _check_certificate(settings: ServerSettings) -> None:
-    """Before a model is loaded; uvicorn reads it again."""
+    """Fail before the model is loaded; uvicorn reads the certificate again."""
     certificate, key = settings.ssl_certfile, settings.ssl_keyfile
     if certificate is None:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, password="")  # none is asked for on a terminal
+        context.load_cert_chain(certificate, key, password="")  # do not prompt for a password
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(
@@ -87,8 +87,8 @@ def _check_certificate(settings: ServerSettings) -> None:
 
 def _socket(settings: ServerSettings) -> socket.socket:
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         _check_reach(settings, str(address[0]))
         server = socket.socket(family, kind, protocol)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,12 +103,12 @@ def _socket(settings: ServerSettings) -> socket.socket:
 
 
 def _check_reach(settings: ServerSettings, address: str) -> None:
-    """Raise `ConfigurationError` for a server that other machines could use without a key."""
+    """Raise `ConfigurationError` if other machines could use the server without a key."""
     is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     if not (is_local or settings.keys or settings.insecure):
         raise ConfigurationError(
-            f"host={settings.host!r} lets other machines in, and without a key all of them would "
-            "be served: give --api-key KEY, or --insecure"
+            f"host={settings.host!r} is reachable from other machines and no key is set: give "
+            "--api-key KEY, or --insecure"
         )
 
 
@@ -117,7 +117,7 @@ def _unix_socket(path: str) -> socket.socket:
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-                if other.connect_ex(path) != 0:  # its server is gone
+                if other.connect_ex(path) != 0:  # left over from a server that has ended
                     os.unlink(path)
         server.bind(path)
     except OSError as error:
@@ -128,13 +128,13 @@ def _unix_socket(path: str) -> socket.socket:
 
 def _not_listening(where: str, error: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"cannot listen on {where}: {error.strerror or error}; give another address, or end who "
-        "has it"
+        f"cannot listen on {where}: {error.strerror or error}; give another address, or stop the "
+        "program that uses it"
     )
 
 
 def address_of(settings: ServerSettings, server: socket.socket) -> str:
-    """Where clients find it."""
+    """The server's URL."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"
     host, port = server.getsockname()[:2]
@@ -143,18 +143,18 @@ def address_of(settings: ServerSettings, server: socket.socket) -> str:
 
 
 def descriptors_for(count: int) -> int:
-    """Raise the limit of open files to what so many connections need; how many it allows."""
+    """Raise the limit of open files for `count` connections, and return how many it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_DESCRIPTORS
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    required = count + _OTHER_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return count
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = required if hard == resource.RLIM_INFINITY else min(required, hard)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    if soft < wanted:
+    if soft < required:
         _log.warning(
-            "%d files may be open (ulimit -n), so %d connections at once are served, not %d",
+            "the limit of open files is %d (ulimit -n): at most %d connections, not %d",
             soft,
             max(1, soft - _OTHER_DESCRIPTORS),
             count,
@@ -163,14 +163,14 @@ def descriptors_for(count: int) -> int:
 
 
 def make_server(
-    engine: ServedEngine,
+    engine: EngineClient,
     settings: ServerSettings,
-    announce: Callable[[], object],
-    observe: Observe = Observation,
+    on_ready: Callable[[], object],
+    observe: MakeObservers = EngineObservers,
 ) -> "SignalledServer":
-    """A server for `run(sockets=[...])`; `announce` is called when clients are let in.
+    """Create a server to `run(sockets=[...])`. It calls `on_ready` once it accepts connections.
 
-    `observe` is that of `create_app`. The engine stays its maker's to close.
+    `observe` is that of `create_app`. The caller closes the engine.
     """
     app = create_app(engine, settings, observe)
     of_server = {
@@ -189,26 +189,26 @@ def make_server(
         server_header=False,
         root_path=settings.root_path,
         timeout_keep_alive=settings.keep_alive,
-        timeout_graceful_shutdown=_LAST_WORDS,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
-    return SignalledServer(config, app.state.context, announce)
+    return SignalledServer(config, app.state.context, on_ready)
 
 
 class SignalledServer(uvicorn.Server):
-    """A server that drains on SIGTERM and SIGINT: new requests get 503, those that run may end.
+    """A server that drains on SIGTERM and SIGINT: new requests get 503, running ones finish.
 
-    A second signal aborts those, a third one does not wait until their clients have read that.
+    A second signal aborts running requests; a third one does not wait for their clients.
     """
 
     def __init__(
-        self, config: uvicorn.Config, context: ServerContext, announce: Callable[[], object]
+        self, config: uvicorn.Config, context: ServerContext, on_ready: Callable[[], object]
     ) -> None:
         super().__init__(config)
         self._context = context
-        self._announce = announce
+        self._on_ready = on_ready
         self._num_signals = 0
         self._ending: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -218,13 +218,13 @@ class SignalledServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if not self.should_exit:
-            self._announce()
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
-        """A signal has come, at any line of the main thread."""
+        """Handle a signal, at any line of the main thread."""
         if self._loop is None:
             raise KeyboardInterrupt
-        with suppress(RuntimeError):  # it is over already
+        with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
 
     def _end(self, name: str) -> None:
@@ -235,7 +235,7 @@ class SignalledServer(uvicorn.Server):
             return
         is_first = self._num_signals == 1
         _log.warning(
-            "%s: %d requests run and %s",
+            "%s: %d running requests %s",
             name,
             len(self._context.live),
             _FIRST if is_first else _NEXT,
@@ -250,17 +250,16 @@ class SignalledServer(uvicorn.Server):
         self.should_exit = True
 
 
-_FIRST = "may end, new ones get 503; a second signal aborts them"
+_FIRST = "may finish, new ones get 503; a second signal aborts them"
 _NEXT = "are aborted"
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP/1.1 as uvicorn speaks it, to clients that send their headers in time.
+    """uvicorn's HTTP/1.1 with timeouts and a connection limit.
 
-    A connection is closed where `header_seconds` pass without a whole request's headers, be it
-    that nothing comes or a byte at a time; and where `seconds` pass with a body that nobody reads
-    any more, or without the client having read what waits for it. One connection too many gets
-    503 and is closed.
+    A connection is closed if the headers of a request take more than `header_seconds`, if the
+    client does not read its response for `seconds`, or if it still sends a body `seconds` after the
+    response. A connection above the limit gets 503 and is closed.
     """
 
     header_seconds: float = 10.0
@@ -282,9 +281,9 @@ class TimedProtocol(H11Protocol):
             self._set_timer()
 
     def _refuse(self) -> None:
-        error = ApiError(503, "too many connections: come again", code="too_many_connections")
+        error = ApiError(503, "too many connections: try again", code="too_many_connections")
         body = error.to_json().encode()
-        self.transport.write(_ONE_TOO_MANY % (len(body), body))
+        self.transport.write(_TOO_MANY_CONNECTIONS % (len(body), body))
         self.traffic.num_refused_connections += 1
         self.traffic.refuse(
             503, "too_many_connections", client=self.client[0] if self.client else None
@@ -328,7 +327,7 @@ class TimedProtocol(H11Protocol):
         self.traffic.num_connections = len(self.connections)
 
     def _set_timer(self) -> None:
-        """It runs from the first byte that is awaited to the last."""
+        """Start the timer while bytes of the client are due, else stop it."""
         is_unread = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
         if self.conn.their_state is not h11.IDLE and not is_unread:
             if self._timer is not None:

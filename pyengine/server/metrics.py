@@ -1,55 +1,42 @@
-"""What Prometheus reads: `GET /metrics`. docs/reference/metrics.md is made of the help texts here.
+"""Prometheus metrics: `GET /metrics`. docs/reference/metrics.md is made of the help texts here.
 
-Names, labels and buckets that begin with ``vllm:`` are those of vLLM, so that boards made for it
-show this engine; ours begin with ``pyengine:``. What happens is counted by an observer in the
-engine's thread, in plain numbers; what is now is read when somebody asks. prometheus-client writes
-the text.
+Metrics ``vllm:*`` have vLLM's names, labels and buckets, so its dashboards work; metrics of our own
+are ``pyengine:*``. An observer on the engine's thread counts events in plain numbers. Gauges are
+read at scrape time.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.utils import floatToGoString
 
 from pyengine.engine.core import EngineStats, StepResult
 from pyengine.engine.request import Request as EngineRequest
-from pyengine.engine.request import SequenceState
 from pyengine.kv_cache.counters import COUNTERS
-from pyengine.server.middleware.auth import caller_of
+from pyengine.server.callers import caller_of
+from pyengine.server.histograms import (
+    FIRST_TOKEN_BUCKETS,
+    PER_TOKEN_BUCKETS,
+    REQUEST_BUCKETS,
+    SEQUENCE_BUCKETS,
+    STEP_TOKEN_BUCKETS,
+    Histogram,
+    TokenGaps,
+    one_two_five,
+)
 
-_FIRST_TOKEN = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
-    *(20, 40, 80, 160, 640, 2560),
-)
-_PER_TOKEN = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
-    *(20, 40, 80),
-)
-_REQUEST = (
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
-    *(1920, 7680),
-)
-_STEP_TOKENS = (1, *(8 << doubling for doubling in range(12)))
-_SAMPLES = (1, 2, 5, 10, 20)
 FINISH_REASONS = ("error", "abort", "length", "stop")
-"""The worst one first."""
-_MOST_TOKENS = 1 << 17
-"""Of a request, where the engine does not say."""
+"""From worst to best."""
+_MAX_TOKENS = 1 << 17
+"""Largest bucket of token counts if the engine does not name a context length."""
 _SHARED_BLOCKS = ("hit_blocks", "present_blocks", "merged_blocks", "forked_blocks")
-_CUT_SHORT = FINISH_REASONS[:2]
+_EARLY_ENDS = FINISH_REASONS[:2]
 _COUNTERS = {
     **COUNTERS,
     "forked_tokens": "Prompt tokens that further samples (`n`) share with the first.",
@@ -57,28 +44,22 @@ _COUNTERS = {
 }
 
 
-def one_two_five(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
-    steps = (digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= most)
-
-
 def reason_of(request: EngineRequest) -> str:
-    """Why a request ended: of several samples the worst."""
-    reasons = {one.finish_reason for one in request.sequences}
+    """The finish reason of a request: the worst of its sequences."""
+    reasons = {sample.finish_reason for sample in request.sequences}
     return next(reason for reason in FINISH_REASONS if reason in reasons)
 
 
 def bytes_per_block(about: Mapping[str, object]) -> int | None:
-    """Bytes of KV in a block, by an engine's `describe`; its pool has a trash block besides."""
+    """Bytes of KV per block, from an engine's `describe`. The pool includes a null block."""
     num_bytes, num_blocks = about.get("kv_cache_bytes"), about.get("num_blocks")
     if isinstance(num_bytes, int) and isinstance(num_blocks, int):
         return num_bytes // (num_blocks + 1)
     return None
 
 
-class Watched(Protocol):
-    """What the metrics ask of an engine: `AsyncEngine` and `LLM` have it."""
+class MeteredEngine(Protocol):
+    """The part of `AsyncEngine` and `LLM` that the metrics read."""
 
     def stats(self) -> EngineStats:
         """See `EngineClient.stats`."""
@@ -93,86 +74,9 @@ class Watched(Protocol):
         ...
 
 
-class _Histogram:
-    """Counts in buckets. Several equal values are one call, which prometheus-client's has not."""
-
-    __slots__ = ("bounds", "counts", "help", "name", "total")
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self.name, self.help = name, help
-        self.bounds = [float(bound) for bound in bounds]
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.help, labels=list(labels))
-        counts, total = list(self.counts), self.total
-        sums = [sum(counts[: at + 1]) for at in range(len(counts))]
-        names = [*map(floatToGoString, self.bounds), "+Inf"]
-        family.add_metric(list(labels.values()), list(zip(names, sums, strict=True)), total)
-        return family
-
-
-class _Times:
-    """Time between two tokens of a sample, for whole steps at once.
-
-    As long as the same samples decode, the time between their tokens is that between two steps.
-    """
-
-    def __init__(self, histogram: _Histogram) -> None:
-        self._histogram = histogram
-        self._rows: Sequence[SequenceState] = ()
-        self._last = 0.0
-        self._live: set[SequenceState] = set()
-        self._since: dict[SequenceState, float] = {}
-        """When those had their last token who were left out of a step since."""
-        self._gone: set[SequenceState] = set()
-        """Who ended in the last step or was stopped since: a step that runs may still hold them."""
-
-    def stop(self, samples: Iterable[SequenceState]) -> None:
-        """These get no more tokens, also from a step that runs."""
-        for one in samples:
-            self._gone.add(one)
-            self._since.pop(one, None)
-
-    def step(
-        self, rows: Sequence[SequenceState], ended: Sequence[SequenceState], now: float
-    ) -> int:
-        """How many samples got a token."""
-        if not rows:
-            return 0
-        if rows is self._rows and not self._gone:
-            live = self._live
-            self._histogram.add(now - self._last, len(live))
-        else:
-            live = set(rows)
-            live -= self._gone
-            self._gone.clear()
-            both = live & self._live
-            if both:
-                self._histogram.add(now - self._last, len(both))
-            self._change(live, now)
-        self._rows, self._live, self._last = rows, live, now
-        self._gone.update(ended)
-        return len(live)
-
-    def _change(self, live: set[SequenceState], now: float) -> None:
-        for one in live - self._live:
-            last = self._since.pop(one, None)
-            if last is not None:
-                self._histogram.add(now - last)
-        for one in self._live - live:
-            if one.finish_reason is None:
-                self._since[one] = self._last
-
-
 @dataclass(slots=True)
 class _Counts:
-    """Totals that are counted step by step."""
+    """Totals over all steps."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -180,32 +84,34 @@ class _Counts:
 
 
 class EngineMetrics:
-    """Counts what an engine does and shows it to Prometheus. One per engine, from its beginning.
+    """Prometheus metrics of one engine. Create it before the first request.
 
-    `name` is that of the engine among several.
+    `name` distinguishes engines: it is the label `engine`.
     """
 
-    def __init__(self, engine: Watched, *, model_name: str, name: str = "0") -> None:
+    def __init__(self, engine: MeteredEngine, *, model_name: str, name: str = "0") -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": name}
         self._about = engine.describe()
         self._counts = _Counts()
         self._ends: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
-        self._first = _Histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
+        self._first = Histogram(
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token.",
+            FIRST_TOKEN_BUCKETS,
         )
-        self._gap = _Histogram(
+        self._gap = Histogram(
             "vllm:inter_token_latency_seconds",
             "From step to step in which a sample got a token.",
-            _PER_TOKEN,
+            PER_TOKEN_BUCKETS,
         )
-        self._mean_gap = _Histogram(
+        self._mean_gap = Histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time between the tokens of a request.",
-            _PER_TOKEN,
+            PER_TOKEN_BUCKETS,
         )
         self._whole, self._queue, self._inference, self._prefill, self._decode = (
-            _Histogram(f"vllm:{name}_seconds", help, _REQUEST)
+            Histogram(f"vllm:{name}_seconds", help, REQUEST_BUCKETS)
             for name, help in (
                 ("e2e_request_latency", "From arrival to the end, aborted requests included."),
                 ("request_queue_time", "From arrival to the first step of a request."),
@@ -214,15 +120,15 @@ class EngineMetrics:
                 ("request_decode_time", "From the first token to the end."),
             )
         )
-        self._step_tokens = _Histogram(
+        self._step_tokens = Histogram(
             "vllm:iteration_tokens_total",
             "Tokens computed in a step, of prompts and of decodes.",
-            _STEP_TOKENS,
+            STEP_TOKEN_BUCKETS,
         )
         longest = self._about.get("max_model_len")
-        lengths = one_two_five(longest if isinstance(longest, int) else _MOST_TOKENS)
+        lengths = one_two_five(longest if isinstance(longest, int) else _MAX_TOKENS)
         self._prompts, self._outputs, self._n, self._max_tokens = (
-            _Histogram(f"vllm:request_{name}", help, bounds)
+            Histogram(f"vllm:request_{name}", help, bounds)
             for name, help, bounds in (
                 ("prompt_tokens", "Prompt tokens of a request.", lengths),
                 (
@@ -230,30 +136,30 @@ class EngineMetrics:
                     "Tokens generated for a request, all samples together.",
                     lengths,
                 ),
-                ("params_n", "Samples per request (`n`).", _SAMPLES),
+                ("params_n", "Samples per request (`n`).", SEQUENCE_BUCKETS),
                 ("params_max_tokens", "`max_tokens`, if it was given.", lengths),
             )
         )
-        self._times = _Times(self._gap)
+        self._times = TokenGaps(self._gap)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         engine.observe(self)
 
-    # What the engine's thread calls.
+    # Called on the engine's thread.
 
     def on_arrival(self, request: EngineRequest) -> None:
-        """Nothing: who waits is read from the engine."""
+        """Ignored: the number of waiting requests is read from the engine."""
 
     def on_step(self, result: StepResult) -> None:
-        """Count a step. O(1) as long as the same samples decode."""
+        """Count a step. O(1) while the same sequences decode."""
         if not result.num_tokens:
             return
         now = monotonic()
         self._step_tokens.add(result.num_tokens)
         counts = self._counts
         for state in result.begun:
-            if not state.sequences[0].max_output:  # its prompt was all that was wanted
+            if not state.sequences[0].max_output:  # a request for the prompt only
                 self._times.stop(state.sequences)
             counts.prompt_tokens += len(state.prompt_token_ids)
             counts.cached_tokens += state.num_cached_tokens
@@ -263,10 +169,12 @@ class EngineMetrics:
         counts.generation_tokens += result.num_drafted
 
     def on_finish(self, request: EngineRequest) -> None:
-        """Count a request that has ended."""
-        self._times.stop([one for one in request.sequences if one.finish_reason in _CUT_SHORT])
+        """Count a finished request."""
+        self._times.stop(
+            [sample for sample in request.sequences if sample.finish_reason in _EARLY_ENDS]
+        )
         self._ends[reason_of(request)] += 1
-        num_output = sum([len(one.token_ids) for one in request.sequences])
+        num_output = sum([len(sample.token_ids) for sample in request.sequences])
         self._prompts.add(len(request.prompt_token_ids))
         self._outputs.add(num_output)
         self._n.add(request.params.n)
@@ -286,15 +194,15 @@ class EngineMetrics:
             return
         self._prefill.add(first - begun)
         self._decode.add(end - first)
-        num_later = num_output - sum([1 for one in request.sequences if one.token_ids])
+        num_later = num_output - sum([1 for sample in request.sequences if sample.token_ids])
         if num_later > 0:
-            per_sample = len([one for one in request.sequences if len(one.token_ids) > 1])
+            per_sample = len([sample for sample in request.sequences if len(sample.token_ids) > 1])
             self._mean_gap.add((end - first) * per_sample / num_later)
 
-    # What a reader's thread calls.
+    # Called on the thread that serves a scrape.
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it is now."""
+        """The current value of every metric."""
         stats = self._engine.stats()
         yield from self._gauges(stats)
         yield from self._of_vllm(stats)
@@ -307,8 +215,8 @@ class EngineMetrics:
             yield histogram.family(self._labels)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        ledger = stats.ledger
-        used = 1 - ledger.available / ledger.num_blocks
+        usage = stats.ledger
+        used = 1 - usage.available / usage.num_blocks
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
         )
@@ -324,7 +232,7 @@ class EngineMetrics:
         )
         about = {
             **{name: str(self._about.get(name)) for name in _CONFIG if name in self._about},
-            "num_gpu_blocks": str(ledger.num_blocks),
+            "num_gpu_blocks": str(usage.num_blocks),
         }
         labels = {**self._labels, **about}
         info = GaugeMetricFamily(
@@ -340,7 +248,7 @@ class EngineMetrics:
             labels=[*self._labels, "state"],
         )
         for state in ("free", "idle", "active", "leased"):
-            blocks.add_metric([*self._labels.values(), state], getattr(ledger, state))
+            blocks.add_metric([*self._labels.values(), state], getattr(usage, state))
         yield blocks
 
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:
@@ -415,11 +323,11 @@ _CONFIG = (
     "eviction",
     "max_model_len",
 )
-"""Of `describe`: labels of `vllm:cache_config_info`."""
+"""Keys of `describe` that are labels of `vllm:cache_config_info`."""
 
 
 def metrics_router(metrics: EngineMetrics) -> APIRouter:
-    """`GET /metrics`."""
+    """Router of `GET /metrics`."""
     router = APIRouter()
 
     @router.get("/metrics", include_in_schema=False)
@@ -430,27 +338,28 @@ def metrics_router(metrics: EngineMetrics) -> APIRouter:
 
 
 def exposed(request: Request, registry: CollectorRegistry) -> Response:
-    """What a registry has, and the server, in the form that the reader asks for.
+    """A scrape response: metrics of the registry and of the server, in the accepted format.
 
-    A client's key gets what was counted of this key.
+    Admin keys get all metrics, client keys only their own usage.
     """
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    context = getattr(request.app.state, "context", None)  # none in an application of others
+    context = getattr(request.app.state, "context", None)  # None outside of `create_app`
     if context is not None:
         caller = caller_of(request.scope)
         families = list(context.traffic.collect(context.names[0], caller))
         if caller.is_admin:
             families += registry.collect()
-        registry = _Families(families)
+        registry = Families(families)
     return Response(encode(registry), headers={"Content-Type": content_type})
 
 
-class _Families(CollectorRegistry):
-    """Metrics that were collected already."""
+class Families(CollectorRegistry):
+    """A registry of metrics that were collected already."""
 
     def __init__(self, families: list[Metric]) -> None:
         super().__init__(auto_describe=False)
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
+        """The metrics."""
         yield from self._families

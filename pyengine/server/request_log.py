@@ -1,6 +1,6 @@
-"""One line per request: who, how much, how long, how it ended. Never a prompt, never an answer.
+"""Logs one line per request: tokens, times, finish reason. Prompts and answers are never logged.
 
-Refusals have lines, too (`traffic.py`).
+`middleware/refusals.py` logs refused requests.
 """
 
 import json
@@ -21,7 +21,7 @@ _log = logging.getLogger("pyengine.request")
 
 
 def request_line(request: Request) -> dict[str, Any]:
-    """What is logged of a request that has ended. Times are seconds from its arrival."""
+    """The log line of a finished request. Times are seconds since its arrival."""
 
     def after(moment: float | None) -> float | None:
         return None if moment is None else round(moment - request.arrival_time, 6)
@@ -32,7 +32,7 @@ def request_line(request: Request) -> dict[str, Any]:
         "status": reason_of(request),
         "prompt_tokens": len(request.prompt_token_ids),
         "cached_tokens": request.num_cached_tokens,
-        "output_tokens": sum([len(one.token_ids) for one in request.sequences]),
+        "output_tokens": sum([len(sample.token_ids) for sample in request.sequences]),
         "preemptions": request.num_preemptions,
         "queue_s": after(request.scheduled_time),
         "first_token_s": after(request.first_token_time),
@@ -41,11 +41,7 @@ def request_line(request: Request) -> dict[str, Any]:
 
 
 class LineLog:
-    """Writes lines of plain values.
-
-    `put` only puts a record into a queue; a thread writes it, so a slow terminal slows nothing
-    else. `close` writes what is left.
-    """
+    """Writes log lines on a thread, so a slow terminal blocks nothing else."""
 
     def __init__(self, name: str, format: LogFormat = "text", stream: TextIO | None = None) -> None:
         self._name = name
@@ -53,12 +49,12 @@ class LineLog:
         handler.setFormatter(_Json() if format == "json" else _Text())
         records: SimpleQueue[Any] = SimpleQueue()
         self._listener = QueueListener(records, handler)
-        self._handler = _Raw(records)
+        self._handler = _UnformattedQueue(records)
         self._is_closed = False
         self._listener.start()
 
     def put(self, line: dict[str, Any]) -> None:
-        """Have a line written."""
+        """Queue a line."""
         if self._is_closed:
             return
         record = logging.LogRecord(self._name, logging.INFO, "", 0, "", None, None)
@@ -66,30 +62,30 @@ class LineLog:
         self._handler.enqueue(record)
 
     def close(self) -> None:
-        """Write what is left. Lines that come later are not written."""
+        """Write the queued lines. Later ones are dropped."""
         self._is_closed = True
         self._listener.stop()
 
 
 class RequestLog(LineLog):
-    """Observes an engine and logs each request when it ends."""
+    """An engine observer that logs each request when it finishes."""
 
     def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
         super().__init__(_log.name, format, stream)
 
     def on_arrival(self, request: Request) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def on_step(self, result: StepResult) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def on_finish(self, request: Request) -> None:
-        """Note a request that has ended."""
+        """Log a finished request."""
         self.put(request_line(request))
 
 
-class _Raw(QueueHandler):
-    """Puts records into the queue as they are: they hold plain values only."""
+class _UnformattedQueue(QueueHandler):
+    """Queues records without formatting them: they hold plain values only."""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         return record
@@ -113,6 +109,6 @@ class _Text(logging.Formatter):
 
 
 def _word(value: object) -> str:
-    """A value as one word: ids are chosen by callers, and a line is to stay one."""
+    """A value as one word, quoted if needed: clients choose request ids, and a line stays one."""
     text = str(value)
     return text if text.isprintable() and not set(text) & set(' "=') and text else json.dumps(text)

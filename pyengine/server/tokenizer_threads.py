@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates, in threads of their own: one tokenizer each."""
+"""Runs tokenizers and chat templates on threads of the server."""
 
 import asyncio
 import copy
@@ -12,10 +12,10 @@ _NUM_THREADS = 2
 
 
 class TokenizerThreads:
-    """Runs what needs a tokenizer, off the event loop.
+    """A thread pool in which each thread has its own copy of the tokenizer.
 
-    Tokenizers are not re-entrant: each thread has a copy. What may take for ever has a time limit
-    of its own (`pyengine.engine.untrusted_calls`).
+    Tokenizers are not re-entrant. Chat templates have a separate time limit
+    (`pyengine.engine.untrusted_calls`).
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -25,17 +25,17 @@ class TokenizerThreads:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "pyengine-tokenizer")
 
     async def run(self, work: Callable[[Any], _T]) -> _T:
-        """What `work` makes of a tokenizer, which may be None."""
+        """Call `work` with a tokenizer (or None) on a thread, and await its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: work(self._own()))
 
     def _own(self) -> Any:
-        """This thread's tokenizer."""
+        """The tokenizer of the current thread."""
         if not hasattr(self._local, "tokenizer"):
             with self._lock:
                 self._local.tokenizer = copy.deepcopy(self._tokenizer)
         return self._local.tokenizer
 
     def close(self) -> None:
-        """End the threads; what they are at comes to its end."""
+        """End the threads once their current calls return."""
         self._pool.shutdown(wait=False, cancel_futures=True)

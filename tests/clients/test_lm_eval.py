@@ -39,22 +39,22 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tasks: YAML beside JSON, each question behind the same worked examples."""
+    """A folder of tasks, YAML and JSON. Each question follows the same worked examples."""
     folder = tmp_path_factory.mktemp("tasks")
     with tarfile.open(ARCHIVE) as archive:
         for name in TASKS:
             head = read(archive, f"cot-prompts/{name}.txt").split("-----\n", 1)[-1].strip()
             examples = json.loads(read(archive, f"bbh/{name}.json"))["examples"]
-            choices = sorted({one["target"] for one in examples})
+            choices = sorted({example["target"] for example in examples})
             lines = [
                 {
-                    "text": f"{head}\n\nQ: {one['input']}\nA: So the answer is",
-                    "question": one["input"],
+                    "text": f"{head}\n\nQ: {example['input']}\nA: So the answer is",
+                    "question": example["input"],
                     "choices": choices,
-                    "gold": choices.index(one["target"]),
-                    "target": one["target"],
+                    "gold": choices.index(example["target"]),
+                    "target": example["target"],
                 }
-                for one in examples[:QUESTIONS]
+                for example in examples[:QUESTIONS]
             ]
             data = folder / f"{name}.jsonl"
             data.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -103,10 +103,10 @@ class Suite:
     home: Path
 
     def run(self, model: str, route: str, *names: str, **arguments: object) -> list[Any]:
-        """What it writes down of each question."""
+        """The logged samples of each task."""
         out = self.home / f"out {len(list(self.home.iterdir()))}"
-        told = {"base_url": f"{self.server.address}{route}", "model": "SmolLM2-135M-Instruct"}
-        given = ",".join(f"{name}={value}" for name, value in (told | arguments).items())
+        settings = {"base_url": f"{self.server.address}{route}", "model": "SmolLM2-135M-Instruct"}
+        given = ",".join(f"{name}={value}" for name, value in (settings | arguments).items())
         told_apart = ["--apply_chat_template"] if "chat" in model else []
         run(
             *("lm_eval", "run", "--model", model, "--model_args", given, *told_apart),
@@ -154,8 +154,8 @@ def test_log_probabilities_are_those_of_the_model_and_come_from_the_cache(suite:
     computed = suite.computed_tokens() - before
 
     tokenizer = suite.server.engine.tokenizer
-    contexts = [tokenizer.encode(one.context) for one in first]
-    whole = [tokenizer.encode(one.context + one.choice) for one in first]
+    contexts = [tokenizer.encode(request.context) for request in first]
+    whole = [tokenizer.encode(request.context + request.choice) for request in first]
     total = sum(map(len, whole))
     print(f"{len(first)} choices, {total} prompt tokens, {computed} computed in the second run")
     assert computed < 0.05 * total
@@ -166,7 +166,9 @@ def test_log_probabilities_are_those_of_the_model_and_come_from_the_cache(suite:
     model = AutoModelForCausalLM.from_pretrained(
         suite.server.engine.model_path, dtype=torch.float32
     ).eval()
-    for one, again, begin, ids, output in zip(first, second, contexts, whole, outputs, strict=True):
+    for request, again, begin, ids, output in zip(
+        first, second, contexts, whole, outputs, strict=True
+    ):
         length = len(begin)
         assert ids[:length] == begin
         assert output.prompt_logprobs is not None
@@ -176,12 +178,12 @@ def test_log_probabilities_are_those_of_the_model_and_come_from_the_cache(suite:
             logits = model(torch.tensor([ids])).logits[0, length - 1 : -1]
         scores, asked = logits.log_softmax(-1), torch.tensor(ids[length:])
         reference = float(scores.gather(-1, asked[:, None]).sum())
-        assert one.logprob == pytest.approx(offline, abs=1e-4)
-        assert one.logprob == pytest.approx(reference, abs=1e-4)
-        assert one.is_greedy == bool((scores.argmax(-1) == asked).all())
-        assert (again.context, again.choice) == (one.context, one.choice)
-        assert again.is_greedy == one.is_greedy
-        assert again.logprob == pytest.approx(one.logprob, abs=1e-4)
+        assert request.logprob == pytest.approx(offline, abs=1e-4)
+        assert request.logprob == pytest.approx(reference, abs=1e-4)
+        assert request.is_greedy == bool((scores.argmax(-1) == asked).all())
+        assert (again.context, again.choice) == (request.context, request.choice)
+        assert again.is_greedy == request.is_greedy
+        assert again.logprob == pytest.approx(request.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("model", ["local-completions", "local-chat-completions"])
@@ -205,7 +207,7 @@ def test_five_stop_strings(model: str, suite: Suite) -> None:
         params = SamplingParams(temperature=0, max_tokens=48, stop=list(known))
         asked = [sample["doc"]["question"] for sample in samples]
         if "chat" in model:
-            chats = [[{"role": "user", "content": one}] for one in asked]
+            chats = [[{"role": "user", "content": question}] for question in asked]
             outputs = llm.chat(chats, params, use_tqdm=False)
         else:
             outputs = llm.generate(asked, params, use_tqdm=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pyengine.async_engine import AsyncEngine
-from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.engine.stats import EngineView
 from pyengine.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
 SHOWN = """() => ({
     frame: document.documentElement.dataset.frame,
     states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
-        one => [one.dataset.state, Number(one.textContent.replaceAll(",", ""))])),
+        item => [item.dataset.state, Number(item.textContent.replaceAll(",", ""))])),
     cells: ["free", "idle", "active", "leased"].map(
         (_, at) => blocks?.state.reduce((sum, one) => sum + (one === at), 0)),
     running: Number(document.getElementById("running").textContent.replaceAll(",", "")),
@@ -39,44 +39,44 @@ SHOWN = """() => ({
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    with browser() as one:
-        yield one
+    with browser() as opened:
+        yield opened
 
 
-class Watched:
+class ServedPage:
     """An engine behind a server, with a note of every look that was taken of it."""
 
     def __init__(self, engine: AsyncEngine, **settings: Any) -> None:
         self.engine = engine
         self.seen: dict[str, EngineView] = {}
-        self.watch, app = serve_page(engine, **settings)
-        make = self.watch._frames.frame
+        self.broadcaster, app = serve_page(engine, **settings)
+        make = self.broadcaster._frames.frame
 
         def frame(view: EngineView) -> str:
             text = make(view)
             self.seen[text.split(":", 1)[1].split(",", 1)[0]] = view
             return text
 
-        self.watch._frames.frame = frame  # type: ignore[method-assign]
+        self.broadcaster._frames.frame = frame  # type: ignore[method-assign]
         self.served = Served(app)
 
-    def __enter__(self) -> "Watched":
+    def __enter__(self) -> "ServedPage":
         self.served.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.served.submit(self.watch.close()).result()
+        self.served.submit(self.broadcaster.close()).result()
         self.served.__exit__(*exc_info)
 
 
 def serve_page(engine: AsyncEngine, **settings: Any) -> Any:
     from fastapi import FastAPI
 
-    from pyengine.server.dashboard.page import PoolWatch, page_router
+    from pyengine.server.dashboard.page import EngineBroadcaster, page_router
 
-    watch, app = PoolWatch(engine, model_name="tiny", **settings), FastAPI()
-    app.include_router(page_router(lambda _: watch))
-    return watch, app
+    broadcaster, app = EngineBroadcaster(engine, model_name="tiny", **settings), FastAPI()
+    app.include_router(page_router(lambda _: broadcaster))
+    return broadcaster, app
 
 
 async def exhausted(items: AsyncIterator[Any]) -> None:
@@ -85,7 +85,7 @@ async def exhausted(items: AsyncIterator[Any]) -> None:
 
 
 async def load(engine: AsyncEngine, count: int, params: SamplingParams) -> None:
-    """So many requests at once; each third has a namespace of its own, all share a beginning."""
+    """So many requests at once; each third has its own namespace, all share a beginning."""
     common = "You are a helpful assistant. Answer in one short sentence and say nothing else. " * 2
     await asyncio.gather(
         *(
@@ -103,15 +103,15 @@ async def load(engine: AsyncEngine, count: int, params: SamplingParams) -> None:
 
 
 @pytest.mark.slow
-def test_the_counts_on_it_are_those_of_the_ledger(chromium: Any) -> None:
+def test_the_counts_on_it_are_those_of_the_pool(chromium: Any) -> None:
     with (
         AsyncEngine(num_blocks=900, max_num_seqs=24, seed=0) as engine,
-        Watched(engine) as watched,
+        ServedPage(engine) as page_server,
     ):
         page = chromium.new_page()
         errors = errors_of(page)
-        page.goto(f"{watched.served.url}/kv")
-        work = watched.served.submit(load(engine, 120, LONG))
+        page.goto(f"{page_server.served.url}/kv")
+        work = page_server.served.submit(load(engine, 120, LONG))
         frames, running = set(), 0
         while not work.done():
             page.wait_for_timeout(200)
@@ -119,11 +119,11 @@ def test_the_counts_on_it_are_those_of_the_ledger(chromium: Any) -> None:
             if shown["frame"] is None:
                 continue
             frames.add(shown["frame"])
-            view = watched.seen[shown["frame"]]
-            ledger = {name: getattr(view.stats.ledger, name) for name in STATES}
-            assert shown["states"] == ledger
-            assert shown["cells"] == [ledger[name] for name in STATES]
-            assert sum(ledger.values()) == 900
+            view = page_server.seen[shown["frame"]]
+            usage = {name: getattr(view.stats.ledger, name) for name in STATES}
+            assert shown["states"] == usage
+            assert shown["cells"] == [usage[name] for name in STATES]
+            assert sum(usage.values()) == 900
             assert shown["running"] == view.stats.num_running
             running = max(running, view.stats.num_running)
         work.result()
@@ -145,13 +145,13 @@ def test_it_stays_usable_with_1000_requests_and_100000_blocks(
 
     async def crowd(engine: AsyncEngine) -> None:
         prompts = [[3, 4, 5, 6, 7, 8, at % 90, at // 90] for at in range(1000)]
-        await asyncio.gather(*(exhausted(engine.generate(one, forever)) for one in prompts))
+        await asyncio.gather(*(exhausted(engine.generate(prompt, forever)) for prompt in prompts))
 
-    with model.async_engine() as engine, Watched(engine) as watched:
-        work = watched.served.submit(crowd(engine))
+    with model.async_engine() as engine, ServedPage(engine) as page_server:
+        work = page_server.served.submit(crowd(engine))
         page = chromium.new_page(viewport={"width": 1400, "height": 900})
         errors = errors_of(page)
-        page.goto(f"{watched.served.url}/kv")
+        page.goto(f"{page_server.served.url}/kv")
         page.wait_for_function("() => frame && frame.requests.length === 1000")
         times = page.evaluate(
             """async () => {
@@ -185,11 +185,11 @@ def test_keys_and_tables_say_what_the_pictures_show(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = FakeModel(monkeypatch, num_blocks=200)
-    with model.async_engine() as engine, Watched(engine) as watched:
-        watched.served.submit(exhausted(engine.generate([*range(3, 15)], LONG))).result()
+    with model.async_engine() as engine, ServedPage(engine) as page_server:
+        page_server.served.submit(exhausted(engine.generate([*range(3, 15)], LONG))).result()
         page = chromium.new_page(color_scheme="dark", reduced_motion="reduce")
         errors = errors_of(page)
-        page.goto(f"{watched.served.url}/kv")
+        page.goto(f"{page_server.served.url}/kv")
         page.wait_for_function("() => frame !== null")
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         page.locator("#blocks").focus()
@@ -199,18 +199,18 @@ def test_keys_and_tables_say_what_the_pictures_show(
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
         page.locator("summary").click()
-        ledger = engine.stats().ledger
+        usage = engine.stats().ledger
         rows = page.locator("#table-states tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [
-            [name, str(getattr(ledger, name))] for name in STATES
+            [name, str(getattr(usage, name))] for name in STATES
         ]
-        assert f"{ledger.idle} idle" in (page.locator("#blocks").get_attribute("aria-label") or "")
-        looks = watched.watch.num_looks
+        assert f"{usage.idle} idle" in (page.locator("#blocks").get_attribute("aria-label") or "")
+        polls = page_server.broadcaster.num_polls
         page.locator("#pause").click()
         page.wait_for_timeout(800)
-        looks = watched.watch.num_looks
+        polls = page_server.broadcaster.num_polls
         page.wait_for_timeout(800)
-        assert watched.watch.num_looks == looks
+        assert page_server.broadcaster.num_polls == polls
         assert errors == []
         page.close()
 
@@ -227,7 +227,7 @@ def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
                 closing(chromium.new_context()) as context,
                 pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"),
             ):
-                context.new_page().goto(f"{served.url}/kv")  # nobody is there to be asked
+                context.new_page().goto(f"{served.url}/kv")  # there is no password prompt
             wrong = {"username": "", "password": "wrong"}
             with closing(chromium.new_context(http_credentials=wrong)) as context:
                 answer = context.new_page().goto(f"{served.url}/kv")
@@ -247,7 +247,7 @@ def test_it_takes_the_key_that_the_browser_asks_for_and_believes_no_id(
             page.goto(f"{served.url}/kv".replace("://", "://:secret@"))
             page.wait_for_function("() => frame !== null")
             assert errors == []
-            served.submit(app.state.observation.close()).result()
+            served.submit(app.state.observers.close()).result()
             context.close()
 
 
@@ -260,7 +260,7 @@ def test_replicas_stand_side_by_side(
     replicas = [small_replica(name, folder) for name in names]
     local = LocalReplicas(*replicas)
     engine = RemoteEngine(local, replicas[0].about())
-    app = create_app(engine, ServerSettings(log_format="none"), ClusterObservation)
+    app = create_app(engine, ServerSettings(log_format="none"), ClusterObservers)
     greedy = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4)
     with Served(app) as served:
         served.submit(local.__aenter__()).result()
@@ -272,7 +272,7 @@ def test_replicas_stand_side_by_side(
         page.goto(f"{served.url}/kv")
         page.wait_for_selector("#replicas tbody tr:nth-child(2)")
         lines = page.locator("#replicas tbody tr")
-        assert [one.split()[0] for one in lines.all_inner_texts()] == [*names]
+        assert [line.split()[0] for line in lines.all_inner_texts()] == [*names]
         for at, replica in enumerate(replicas):
             current = page.locator("#replicas tbody tr[aria-current=true]")
             assert current.inner_text().split()[0] == names[at]
@@ -288,10 +288,10 @@ def test_replicas_stand_side_by_side(
         )
         assert errors == []
         page.close()
-        served.submit(app.state.observation.close()).result()
+        served.submit(app.state.observers.close()).result()
         served.submit(local.__aexit__()).result()
-    for one in replicas:
-        one.close()
+    for each in replicas:
+        each.close()
 
 
 async def _lose(local: LocalReplicas, name: str) -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
-from pyengine.cluster.prefix_router import MOST_REPLICAS, PrefixRouter, Taken
+from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.prefix_router import MAX_REPLICAS, PrefixRouter, UpdateResult
 from pyengine.errors import ConfigurationError, NoReplicaError
 from pyengine.kv_cache import ConfigError
 from tests.support.cluster import BLOCK_SIZE, KIND, Cache, World, run
@@ -16,23 +16,23 @@ from tests.support.cluster import BLOCK_SIZE, KIND, Cache, World, run
 PROMPT = list(range(BLOCK_SIZE * 10))
 
 
-def joined(*names: str, **options: float) -> tuple[PrefixRouter, dict[str, Cache]]:
+def router_of(*names: str, **options: float) -> tuple[PrefixRouter, dict[str, Cache]]:
     """A router over caches of 64 blocks that it knows."""
     router = PrefixRouter(KIND, **options)  # type: ignore[arg-type]
     caches = {name: Cache(64) for name in names}
     for name, cache in caches.items():
         router.join(ReplicaInfo(name, KIND, 64))
-        assert router.restore(name, cache.log.snapshot(Load())) is Taken.APPLIED
+        assert router.restore(name, cache.log.snapshot(Load())) is UpdateResult.APPLIED
     return router, caches
 
 
 def compute(router: PrefixRouter, name: str, cache: Cache, prompt: list[int]) -> None:
     run(cache.manager, prompt)
-    assert router.apply(name, cache.take()) is Taken.APPLIED
+    assert router.apply(name, cache.take()) is UpdateResult.APPLIED
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:
-    router, caches = joined("a", "b", "c")
+    router, caches = router_of("a", "b", "c")
     compute(router, "b", caches["b"], PROMPT[:20])
     compute(router, "c", caches["c"], PROMPT[:36])
     choice = router.choose(PROMPT)
@@ -45,7 +45,7 @@ def test_a_prompt_goes_where_most_of_it_is() -> None:
 
 
 def test_what_is_evicted_is_missed() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
     compute(router, "a", caches["a"], PROMPT)
     assert router.choose(PROMPT).replica == "a"
     caches["a"].manager.evict_idle()
@@ -55,7 +55,7 @@ def test_what_is_evicted_is_missed() -> None:
 
 
 def test_equal_costs_go_to_who_has_less_to_do() -> None:
-    router, _ = joined("a", "b", "c")
+    router, _ = router_of("a", "b", "c")
     seen = []
     for number in range(6):
         choice = router.choose([number] * 40)
@@ -65,7 +65,7 @@ def test_equal_costs_go_to_who_has_less_to_do() -> None:
 
 
 def test_a_burst_of_one_prompt_stays_together_before_any_event() -> None:
-    router, _ = joined("a", "b", slack=8)
+    router, _ = router_of("a", "b", slack=8)
     first = router.choose(PROMPT)
     ticket = router.begin(first)
     assert ticket is not None
@@ -76,7 +76,7 @@ def test_a_burst_of_one_prompt_stays_together_before_any_event() -> None:
 
 
 def test_nobody_gets_many_more_than_the_mean() -> None:
-    router, caches = joined("a", "b", "c", "d", imbalance=1.25, slack=2)
+    router, caches = router_of("a", "b", "c", "d", imbalance=1.25, slack=2)
     compute(router, "a", caches["a"], PROMPT)
     counts = dict.fromkeys("abcd", 0)
     for _ in range(200):
@@ -89,15 +89,17 @@ def test_nobody_gets_many_more_than_the_mean() -> None:
 
 
 def test_load_that_others_sent_counts_too() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
     busy = Load(num_running=9, num_waiting=3, num_active=60)
-    assert router.apply("a", Events(caches["a"].log.life, 0, b"", b"", busy)) is Taken.APPLIED
-    assert [one.load for one in router.replicas()] == [busy, Load()]
+    assert (
+        router.apply("a", Events(caches["a"].log.epoch, 0, b"", b"", busy)) is UpdateResult.APPLIED
+    )
+    assert [replica.load for replica in router.replicas()] == [busy, Load()]
     assert {router.choose(PROMPT).replica for _ in range(4)} == {"b"}
 
 
 def test_prompts_that_wait_to_be_computed_count_until_they_are() -> None:
-    router, _ = joined("a", "b")
+    router, _ = router_of("a", "b")
     long, short = list(range(400)), list(range(1000, 1200))
     first, second = router.begin(router.choose(long)), router.begin(router.choose(short))
     assert first is not None and second is not None
@@ -114,80 +116,80 @@ def test_prompts_that_wait_to_be_computed_count_until_they_are() -> None:
     ("field", "value"), [("model", "other"), ("block_size", 16), ("hash_seed", 8)]
 )
 def test_a_replica_of_another_kind_is_refused_with_both_values(field: str, value: object) -> None:
-    router, _ = joined("a")
+    router, _ = router_of("a")
     values = {"model": "model", "block_size": BLOCK_SIZE, "hash_seed": 7, field: value}
     with pytest.raises(ConfigurationError, match=f"{field}={value!r}.*{field}=") as refusal:
-        router.join(ReplicaInfo("b", CacheKind(**values), 8))  # type: ignore[arg-type]
+        router.join(ReplicaInfo("b", CacheFormat(**values), 8))  # type: ignore[arg-type]
     assert repr(getattr(KIND, field)) in str(refusal.value)
-    assert [one.name for one in router.replicas()] == ["a"]
+    assert [replica.name for replica in router.replicas()] == ["a"]
     assert router.stats.num_refused == 1
 
 
 def test_events_out_of_order_twice_and_of_nobody() -> None:
-    router, caches = joined("a")
+    router, caches = router_of("a")
     cache = caches["a"]
     run(cache.manager, PROMPT[:8])
     first = cache.take()
     run(cache.manager, PROMPT)
     second = cache.take()
-    assert router.apply("nobody", first) is Taken.UNKNOWN
-    assert router.restore("nobody", cache.log.snapshot(Load())) is Taken.UNKNOWN
-    assert router.apply("a", second) is Taken.GAP
-    assert router.apply("a", first) is Taken.GAP, "only a snapshot helps"
+    assert router.apply("unknown", first) is UpdateResult.UNKNOWN_REPLICA
+    assert router.restore("unknown", cache.log.snapshot(Load())) is UpdateResult.UNKNOWN_REPLICA
+    assert router.apply("a", second) is UpdateResult.GAP
+    assert router.apply("a", first) is UpdateResult.GAP, "only a snapshot helps"
     assert router.choose(PROMPT).replica == "a", "requests are served meanwhile"
-    assert router.restore("a", cache.log.snapshot(Load())) is Taken.APPLIED
+    assert router.restore("a", cache.log.snapshot(Load())) is UpdateResult.APPLIED
     for known in (first, second):
-        assert router.apply("a", known) is Taken.KNOWN
-    assert router.contents("a") == set(cache.manager.contents())
+        assert router.apply("a", known) is UpdateResult.DUPLICATE
+    assert router.cached_hashes("a") == set(cache.manager.contents())
     assert (router.stats.num_gaps, router.stats.num_snapshots) == (1, 2)
 
 
 def test_a_restarted_replica_has_nothing_of_its_earlier_life() -> None:
-    router, caches = joined("a")
+    router, caches = router_of("a")
     compute(router, "a", caches["a"], PROMPT)
     anew = Cache(64)
-    assert router.apply("a", anew.take()) is Taken.GAP
-    assert router.contents("a") == set()
-    assert router.restore("a", anew.log.snapshot(Load())) is Taken.APPLIED
-    assert router.apply("a", caches["a"].take()) is Taken.GAP, "of the earlier life"
+    assert router.apply("a", anew.take()) is UpdateResult.GAP
+    assert router.cached_hashes("a") == set()
+    assert router.restore("a", anew.log.snapshot(Load())) is UpdateResult.APPLIED
+    assert router.apply("a", caches["a"].take()) is UpdateResult.GAP, "of the earlier epoch"
 
 
 def test_bytes_that_are_no_events_change_nothing() -> None:
-    router, caches = joined("a")
+    router, caches = router_of("a")
     compute(router, "a", caches["a"], PROMPT)
-    held, life = router.contents("a"), caches["a"].log.life
+    held, epoch = router.cached_hashes("a"), caches["a"].log.epoch
     for kinds, names in ((b"\1", b""), (b"\1\1", bytes(16)), (b"\3", bytes(16)), (b"", b"1")):
         with pytest.raises(ConfigError):
-            router.apply("a", Events(life, 10, kinds, names))
-    assert router.contents("a") == held
+            router.apply("a", Events(epoch, 10, kinds, names))
+    assert router.cached_hashes("a") == held
     run(caches["a"].manager, [5] * 40)
-    assert router.apply("a", caches["a"].take()) is Taken.APPLIED
+    assert router.apply("a", caches["a"].take()) is UpdateResult.APPLIED
 
 
 def test_memory_is_bounded_by_the_blocks_that_a_replica_has() -> None:
     router = PrefixRouter(KIND)
     router.join(ReplicaInfo("a", KIND, 2))
-    assert router.restore("a", Snapshot("life", 0, bytes(32))) is Taken.APPLIED
+    assert router.restore("a", Snapshot("epoch", 0, bytes(32))) is UpdateResult.APPLIED
     three = bytes(range(48))
-    with pytest.raises(ConfigurationError, match=r"2 blocks .* 3 contents"):
-        router.restore("a", Snapshot("life", 9, three))
-    assert router.apply("a", Events("life", 0, b"\1\1\1", three)) is Taken.GAP
-    assert router.num_contents == 0
+    with pytest.raises(ConfigurationError, match=r"2 blocks and sent 3 hashes"):
+        router.restore("a", Snapshot("epoch", 9, three))
+    assert router.apply("a", Events("epoch", 0, b"\1\1\1", three)) is UpdateResult.GAP
+    assert router.num_hashes == 0
 
 
 def test_replicas_come_and_go_and_their_numbers_are_used_again() -> None:
     router = PrefixRouter(KIND)
-    for number in range(MOST_REPLICAS):
+    for number in range(MAX_REPLICAS):
         router.join(ReplicaInfo(f"{number}", KIND, 4))
-    with pytest.raises(ConfigurationError, match="one more than the 128"):
+    with pytest.raises(ConfigurationError, match="limit of 128 replicas"):
         router.join(ReplicaInfo("more", KIND, 4))
-    with pytest.raises(ConfigurationError, match="'3' is there already"):
+    with pytest.raises(ConfigurationError, match="'3' has joined already"):
         router.join(ReplicaInfo("3", KIND, 4))
     ticket = router.begin(router.choose(PROMPT, among={"5"}))
     assert ticket is not None
     router.leave("5")
     router.leave("5")
-    with pytest.raises(ConfigurationError, match="one more"):  # its requests have not ended
+    with pytest.raises(ConfigurationError, match="exceeds the limit"):  # it has requests
         router.join(ReplicaInfo("more", KIND, 4))
     router.end(ticket)
     router.join(ReplicaInfo("more", KIND, 4))
@@ -209,12 +211,12 @@ def test_nobody_there() -> None:
 
 
 def test_a_request_that_went_elsewhere_is_counted_there() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
     compute(router, "a", caches["a"], PROMPT)
     ticket = router.begin(router.choose(PROMPT), "b")
     assert ticket is not None
     assert (ticket.choice.replica, ticket.choice.num_hits) == ("b", 0)
-    assert [one.num_requests for one in router.replicas()] == [0, 1]
+    assert [replica.num_requests for replica in router.replicas()] == [0, 1]
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 400))
@@ -238,7 +240,7 @@ def test_the_picture_is_right_over_a_hundred_thousand_operations() -> None:
 
 
 def test_threads_may_call_it_at_once() -> None:
-    router, caches = joined("a", "b")
+    router, caches = router_of("a", "b")
 
     def send(seed: int) -> None:
         random = Random(seed)
@@ -256,4 +258,4 @@ def test_threads_may_call_it_at_once() -> None:
     for thread in threads:
         thread.join()
     assert router.stats.num_routed == 1200
-    assert all(one.num_requests == 0 for one in router.replicas())
+    assert all(replica.num_requests == 0 for replica in router.replicas())

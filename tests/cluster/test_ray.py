@@ -70,11 +70,11 @@ def with_replicas(
 
 def current(engine: Any) -> int:
     router = engine.replicas.router
-    return 0 if router is None else sum(one.is_current for one in router.replicas())
+    return 0 if router is None else sum(replica.is_current for replica in router.replicas())
 
 
 def routed(engine: Any) -> dict[str, int]:
-    return {one.name: one.num_routed for one in engine.replicas.router.replicas()}
+    return {replica.name: replica.num_routed for replica in engine.replicas.router.replicas()}
 
 
 async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
@@ -86,11 +86,11 @@ async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
 async def through_gate(engine: Any, prompts: list[list[int]], most: int) -> list[Any]:
     gate = asyncio.Semaphore(most)
 
-    async def one(prompt: list[int]) -> Any:
+    async def answer(prompt: list[int]) -> Any:
         async with gate:
             return await read(engine, prompt, GREEDY)
 
-    return await asyncio.gather(*map(one, prompts))
+    return await asyncio.gather(*map(answer, prompts))
 
 
 def test_families_stay_together_and_answers_are_those_of_one_engine(
@@ -109,14 +109,14 @@ def test_families_stay_together_and_answers_are_those_of_one_engine(
         for number, family in enumerate(order)
     ]
     settings = EngineSettings(tmp_path, num_blocks=4 * 64 + 48, **SMALL)
-    with AsyncEngine(tmp_path, num_blocks=2000, **SMALL) as one:
-        wanted = [alone(one, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
+    with AsyncEngine(tmp_path, num_blocks=2000, **SMALL) as single:
+        wanted = [alone(single, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
     figures: dict[str, tuple[int, float]] = {}
 
     async def ours(engine: Any) -> None:
         done = await through_gate(engine, prompts, 4)
         assert [tokens for _, tokens in done] == wanted
-        counts = [one.num_routed for one in engine.replicas.router.replicas()]
+        counts = [replica.num_routed for replica in engine.replicas.router.replicas()]
         cached = sum(item.num_cached_tokens for item, _ in done)
         figures["ours"] = cached, max(counts) / sum(counts)
         stats = engine.replicas.router.stats
@@ -169,7 +169,7 @@ def test_a_killed_replica_and_its_replacement(folder: Path) -> None:
         before = set(engine.replicas.names())
         await until(lambda: engine.stats().num_running >= 6)
         wholes = [asyncio.create_task(read(engine, [40 + n] * 50, GREEDY)) for n in range(8)]
-        await until(lambda: sum(one.num_requests for one in router.replicas()) >= 12)
+        await until(lambda: sum(replica.num_requests for replica in router.replicas()) >= 12)
         victim = processes_with(REPLICA)[0]
         os.kill(victim, signal.SIGKILL)
         start = monotonic()
@@ -183,7 +183,7 @@ def test_a_killed_replica_and_its_replacement(folder: Path) -> None:
         await until(lambda: current(engine) == 2 and set(engine.replicas.names()) != before, 120)
         [newcomer] = set(engine.replicas.names()) - before
         await through_gate(engine, [[100 + n] * 64 for n in range(12)], 6)
-        states = {one.name: one for one in router.replicas()}
+        states = {replica.name: replica for replica in router.replicas()}
         assert states[newcomer].num_routed > 0
         assert not is_running(victim)
 
@@ -196,15 +196,17 @@ def test_models_that_are_divided_are_each_in_a_placement_group(tmp_path: Path) -
 
     save_small_model(tmp_path, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
     prompts = [[*([5 + n % 4] * 200), *range(40, 48 + n)] for n in range(16)]
-    with AsyncEngine(tmp_path, num_blocks=512, **SMALL) as one:
-        wanted = [alone(one, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
+    with AsyncEngine(tmp_path, num_blocks=512, **SMALL) as single:
+        wanted = [alone(single, prompt, GREEDY).outputs[0].token_ids for prompt in prompts]
 
     async def use(engine: Any) -> None:
-        groups = [one for one in placement_group_table().values() if one["state"] == "CREATED"]
-        assert [one["bundles"] for one in groups] == [{0: {"CPU": 3.0}}] * 2
+        groups = [
+            group for group in placement_group_table().values() if group["state"] == "CREATED"
+        ]
+        assert [group["bundles"] for group in groups] == [{0: {"CPU": 3.0}}] * 2
         replicas = processes_with(REPLICA)
         workers = {pid: workers_of(pid) for pid in replicas}
-        assert [len(one) for one in workers.values()] == [2, 2]  # beside the replica itself
+        assert [len(worker) for worker in workers.values()] == [2, 2]  # beside the replica itself
         done = await through_gate(engine, prompts, 4)
         assert [tokens for _, tokens in done] == wanted
         assert sum(item.num_cached_tokens > 0 for item, _ in done) >= 8
@@ -214,7 +216,7 @@ def test_models_that_are_divided_are_each_in_a_placement_group(tmp_path: Path) -
         await until(lambda: current(engine) == 2 and set(engine.replicas.names()) != before, 120)
         done = await through_gate(engine, prompts, 4)
         assert [tokens for _, tokens in done] == wanted
-        everybody.extend(pid for one in processes_with(REPLICA) for pid in workers_of(one))
+        everybody.extend(pid for parent in processes_with(REPLICA) for pid in workers_of(parent))
 
     everybody: list[int] = []
     settings = EngineSettings(tmp_path, num_blocks=512, tensor_parallel_size=3, **SMALL)
@@ -253,7 +255,7 @@ def test_replicas_become_more_under_load_and_fewer_after(folder: Path) -> None:
         callers = [asyncio.create_task(load(number)) for number in range(8)]
         await until(lambda: current(engine) == 2, 120)
         assert replicas.router is not None
-        newcomer = replicas.router.replicas()[1].name  # in the order in which they joined
+        newcomer = replicas.router.replicas()[1].name  # in the order of joining
         await until(lambda: routed(engine)[newcomer] > 2)
         is_over = True
         await asyncio.gather(*callers)  # nothing was lost on the way up
@@ -283,8 +285,8 @@ def test_a_reader_that_goes_ends_what_runs(folder: Path) -> None:
         await anext(aiter(stream))
         stream.close()
         router = engine.replicas.router
-        await until(lambda: all(one.num_requests == 0 for one in router.replicas()))
-        await until(lambda: all(one.load.num_running == 0 for one in router.replicas()))
+        await until(lambda: all(replica.num_requests == 0 for replica in router.replicas()))
+        await until(lambda: all(replica.load.num_running == 0 for replica in router.replicas()))
         reader = engine.submit([engine.request([6] * 20, forever, "mine")])
         items = aiter(reader)
         await anext(items)
@@ -350,7 +352,7 @@ def test_serve_with_replicas_and_its_end(folder: Path) -> None:
         with httpx2.stream("GET", f"{address}/kv/stream", timeout=30) as page:
             data = next(line for line in page.iter_lines() if line.startswith("data: "))
         frame = json.loads(data.removeprefix("data: "))
-        assert {one["name"] for one in frame["replicas"]} == names
+        assert {replica["name"] for replica in frame["replicas"]} == names
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:

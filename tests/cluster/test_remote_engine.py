@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from pyengine.cluster.fleet import Fleet
-from pyengine.cluster.observation import ClusterObservation
+from pyengine.cluster.observers import ClusterObservers
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
 from pyengine.errors import EngineClosedError, InvalidRequestError, NoReplicaError, ReplicaLostError
@@ -39,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(folder: Path) -> Iterator[tuple[Replica, Replica]]:
     both = small_replica("a", folder), small_replica("b", folder)
     yield both
-    for one in both:
-        one.close()
+    for replica in both:
+        replica.close()
 
 
 def over(
@@ -50,7 +50,7 @@ def over(
     async def main() -> Any:
         async with LocalReplicas(*replicas) as local:
             engine = RemoteEngine(local, replicas[0].about())
-            app = create_app(engine, ServerSettings(), ClusterObservation)
+            app = create_app(engine, ServerSettings(), ClusterObservers)
             transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
             async with httpx2.AsyncClient(
                 transport=transport, base_url="http://localhost", timeout=60
@@ -65,8 +65,8 @@ async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) ->
     router = local.fleet.router
     assert router is not None
     async with asyncio.timeout(10):
-        for one in replicas:
-            while router.contents(one.info.name) != set(one.engine.contents()):
+        for replica in replicas:
+            while router.cached_hashes(replica.info.name) != set(replica.engine.contents()):
                 await asyncio.sleep(0.01)
 
 
@@ -76,18 +76,20 @@ def test_answers_are_those_of_one_engine_and_families_stay_together(
     prompts = [[*FAMILIES[n % 4], *range(n, n + 9)] for n in range(40)]
 
     with open_small_engine(folder) as one_engine:
-        expected = [list(alone(one_engine, one, GREEDY).outputs[0].token_ids) for one in prompts]
+        expected = [
+            list(alone(one_engine, prompt, GREEDY).outputs[0].token_ids) for prompt in prompts
+        ]
 
     async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
         gate = asyncio.Semaphore(6)
 
-        async def one(prompt: list[int]) -> Any:
+        async def answer(prompt: list[int]) -> Any:
             async with gate:
                 return await read(engine, prompt, GREEDY)
 
-        done = await asyncio.gather(*map(one, prompts))
+        done = await asyncio.gather(*map(answer, prompts))
         assert [tokens for _, tokens in done] == expected
-        counts = [one.num_requests for one in local.there.values()]
+        counts = [replica.num_requests for replica in local.there.values()]
         assert sum(counts) == 40 and max(counts) <= 0.65 * 40
         router = local.fleet.router
         assert router is not None
@@ -95,7 +97,7 @@ def test_answers_are_those_of_one_engine_and_families_stay_together(
         assert router.stats.expected_hits == pytest.approx(router.stats.real_hits, rel=0.2)
         await until_followed(local, two)
         async with asyncio.timeout(10):
-            while any(one.num_requests for one in router.replicas()):
+            while any(replica.num_requests for replica in router.replicas()):
                 await asyncio.sleep(0.01)
 
     over(two, main)
@@ -106,7 +108,7 @@ def test_the_routes_are_the_servers(two: tuple[Replica, Replica]) -> None:
         body = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "temperature": 0, "n": 2}
         answer = (await client.post("/v1/completions", json=body)).json()
         assert "choices" in answer, answer
-        assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert answer["usage"]["completion_tokens"] == 16
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
@@ -147,16 +149,16 @@ def test_salts_separate(two: tuple[Replica, Replica]) -> None:
 def test_what_an_engine_refuses_is_refused_here(two: tuple[Replica, Replica]) -> None:
     async def main(local: LocalReplicas, engine: RemoteEngine, _: Any) -> None:
         salted = {"prompt_token_ids": [5, 6], "cache_salt": "one"}
-        for one in (engine, two[0].engine):
+        for checked in (engine, two[0].engine):
             with pytest.raises(InvalidRequestError, match="cache_salt='two' and another one"):
-                one.request(salted, GREEDY, cache_salt="two")
-            assert one.request(salted, GREEDY, cache_salt="one").namespace == b"one"
-            twice = [one.request([5], GREEDY, "same"), one.request([6], GREEDY, "same")]
+                checked.request(salted, GREEDY, cache_salt="two")
+            assert checked.request(salted, GREEDY, cache_salt="one").namespace == b"one"
+            twice = [checked.request([5], GREEDY, "same"), checked.request([6], GREEDY, "same")]
             with pytest.raises(InvalidRequestError, match="'same' is in use"):
-                one.submit(twice)
-            stream = one.submit(twice[:1])
+                checked.submit(twice)
+            stream = checked.submit(twice[:1])
             with pytest.raises(InvalidRequestError, match="'same' is in use"):
-                one.submit(twice[1:])
+                checked.submit(twice[1:])
             stream.close()
 
     over(two, main)
@@ -167,12 +169,12 @@ def test_a_lost_replica_before_and_after_the_first_token(two: tuple[Replica, Rep
         router = local.fleet.router
         assert router is not None
         streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]
-        readers = [aiter(one) for one in streams]
-        for one in readers:
-            await anext(one)  # each has begun
+        readers = [aiter(stream) for stream in streams]
+        for stream in readers:
+            await anext(stream)  # each has begun
         whole = [asyncio.create_task(read(engine, [n] * 40, GREEDY)) for n in range(20, 24)]
         await asyncio.sleep(0)
-        counts = {one.name: one.num_requests for one in router.replicas()}
+        counts = {replica.name: replica.num_requests for replica in router.replicas()}
         assert min(counts.values()) > 0
         local.lose("a")
         done = await asyncio.gather(*whole)
@@ -233,25 +235,27 @@ def test_a_request_that_was_lost_in_its_stream_says_so_and_can_be_sent_again(
 def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> None:
     async def main(local: LocalReplicas, engine: RemoteEngine, client: httpx2.AsyncClient) -> None:
         streams = [engine.submit([engine.request([n] * 30, STREAMED)]) for n in range(5, 9)]
-        for one in streams:
-            await anext(aiter(one))
-            one.close()
+        for stream in streams:
+            await anext(aiter(stream))
+            stream.close()
         async with asyncio.timeout(20):
-            while any(one.engine.stats().num_running for one in two):
+            while any(replica.engine.stats().num_running for replica in two):
                 await asyncio.sleep(0.005)
         body = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "request_id": "mine"}
         asked = asyncio.create_task(client.post("/v1/completions", json=body))
-        while not sum(one.engine.stats().num_running for one in two):
+        while not sum(replica.engine.stats().num_running for replica in two):
             await asyncio.sleep(0.005)
         ended = await client.post("/abort_requests", json={"request_ids": ["mine", "other"]})
         assert ended.json()["aborted"] == ["mine"]
         assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
         async with asyncio.timeout(20):
-            while any(one.engine.stats().ledger.active for one in two):
+            while any(replica.engine.stats().ledger.active for replica in two):
                 await asyncio.sleep(0.01)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
         router = local.fleet.router
-        assert router is not None and all(one.num_requests == 0 for one in router.replicas())
+        assert router is not None and all(
+            replica.num_requests == 0 for replica in router.replicas()
+        )
 
     over(two, main)
 
@@ -315,7 +319,7 @@ def test_a_router_that_starts_again_is_right_after_snapshots(two: tuple[Replica,
         local.fleet.close()
         local.fleet = Fleet()
         local.fleet.update(local.there)
-        with pytest.raises(NoReplicaError):  # nobody has said yet who it is
+        with pytest.raises(NoReplicaError):  # no replica has joined yet
             await read(engine, [5], GREEDY)
         await local.until_current()
         assert [item async for item in reader][-1].finished
@@ -370,16 +374,16 @@ def test_metrics_and_page_of_all(two: tuple[Replica, Replica]) -> None:
         assert 'pyengine:router_routed_total{model_name="' in text
         assert "pyengine:router_real_hit_tokens_total" in text
         for path in ("/kv/stream", "/kv/stream?replica=b"):
-            watch = ClusterObservation(engine, ServerSettings(), "m", lambda: False)._watch(
-                "b" if "=b" in path else None
-            )
-            stream = watch.stream()
+            broadcaster = ClusterObservers(
+                engine, ServerSettings(), "m", lambda: False
+            )._broadcaster("b" if "=b" in path else None)
+            stream = broadcaster.stream()
             await anext(stream)
             event = await anext(stream)
             frame = json.loads(event.split("data: ", 1)[1])
             assert frame["replica"] == ("b" if "=b" in path else "a")
-            assert [one["name"] for one in frame["replicas"]] == ["a", "b"]
-            assert sum(one["sent"] for one in frame["replicas"]) == 4
+            assert [replica["name"] for replica in frame["replicas"]] == ["a", "b"]
+            assert sum(replica["sent"] for replica in frame["replicas"]) == 4
             await stream.aclose()  # type: ignore[attr-defined]
         assert (await client.get("/kv")).status_code == 200
         missing = await client.get("/kv/stream", params={"replica": "c"})

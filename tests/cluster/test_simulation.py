@@ -39,7 +39,7 @@ def found() -> dict[str, dict[str, float]]:
 
 def test_knowing_the_caches_finds_more_than_not(found: dict[str, dict[str, float]]) -> None:
     bound = endless(families(12, 20, 40))
-    hits = {name: one["hit_rate"] for name, one in found.items()}
+    hits = {name: figures["hit_rate"] for name, figures in found.items()}
     assert all(0 <= rate <= bound + 1e-9 for rate in hits.values())
     assert hits["ours"] > 1.3 * hits["round robin"]
     assert hits["ours"] > 1.3 * hits["least load"]

@@ -113,7 +113,7 @@ def test_where_it_cannot_be_raised_fewer_are_served(
     monkeypatch.setattr(lifetime.resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(lifetime.resource, "setrlimit", lambda *_: None)
     assert descriptors_for(1024) == 128
-    assert "128 connections at once are served, not 1024" in caplog.text
+    assert "at most 128 connections, not 1024" in caplog.text
 
 
 def test_bytes_in_flight_are_bounded_and_one_key_has_half(engine: AsyncEngine) -> None:

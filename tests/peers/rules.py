@@ -16,9 +16,9 @@ from tests.peers.world import Settings, World, managers
 SAME = "the same"
 FULL_HIT = "a full hit: one token is computed, not a block"
 ONE_COPY = "vLLM caches every copy of a content, so fewer contents stay"
-SETTLED = "a full block is registered when its step is settled, not at once"
-MERGED = "copies of running requests are given back"
-SHORTER = "others had full hits: their requests took less room and time"
+DELAYED = "a full block is registered once its step is final, not at once"
+MERGED = "copies of running requests are released"
+SHORTER = "others had full hits: their requests needed fewer blocks and steps"
 
 
 def one_copy() -> type:
@@ -76,7 +76,7 @@ def one_copy_settled() -> type:
             else:
                 self._cache(**what)
 
-        def settle(self) -> None:
+        def finish_step(self) -> None:
             for what in self._due:
                 self._cache(**what)
             self._due.clear()
@@ -90,18 +90,18 @@ def one_copy_settled() -> type:
                 self._is_running = False
 
         def get_computed_blocks(self, request: Any) -> Any:
-            self.settle()
+            self.finish_step()
             return super().get_computed_blocks(request)
 
         def take_new_block_ids(self) -> Any:
-            self.settle()
+            self.finish_step()
             return super().take_new_block_ids()
 
     return Settled
 
 
 def without_merges(world: World) -> World:
-    """Nobody is told of copies, so they stay to the end of their requests."""
+    """The workers do not learn of copies, so these stay until their requests end."""
     world.manager.merged_rows = lambda running: {}
     return world
 
@@ -138,7 +138,7 @@ def arms(folder: Any, **settings: Any) -> list[Arm]:
     return [
         Arm(None, world),
         Arm(ONE_COPY, lambda: world(own=one_copy())),
-        Arm(SETTLED, lambda: world(own=one_copy_settled())),
+        Arm(DELAYED, lambda: world(own=one_copy_settled())),
         Arm(None, lambda: without_full_hits(without_merges(world(ours=True)))),
         Arm(MERGED, lambda: without_full_hits(world(ours=True))),
         Arm(SHORTER, lambda: world(ours=True)),

@@ -58,9 +58,9 @@ def nothing(config: Any, cache: Any) -> None:
     ("adjust", "runner", "reason"),
     [
         (connector, "auto", "the connector ExampleConnector reads vLLM's own blocks"),
-        (hybrid, "auto", "the layers are of 2 groups, not of one"),
+        (hybrid, "auto", "the model has 2 groups of layers, not one"),
         (context_parallel, "auto", "context parallelism (dcp_world_size is 2)"),
-        (nothing, "pooling", "a pooling model"),
+        (nothing, "pooling", "the model is a pooling model"),
     ],
 )
 def test_what_is_not_ours_is_vllms(

@@ -67,11 +67,11 @@ def drive(world: World, seed: int, count: int) -> World:
 
 
 def check_nothing_is_held(world: World) -> None:
-    """The ledger, when everybody is gone: the null block alone is in use."""
+    """Without requests, only the null block is in use."""
     kv = world.manager.tables.kv
     kv.check()
-    ledger = kv.ledger()
-    assert (ledger.active, ledger.leased) == (1, 0)
+    usage = kv.ledger()
+    assert (usage.active, usage.leased) == (1, 0)
     assert world.scheduler.reset_prefix_cache()
     assert kv.ledger().free == world.settings.num_blocks - 1
 

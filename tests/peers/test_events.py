@@ -14,7 +14,7 @@ from tests.peers.world import Settings, World
 
 
 class Index:
-    """What a router would know; counts what it could not believe."""
+    """The state of a router; counts inconsistent events."""
 
     def __init__(self) -> None:
         self.held: set[Any] = set()
@@ -46,7 +46,7 @@ class Index:
 
 
 def contents(world: World) -> set[Any]:
-    """What can be found in the cache now."""
+    """The blocks that a look-up finds now."""
     if world.settings.ours:
         return set(world.manager.tables.kv.contents())
     from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash

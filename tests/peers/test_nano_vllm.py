@@ -83,8 +83,8 @@ class World:
 
 def nothing_is_held(world: World) -> None:
     world.manager.kv.check()
-    ledger = world.manager.kv.ledger()
-    assert (ledger.active, ledger.leased) == (0, 0)
+    usage = world.manager.kv.ledger()
+    assert (usage.active, usage.leased) == (0, 0)
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
@@ -164,7 +164,7 @@ def test_a_hash_conflict_touches_no_live_block() -> None:
 
 
 def test_a_dangling_mapping_is_taken_over() -> None:
-    """Of its pull request 243: a content on an idle block is computed again by another one."""
+    """nano-vllm's pull request 243: another block computes a cached block again."""
     world = World(BlockManager, 20)
     world.add(list(range(8)), 1)
     world.drain()

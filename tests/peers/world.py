@@ -252,7 +252,7 @@ def make_scheduler(settings: Settings, folder: Path) -> Any:
 
 
 def hasher(block_size: int, ours: bool) -> Any:
-    """What the engine gives its requests to hash their blocks with, by vLLM's default."""
+    """The block hasher of requests, as by vLLM's default."""
     from vllm.config import CacheConfig
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -353,7 +353,7 @@ class World:
         self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def drain(self, most: int = 100_000) -> None:
-        """Steps until nobody is left."""
+        """Steps until no request is left."""
         for _ in range(most):
             if not self.scheduler.has_requests() and not self.waiting_output:
                 return

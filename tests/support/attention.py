@@ -11,7 +11,7 @@ from pyengine.attention.backend import StepInputs
 
 @dataclass(frozen=True)
 class Shared:
-    """Which sequences share which leading blocks: `attention.backend.SharedRows`."""
+    """`attention.backend.SharedRows`: the sequences that share leading blocks."""
 
     group: int
     order: npt.NDArray[np.int32]

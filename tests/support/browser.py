@@ -16,12 +16,12 @@ CHROMIUM = shutil.which("chromium")
 
 
 class Served:
-    """An application that answers on a port of this machine, on an event loop of its own."""
+    """An application that answers on a port of this machine, on a separate event loop."""
 
     def __init__(self, app: FastAPI) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         config = uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
@@ -65,11 +65,13 @@ def browser() -> Iterator[Any]:
 
 
 def errors_of(page: Any) -> list[str]:
-    """What the page puts on the console as an error or a warning, as it comes."""
+    """Errors and warnings on the page's console."""
     errors: list[str] = []
     page.on(
         "console",
-        lambda item: errors.append(item.text) if item.type in ("error", "warning") else None,
+        lambda message: (
+            errors.append(message.text) if message.type in ("error", "warning") else None
+        ),
     )
     page.on("pageerror", lambda error: errors.append(str(error)))
     return errors

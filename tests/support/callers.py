@@ -20,7 +20,7 @@ class _Loaded:
 
 
 class FakeModel:
-    """What the builder gives, and a look at what is behind it."""
+    """A built engine, with access to its internals."""
 
     def __init__(self, patch: Any, *, tokenizer: Any = None, **settings: Any) -> None:
         self.bench: Bench = make_bench(tokenizer=tokenizer, **settings)

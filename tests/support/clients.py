@@ -12,7 +12,7 @@ needs_clients = pytest.mark.skipif(not BIN.exists(), reason="`make clients` make
 
 
 def run(command: str, *arguments: str, **environment: str) -> str:
-    """What a program of .venv-clients prints; it talks to no hub."""
+    """The output of a program in .venv-clients, without access to a hub."""
     done = subprocess.run(
         [str(BIN / command), *arguments],
         capture_output=True,

@@ -4,12 +4,12 @@ from collections import deque
 from random import Random
 
 from pyengine.cluster.feed import EventLog, merged
-from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
-from pyengine.cluster.prefix_router import PrefixRouter, Taken, Ticket
+from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
+from pyengine.cluster.prefix_router import PrefixRouter, Ticket, UpdateResult
 from pyengine.kv_cache import BlockManager
 
 BLOCK_SIZE = 4
-KIND = CacheKind("model", BLOCK_SIZE, 7)
+KIND = CacheFormat("model", BLOCK_SIZE, 7)
 MANY = 1 << 16
 
 
@@ -29,7 +29,7 @@ def run(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> int
 
 
 class Cache:
-    """A replica's cache in one of its lives, what it held after each event, and its mail."""
+    """A replica's cache in one epoch, and its blocks after each event."""
 
     def __init__(self, num_blocks: int) -> None:
         self.manager = manager_of(num_blocks)
@@ -44,15 +44,15 @@ class Cache:
 
 
 class World:
-    """Random operations on caches, their mail and a router, which must never be wrong for long."""
+    """Random operations on caches, delivery queues and a router, whose state must soon be right."""
 
     def __init__(self, random: Random, num_replicas: int = 4) -> None:
         self.random = random
         self.names = [f"r{number}" for number in range(num_replicas)]
         self.sizes = {name: random.choice((1, 3, 8, 40)) for name in self.names}
         self.caches = {name: Cache(self.sizes[name]) for name in self.names}
-        self.lives = {cache.log.life: cache for cache in self.caches.values()}
-        self.mail: dict[str, deque[Events | Snapshot]] = {name: deque() for name in self.names}
+        self.epochs = {cache.log.epoch: cache for cache in self.caches.values()}
+        self.queues: dict[str, deque[Events | Snapshot]] = {name: deque() for name in self.names}
         self.tickets: list[Ticket] = []
         self.restart_router()
         self.num_checked = self.num_gaps = self.num_snapshots = self.num_events = 0
@@ -69,63 +69,63 @@ class World:
         prompt = self.prompt()
         if len(prompt) <= BLOCK_SIZE * self.sizes[name]:
             run(self.caches[name].manager, prompt)
-        self.mail[name].append(self.caches[name].take())
+        self.queues[name].append(self.caches[name].take())
 
     def forget_idle(self, name: str) -> None:
         self.caches[name].manager.evict_idle()
-        self.mail[name].append(self.caches[name].take())
+        self.queues[name].append(self.caches[name].take())
 
     def picture(self, name: str) -> None:
         """Send a snapshot, behind the events before it."""
-        self.mail[name].append(self.caches[name].take())
-        self.mail[name].append(self.caches[name].log.snapshot(Load()))
+        self.queues[name].append(self.caches[name].take())
+        self.queues[name].append(self.caches[name].log.snapshot(Load()))
 
     def deliver(self, name: str) -> None:
-        if not self.mail[name]:
+        if not self.queues[name]:
             return
-        news = self.mail[name].popleft()
-        taken = self.give(name, news)
-        self.num_gaps += taken is Taken.GAP
-        if taken is Taken.APPLIED:
-            self.num_snapshots += isinstance(news, Snapshot)
-            self.num_events += 0 if isinstance(news, Snapshot) else len(news.kinds)
-        if taken is Taken.GAP and self.random.random() < 0.5:
+        update = self.queues[name].popleft()
+        result = self.give(name, update)
+        self.num_gaps += result is UpdateResult.GAP
+        if result is UpdateResult.APPLIED:
+            self.num_snapshots += isinstance(update, Snapshot)
+            self.num_events += 0 if isinstance(update, Snapshot) else len(update.kinds)
+        if result is UpdateResult.GAP and self.random.random() < 0.5:
             self.picture(name)
         self.check(name)
 
-    def give(self, name: str, news: Events | Snapshot) -> Taken:
-        if isinstance(news, Snapshot):
-            return self.router.restore(name, news)
-        return self.router.apply(name, news)
+    def give(self, name: str, update: Events | Snapshot) -> UpdateResult:
+        if isinstance(update, Snapshot):
+            return self.router.restore(name, update)
+        return self.router.apply(name, update)
 
     def lose(self, name: str) -> None:
-        if self.mail[name]:
-            self.mail[name].popleft()
+        if self.queues[name]:
+            self.queues[name].popleft()
 
     def repeat(self, name: str) -> None:
-        if self.mail[name]:
-            self.mail[name].append(self.random.choice(self.mail[name]))
+        if self.queues[name]:
+            self.queues[name].append(self.random.choice(self.queues[name]))
 
     def swap(self, name: str) -> None:
-        mail = self.mail[name]
-        if len(mail) > 1:
-            mail[0], mail[-1] = mail[-1], mail[0]
+        queue = self.queues[name]
+        if len(queue) > 1:
+            queue[0], queue[-1] = queue[-1], queue[0]
 
     def merge(self, name: str) -> None:
         """Two batches as one; the first or the second may come by itself, too."""
-        mail = self.mail[name]
-        if len(mail) > 1 and isinstance(mail[0], Events) and isinstance(mail[1], Events):
-            first, second = mail[0], mail[1]
-            if first.life == second.life and first.end == second.first:
-                mail[self.random.randrange(2)] = merged([first, second])
+        queue = self.queues[name]
+        if len(queue) > 1 and isinstance(queue[0], Events) and isinstance(queue[1], Events):
+            first, second = queue[0], queue[1]
+            if first.epoch == second.epoch and first.end == second.first:
+                queue[self.random.randrange(2)] = merged([first, second])
 
     def restart(self, name: str) -> None:
-        """Its mail is still on the way."""
+        """Its queue is not empty."""
         self.caches[name] = Cache(self.sizes[name])
-        self.lives[self.caches[name].log.life] = self.caches[name]
+        self.epochs[self.caches[name].log.epoch] = self.caches[name]
 
     def come_and_go(self, name: str) -> None:
-        if any(one.name == name for one in self.router.replicas()):
+        if any(replica.name == name for replica in self.router.replicas()):
             self.router.leave(name)
         else:
             self.router.join(self.info(name))
@@ -138,22 +138,22 @@ class World:
 
     def send(self) -> None:
         """Choose for a prompt, and compare with what the caches held that the router knows of."""
-        states = {one.name: one for one in self.router.replicas()}
+        states = {replica.name: replica for replica in self.router.replicas()}
         if not states:
             return
         prompt = self.prompt()
         choice = self.router.choose(prompt)
         assert choice.replica in states
         assert choice.num_blocks == -(-len(prompt) // BLOCK_SIZE)
-        known = self.router.contents(choice.replica)
+        known = self.router.cached_hashes(choice.replica)
         expected = {
             name
-            for one in self.tickets
-            if one.replica is self.router._replicas[choice.replica]
-            for name in cut(one.choice.names)
+            for ticket in self.tickets
+            if ticket.replica is self.router._replicas[choice.replica]
+            for name in cut(ticket.choice.hashes)
         }
         hits = 0
-        for name in cut(choice.names):
+        for name in cut(choice.hashes):
             if name not in known | expected:
                 break
             hits += 1
@@ -174,24 +174,24 @@ class World:
         replica = self.router._replicas.get(name)
         if replica is None or not replica.is_current:
             return
-        held = self.lives[replica.life].held[replica.next]
-        assert self.router.contents(name) == held
+        held = self.epochs[replica.epoch].held[replica.next]
+        assert self.router.cached_hashes(name) == held
         assert replica.num_held == len(held)
         self.num_checked += 1
 
     def catch_up(self) -> None:
-        """All mail is lost; the next events come. Then the picture is right."""
+        """Lose all messages. After the next events the state is right."""
         for name, cache in self.caches.items():
-            self.mail[name].clear()
-            if all(one.name != name for one in self.router.replicas()):
+            self.queues[name].clear()
+            if all(replica.name != name for replica in self.router.replicas()):
                 self.router.join(self.info(name))
-            if self.router.apply(name, cache.take()) is Taken.GAP:
-                assert self.router.restore(name, cache.log.snapshot(Load())) is Taken.APPLIED
-            assert self.router.contents(name) == set(cache.manager.contents())
-        assert all(one.is_current for one in self.router.replicas())
+            if self.router.apply(name, cache.take()) is UpdateResult.GAP:
+                assert self.router.restore(name, cache.log.snapshot(Load())) is UpdateResult.APPLIED
+            assert self.router.cached_hashes(name) == set(cache.manager.contents())
+        assert all(replica.is_current for replica in self.router.replicas())
         while self.tickets:
             self.end()
-        assert all(one.num_requests == 0 for one in self.router.replicas())
+        assert all(replica.num_requests == 0 for replica in self.router.replicas())
 
     def step(self) -> None:
         """One random operation."""

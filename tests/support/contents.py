@@ -1,4 +1,4 @@
-"""An oracle of what a KV cache holds, and the plain facts about sequences that a test keeps.
+"""An oracle of what a KV cache holds, and the plain state of sequences that a test keeps.
 
 The KV of a position depends on the namespace and on every token up to it. That chain is what a
 slot holds here. A step writes it the way a runner does: from the filled arrays, all rows before any
@@ -16,7 +16,7 @@ Chain = tuple[bytes, tuple[int, ...]]
 
 @dataclass(eq=False)
 class Known:
-    """What a sequence must be."""
+    """The expected state of a sequence."""
 
     held: list[Sequence]
     """Its handle; empty once it was dropped."""
@@ -55,7 +55,7 @@ class Kept:
 
 
 class Contents:
-    """What every slot of a pool holds."""
+    """The token in every slot of a pool."""
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size

@@ -23,12 +23,12 @@ def commands(document: str) -> list[list[str]]:
 
 
 def printed(code: str) -> list[str]:
-    """What the comments behind the code's prints say that they print."""
+    """The output that comments after the code's prints announce."""
     return PRINTED.findall(code)
 
 
 def run(code: str) -> str:
-    """What the code prints, run from the root by a Python of its own."""
+    """The output of the code in a new interpreter at the root."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -45,7 +45,7 @@ class RandomDrafter:
 
 
 class MixedDrafter(RandomDrafter):
-    """What the fake model's greedy answer would be, often spoilt somewhere."""
+    """The fake model's greedy answer, often with an error."""
 
     def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> list[Draft]:
         drafts = []

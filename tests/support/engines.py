@@ -22,7 +22,7 @@ EOS = 2
 
 
 class LazyWork(ThreadWork[Any]):
-    """Work that is done when somebody asks for its result, and not before."""
+    """Work that runs only when its result is requested."""
 
     def __init__(self, queue: "LazyQueue", work: Callable[[], Any]) -> None:
         super().__init__(Future())
@@ -125,7 +125,9 @@ class Bench:
 
     def take_finished(self) -> dict[str, RequestOutput]:
         """Requests that have ended, in whatever way, since it was last called."""
-        ended = {name: item for name, item in self.states.items() if item.finished_time is not None}
+        ended = {
+            name: state for name, state in self.states.items() if state.finished_time is not None
+        }
         for name in ended:
             del self.states[name]
         return {name: state.output() for name, state in ended.items()}
@@ -138,8 +140,8 @@ class Bench:
         return [done[str(i)] for i in range(len(prompts))]
 
     def assert_all_free(self) -> None:
-        ledger = self.manager.ledger()
-        assert (ledger.active, ledger.leased) == (0, 0), ledger
+        usage = self.manager.ledger()
+        assert (usage.active, usage.leased) == (0, 0), usage
         self.manager.check()
 
 

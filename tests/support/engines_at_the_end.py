@@ -42,7 +42,7 @@ def main(folder: str, size: int) -> None:
     for stream in streams:
         next(stream)
     globals().update(kept=(first, made, streams, asynchronous))
-    print([match == expected for match in found], flush=True)
+    print([tokens == expected for tokens in found], flush=True)
     sys.exit(7)
 
 

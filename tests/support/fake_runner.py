@@ -82,7 +82,7 @@ class FakeRunner:
         ]
         self._buffers = [StepBuffers(**arrays) for arrays in self._sets]
         self.arrays = self._sets[0]
-        """What the step that runs reads."""
+        """The inputs of the running step."""
         self.pending = 0
         """Tokens that were computed before the host knew them."""
 
@@ -142,7 +142,7 @@ class FakeRunner:
         return blocks * size + positions % size
 
     def _contexts(self, row: int) -> list[Any]:
-        """What each new token of a sequence sees, by the tables; they must agree."""
+        """The tokens visible to each new token of a sequence; all block tables must agree."""
         a = self.arrays
         start, end = a["query_start_loc"][row : row + 2]
         length = int(a["seq_lens"][row])

@@ -24,12 +24,12 @@ from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.support.lookahead import LookaheadManager
 
 NO_TOKEN = 10**6
-"""What a failed step leaves where it wrote."""
+"""The value that a failed step leaves in written slots."""
 NOBODY = -1
 
 
 class InjectedError(RuntimeError):
-    """What the runner raises."""
+    """The exception that the runner raises."""
 
 
 @dataclass(frozen=True)

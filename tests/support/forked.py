@@ -1,7 +1,7 @@
 """Children that have torch and transformers from the start: forks of a process that imported them.
 
-For code that needs a process of its own, but not an interpreter of its own: importing both takes
-seconds. What these libraries read from the environment when they are imported is that of the tests.
+For code that needs a new process but no new interpreter: importing both takes
+seconds. These libraries read the environment of the tests when they are imported.
 """
 
 import atexit

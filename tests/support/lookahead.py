@@ -6,7 +6,7 @@ from pyengine.kv_cache import BlockManager, Redirect, Sequence, StepPlan
 
 
 class LookaheadPlan:
-    """A plan whose decodes take slots for drafts too. None is accepted: commit gives them back."""
+    """A plan whose decodes take slots for drafts too. None is accepted: commit releases them."""
 
     def __init__(self, plan: StepPlan, lookahead: int) -> None:
         self._plan = plan

@@ -1,4 +1,4 @@
-"""Something that happens between any two lines of a piece of code, each in its turn."""
+"""Something that happens between any two lines of a piece of code, one at a time."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator

@@ -1,4 +1,4 @@
-"""What people do with `multiprocessing` while an `LLM` is alive, by one start method.
+"""Typical uses of `multiprocessing` while an `LLM` is alive, by one start method.
 
 `python -m tests.support.multiprocessing_user METHOD FOLDER` prints a line of JSON per deed.
 """
@@ -36,7 +36,7 @@ def nothing(*_: Any) -> list[int]:
     return []
 
 
-def reply(work: Callable[..., list[int]], *arguments: Any) -> str:
+def outcome(work: Callable[..., list[int]], *arguments: Any) -> str:
     try:
         return repr(work(*arguments))
     except Exception as error:
@@ -44,7 +44,7 @@ def reply(work: Callable[..., list[int]], *arguments: Any) -> str:
 
 
 def send(pipe: Any, work: Callable[..., list[int]], *arguments: Any) -> None:
-    pipe.send(reply(work, *arguments))
+    pipe.send(outcome(work, *arguments))
 
 
 class User:
@@ -53,14 +53,14 @@ class User:
         self.folder = folder
 
     def process(self, work: Callable[..., list[int]], *arguments: Any) -> str:
-        """What a process says; it ends as processes do, with all that is called then."""
+        """The output of a process, which exits normally."""
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=send, args=(theirs, work, *arguments))
         process.start()
         theirs.close()
         try:
             if not ours.poll(SECONDS):
-                return "it hangs"
+                return "deadlock"
             said: str = ours.recv()
             process.join(SECONDS)
             return said if process.exitcode == 0 else f"status {process.exitcode} after {said}"
@@ -78,17 +78,17 @@ class User:
 
     def deeds(self) -> dict[str, str]:
         llm = LIVE[0]
-        found = {"parent": reply(answer, llm), "argument": reply(self.process, answer, llm)}
+        found = {"parent": outcome(answer, llm), "argument": outcome(self.process, answer, llm)}
         if self.context.get_start_method() == "fork":  # the others have no globals of the parent
             found["global"] = self.process(by_name)
-            found["pool"] = reply(self.pool)
-            found["executor"] = reply(self.executor)
+            found["pool"] = outcome(self.pool)
+            found["executor"] = outcome(self.executor)
         found["own"] = self.process(own, self.folder)
         stream = llm.stream([3, 4, 5], GREEDY)
         next(stream)
         found["amid a stream"] = self.process(nothing)
         found["stream"] = repr(list(stream)[-1].outputs[0].token_ids)
-        found["parent again"] = reply(answer, llm)
+        found["parent again"] = outcome(answer, llm)
         return found
 
 

@@ -1,4 +1,4 @@
-"""Which processes there are, by /proc."""
+"""Running processes, by /proc."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ def workers_of(parent: int) -> list[int]:
             words = (folder / "cmdline").read_text().split("\0")
         except OSError:  # it has ended meanwhile
             continue
-        if int(ppid) == parent and (state == "Z" or any(worker in words for worker in WORKERS)):
+        if int(ppid) == parent and (state == "Z" or any(word in words for word in WORKERS)):
             found.append(int(folder.name))
     return sorted(found)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.cluster.calls import Delta, RemoteRequest
-from pyengine.cluster.fleet import Fleet, News
+from pyengine.cluster.fleet import Fleet, ReplicaUpdate
 from pyengine.cluster.prefix_router import PrefixRouter
 from pyengine.cluster.remote_engine import RemoteEngine
 from pyengine.cluster.replica import Replica
@@ -43,10 +43,10 @@ class Lossy:
             await asyncio.gather(lost, item, return_exceptions=True)
             await items.aclose()
 
-    async def follow(self) -> AsyncGenerator[News]:
-        async with aclosing(self._until_lost(self.replica.follow())) as several:
-            async for delta in several:
-                yield delta
+    async def follow(self) -> AsyncGenerator[ReplicaUpdate]:
+        async with aclosing(self._until_lost(self.replica.follow())) as updates:
+            async for update in updates:
+                yield update
 
     async def generate(self, request: RemoteRequest) -> AsyncGenerator[Delta]:
         self.num_requests += 1
@@ -64,7 +64,7 @@ class LocalReplicas:
 
     async def __aenter__(self) -> "LocalReplicas":
         self.fleet = Fleet(**self._options)
-        self.there = {item.info.name: Lossy(item) for item in self._made}
+        self.there = {replica.info.name: Lossy(replica) for replica in self._made}
         self.fleet.update(self.there)
         await self.until_current()
         return self
@@ -83,7 +83,7 @@ class LocalReplicas:
         self.fleet.close()
 
     def lose(self, name: str) -> None:
-        """As `kill -9` does: those who wait for it are told, its events stop."""
+        """As `kill -9` does: its callers get an error, its events stop."""
         self.there.pop(name).is_lost.set()
         self.fleet.forget(name)
 

@@ -16,7 +16,7 @@ _UNSERVED: list[Schema] = [
     {"propertyNames": {"pattern": "^a"}},
     {"minimum": 5, "maximum": 4, "type": "integer"},
 ]
-"""What cannot be served, and must be refused for a reason."""
+"""Unsupported schemas, which must be refused with a reason."""
 
 
 def drawn_schema(random: Random) -> Schema:

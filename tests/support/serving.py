@@ -119,7 +119,7 @@ def error_of(response: httpx2.Response, status: int = 400) -> Any:
 
 
 def alone(engine: AsyncEngine, prompt: Any, params: SamplingParams) -> RequestOutput:
-    """What the engine itself says, whole."""
+    """The output of the engine itself."""
 
     async def main() -> RequestOutput:
         return [item async for item in engine.generate(prompt, params)][-1]
@@ -132,7 +132,7 @@ def make_client(engine: AsyncEngine, **settings: Any) -> Client:
 
 
 def assert_nothing_runs(engine: AsyncEngine) -> None:
-    """What was given up is taken out between two steps: soon, and wholly."""
+    """Aborted requests are removed between two steps: soon, and completely."""
     end = monotonic() + 60
     while True:
         stats = engine.stats()

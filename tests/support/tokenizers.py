@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, made on the spot."""
+"""Small tokenizers of the kinds that models have, created for the tests."""
 
 import json
 from pathlib import Path

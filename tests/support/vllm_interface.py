@@ -1,4 +1,4 @@
-"""What the vLLM plugin relies on, as vLLM has it: signatures, fields, and the lines that call us.
+"""The parts of vLLM that the plugin relies on: signatures, fields, and calling lines.
 
     .venv-peers/bin/python -m tests.support.vllm_interface
 
@@ -57,7 +57,7 @@ CALLERS = ("vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler")
 
 
 def find(path: str) -> Any:
-    """What a dotted path names: a class, or a method of one."""
+    """The class or method of a dotted path."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -17,7 +17,7 @@ from tests.support.tokenizers import Decoder, byte_level
 POISON = VOCAB_SIZE - 1
 _NO_TOKEN = 10**6
 _STEMS = [[at, 7, at + 1, 3, 9, at, 11, 2, 6, 4, 8, 1] for at in range(4)]
-"""What prompts begin with."""
+"""Common beginnings of prompts."""
 
 Leaving = Literal["stays", "closes", "is aborted", "has a deadline"]
 Tokens = dict[int, list[int]]
@@ -90,7 +90,7 @@ SMALL: dict[str, Any] = {
 
 
 class Alone:
-    """What requests get on an engine where nobody else is."""
+    """The outputs of requests that run alone."""
 
     def __init__(self) -> None:
         self._bench = make_bench(256, 4, max_model_len=48, tokenizer=letters())
@@ -101,9 +101,9 @@ class Alone:
         (output,) = self._bench.generate([list(wish.prompt)], wish.params)
         params = wish.params
         if params.temperature == 0 and not params.presence_penalty and not params.min_tokens:
-            for each_output in output.outputs:  # and the same without any engine
-                expected = continued(list(wish.prompt), len(each_output.token_ids))
-                assert each_output.token_ids == expected or POISON in expected
+            for completion in output.outputs:  # and the same without any engine
+                expected = continued(list(wish.prompt), len(completion.token_ids))
+                assert completion.token_ids == expected or POISON in expected
         return output
 
 

@@ -1,7 +1,7 @@
-"""What the page is sent: a look at the engine as one compact message, without tokens or texts.
+"""Frames of the dashboard: a snapshot of the engine as one compact message without token ids.
 
-Columns of blocks are base64 of deflated little-endian integers. Names of namespaces are secrets
-(salts, tenants), so the page gets short digests of them.
+Block columns are base64 of deflated little-endian integers. Namespaces are secrets (salts,
+tenants), so the page gets short digests of them.
 """
 
 import base64
@@ -22,12 +22,12 @@ from pyengine.kv_cache import Survey
 
 Ints = npt.NDArray[np.int64]
 
-MOST_NODES = 160
-"""Pieces of the tree that the page is shown: those with most sequences, then with most blocks."""
-MOST_NAMESPACES = 8
-"""Namespaces with a colour of their own: those with most blocks."""
+MAX_NODES = 160
+"""Pieces of the tree in a frame: those with most sequences, then with most blocks."""
+MAX_NAMESPACES = 8
+"""Namespaces with a separate colour: those with most blocks."""
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = 64, 200
-"""Of a prompt, at most, where it may be shown."""
+"""Limits of the shown beginning of a prompt."""
 
 
 def _column(data: bytes) -> Ints:
@@ -35,7 +35,7 @@ def _column(data: bytes) -> Ints:
 
 
 def _packed(wide: list[Ints], narrow: list[npt.NDArray[Any]]) -> str:
-    """Columns as the page reads them, 16 bits first, then 8; what is too large as the largest."""
+    """Encode columns for the page: 16-bit ones, then 8-bit ones, values saturated."""
     columns = [np.minimum(each, 0xFFFF).astype("<u2") for each in wide]
     columns += [np.minimum(each, 0xFF).astype(np.uint8) for each in narrow]
     flat = b"".join([column.tobytes() for column in columns])
@@ -44,12 +44,12 @@ def _packed(wide: list[Ints], narrow: list[npt.NDArray[Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The contents of the pool, cut where they part: every piece is shared as a whole.
+    """The prefix tree of the pool, split at every branching point into pieces.
 
-    `starts` are where pieces begin in the order of `_key`; `parents` the piece before each, -1 at
-    the beginning of a namespace; `depths` the contents before each; `roots` the branch of its
-    namespace; `block_pieces` the piece of each block, -1 without content, and `block_depths` the
-    contents before that of the block.
+    `keys` identify the pieces (`_key`) in order. `parents` is each one's parent piece, -1 at the
+    root of a namespace; `depths` the number of block positions before it; `roots` the branch of its
+    namespace. `block_pieces` is the piece of each block, -1 without a hash; `block_depths` the
+    number of positions before the block.
     """
 
     keys: Ints
@@ -62,8 +62,8 @@ class Tree:
 
     @classmethod
     def of(cls, pool: Survey) -> "Tree":
-        """Cut the branches of a survey at the rows behind which others hang."""
-        # Branch 0 stands for none; it hangs behind itself.
+        """Split the branches of a snapshot at the positions to which children are attached."""
+        # Branch 0 means none; it is its own parent.
         parents, behind, lengths = (
             np.concatenate([[0], _column(each)])
             for each in (pool.parents, pool.behind, pool.lengths)
@@ -77,7 +77,7 @@ class Tree:
         is_same = np.append(own[1:] == own[:-1], False) if len(keys) else np.zeros(0, bool)
         ends = np.where(is_same, np.append(start[1:], 0), lengths[own])
         above = np.searchsorted(keys, _key(parents[own], behind[own] - 1), "right") - 1
-        above[behind[own] == 0] = -1  # at the beginning of a namespace
+        above[behind[own] == 0] = -1  # the root of a namespace
         blocks = np.searchsorted(keys, _key(branches, rows - 1), "right") - 1
         return cls(
             keys=keys,
@@ -95,10 +95,10 @@ def _key(branches: Ints, rows: Any) -> Ints:
 
 
 def _depths(parents: Ints, behind: Ints) -> tuple[Ints, Ints]:
-    """Of each branch the rows before it, and the branch of its namespace."""
+    """The number of positions before each branch, and the branch of its namespace."""
     depths, above = behind.copy(), parents.copy()
     roots = np.where(parents == 0, np.arange(len(parents)), parents)
-    while above.any():  # each goes twice as far as in the round before
+    while above.any():  # pointer doubling
         depths += depths[above]
         roots = np.where(above > 0, roots[above], roots)
         above = above[above]
@@ -106,9 +106,9 @@ def _depths(parents: Ints, behind: Ints) -> tuple[Ints, Ints]:
 
 
 class FrameMaker:
-    """Makes the messages of one engine. Not for several threads at once.
+    """Creates the frames of one engine. Not thread-safe.
 
-    Given `decode`, from token ids to text, it shows the beginning of each prompt.
+    With `decode`, from token ids to text, frames contain the beginning of each prompt.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class FrameMaker:
         self._about = about
         self._decode = decode
         self._prompts: dict[Request, str] = {}
-        """Of requests that were shown last."""
+        """Beginnings of the prompts in the last frame."""
 
     def frame(self, view: EngineView) -> str:
-        """A look as one line of JSON."""
+        """A frame as one line of JSON."""
         pool, stats = view.pool, view.stats
         tree, seq_refs = Tree.of(pool), _column(pool.seq_refs)
         spaces, space_of_root = _namespaces(pool, tree)
@@ -128,14 +128,12 @@ class FrameMaker:
         pieces = tree.block_pieces
         root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
         if self._decode is not None:
-            self._prompts = {one.request: self._prompt(one.request) for one in view.requests}
-        ledger = stats.ledger
+            self._prompts = {view.request: self._prompt(view.request) for view in view.requests}
+        usage = stats.ledger
         message = {
             "time": time(),
             "about": self._about,
-            "ledger": {
-                name: getattr(ledger, name) for name in ("free", "idle", "active", "leased")
-            },
+            "usage": {name: getattr(usage, name) for name in ("free", "idle", "active", "leased")},
             "counters": stats.counters,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -152,12 +150,12 @@ class FrameMaker:
             "spaces": spaces,
             "tree": nodes,
             "hidden": hidden,
-            "requests": [self._request(one) for one in view.requests],
+            "requests": [self._request(view) for view in view.requests],
         }
         return json.dumps(message, separators=(",", ":"))
 
     def _request(self, view: RequestView) -> list[Any]:
-        """A row of the table: plain values in the order that the page expects."""
+        """A row of the request table, in the page's column order."""
         state = view.request
         row: list[Any] = [
             state.request_id,
@@ -176,7 +174,7 @@ class FrameMaker:
         return row
 
     def _prompt(self, state: Request) -> str:
-        """The beginning of a prompt; made once for each request."""
+        """The beginning of a prompt, decoded once per request."""
         known = self._prompts.get(state)
         if known is not None:
             return known
@@ -188,17 +186,19 @@ class FrameMaker:
 
 
 def _digest(namespace: bytes) -> str:
-    """A short name of a namespace that does not give it away."""
+    """A short name of a namespace that does not reveal it."""
     return blake2b(namespace, digest_size=3, key=_KEY).hexdigest() if namespace else "default"
 
 
 _KEY = np.random.default_rng().bytes(16)
-"""New in every process: a digest cannot be looked up."""
+"""Random per process, so digests cannot be looked up."""
 
 
 def _namespaces(pool: Survey, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
-    """Namespaces, most blocks first, and the number of each by its branch: 0 without one, then
-    from 1; those without a colour share the last."""
+    """The namespaces, most blocks first, and their numbers by branch.
+
+    Numbers start at 1; 0 means none. Namespaces without a colour share the last number.
+    """
     names = pool.namespaces
     counts = np.bincount(tree.roots[tree.block_pieces[tree.block_pieces >= 0]])
     numbers = np.zeros(
@@ -208,11 +208,11 @@ def _namespaces(pool: Survey, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
     held.sort(key=lambda each: (-each[0], each[2]))
     spaces: list[dict[str, Any]] = []
     for number, (blocks, at, name) in enumerate(held, start=1):
-        numbers[at] = min(number, MOST_NAMESPACES + 1)
-        if number <= MOST_NAMESPACES:
+        numbers[at] = min(number, MAX_NAMESPACES + 1)
+        if number <= MAX_NAMESPACES:
             spaces.append({"name": _digest(name), "blocks": blocks})
-        elif number == MOST_NAMESPACES + 1:
-            spaces.append({"name": f"{len(held) - MOST_NAMESPACES} others", "blocks": blocks})
+        elif number == MAX_NAMESPACES + 1:
+            spaces.append({"name": f"{len(held) - MAX_NAMESPACES} others", "blocks": blocks})
         else:
             spaces[-1]["blocks"] += blocks
     return spaces, numbers
@@ -221,12 +221,12 @@ def _namespaces(pool: Survey, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
 def _nodes(
     tree: Tree, seq_refs: Ints, space_of_root: Ints
 ) -> tuple[list[list[int]], list[int], Ints]:
-    """The pieces that are shown, parents before children; how many are not, and their blocks; and
-    the number of each piece: 0 if it is not shown, then from 1.
+    """The nodes of a frame, parents first; counts of hidden root pieces and their blocks; and the
+    number of each piece, from 1, or 0 if it is hidden.
 
-    A node is its parent's number (0: none), its namespace's, contents before it, contents in it,
-    blocks that hold them, sequences that stand on it, the pieces behind it that are not shown
-    with all their blocks, and its first block, by which it is known again.
+    A node is [parent (0: none), namespace, positions before it, positions in it, its blocks, its
+    sequences, hidden descendants, blocks of those, first block]. The first block identifies a node
+    across frames.
     """
     count = len(tree.keys)
     known = tree.block_pieces >= 0
@@ -235,7 +235,7 @@ def _nodes(
     sequences = np.zeros(count, np.int64)
     np.maximum.at(sequences, pieces, seq_refs[known])
     children = np.bincount(tree.parents[tree.parents >= 0], minlength=count)
-    order = np.lexsort((-blocks, -children.clip(max=2), -sequences))[:MOST_NODES]
+    order = np.lexsort((-blocks, -children.clip(max=2), -sequences))[:MAX_NODES]
     shown: dict[int, None] = {}
     for piece in order.tolist():
         way = [piece]
@@ -244,11 +244,11 @@ def _nodes(
         if len(shown) + len(way) > 255:  # a node's number is a byte
             continue
         shown.update(dict.fromkeys(reversed(way)))
-    number_of = np.zeros(count + 1, np.int64)  # one more: of blocks without content
+    number_of = np.zeros(count + 1, np.int64)  # the last entry is for blocks without a hash
     if shown:
         number_of[list(shown)] = np.arange(1, len(shown) + 1)
     hidden, hidden_blocks = _hidden(tree, number_of, blocks)
-    firsts = np.full(count, len(seq_refs), np.int64) + np.arange(count)  # if it has lost them all
+    firsts = np.full(count, len(seq_refs), np.int64) + np.arange(count)  # for pieces without blocks
     np.minimum.at(firsts, pieces, np.flatnonzero(known))
     nodes = [
         [
@@ -268,10 +268,10 @@ def _nodes(
 
 
 def _hidden(tree: Tree, number_of: Ints, blocks: Ints) -> tuple[Ints, Ints]:
-    """By the number of a shown piece (0: none): pieces behind it that are not, and their blocks."""
+    """By node number (0: none): the count of hidden descendants, and of their blocks."""
     count = len(tree.keys)
     above = np.where(tree.parents >= 0, tree.parents, count)
-    # Up to the nearest piece that is shown, or past the beginning: each round goes twice as far.
+    # The nearest shown ancestor, or `count` if there is none, by pointer doubling.
     owner = np.append(np.where(number_of[:count] > 0, np.arange(count), above), count)
     while True:
         further = owner[owner]

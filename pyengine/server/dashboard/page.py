@@ -1,8 +1,7 @@
-"""`GET /kv`: a page that shows the pool live, and the stream that feeds it.
+"""`GET /kv`: a live page of the block pool, and `GET /kv/stream`: its data.
 
-The page itself is one file without any data; `GET /kv/stream` has the data. Nothing is computed as
-long as nobody looks; those who look share what is computed, at most four times a second. The look
-itself is taken in the engine's thread, between two steps; what is made of it is made elsewhere.
+Frames are computed only while a page is open, at most four times a second, once for all viewers.
+The engine's thread takes the snapshot between two steps; other threads turn it into a frame.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ from pyengine.server.dashboard.frames import FrameMaker
 from pyengine.server.errors import ApiError
 from pyengine.server.metrics import bytes_per_block
 
-LOOKS_EVERY = 0.25
-"""Seconds between two looks, at least."""
-MOST_OF_A_CORE = 0.1
-"""Where frames are so large that four a second would take more than this, there are fewer."""
-SAYS_NOTHING_FOR = 5.0
-"""Seconds after which a stream without news says that it is there."""
-MOST_WATCHERS = 32
-MOST_REQUESTS = 1000
+FRAME_SECONDS = 0.25
+"""Shortest time between two frames."""
+MAX_CORE_SHARE = 0.1
+"""Share of a core that frames may take. Larger frames are sent less often."""
+HEARTBEAT_SECONDS = 5.0
+"""A stream without a new frame sends a comment after this time."""
+MAX_VIEWERS = 32
+MAX_REQUESTS = 1000
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -38,8 +37,8 @@ _POLICY = (
 )
 
 
-class Looked(Protocol):
-    """What the page asks of an engine: `AsyncEngine` has it."""
+class ViewedEngine(Protocol):
+    """The part of `AsyncEngine` that the page reads."""
 
     tokenizer: Any
 
@@ -52,52 +51,53 @@ class Looked(Protocol):
         ...
 
 
-class Watch(ABC):
-    """Looks as long as somebody wants to know. `look` says at what."""
+class FrameBroadcaster(ABC):
+    """Polls frames while viewers are connected, and sends each to all of them."""
 
     def __init__(self, *, is_over: Callable[[], bool] = lambda: False) -> None:
         self._is_over = is_over
-        self._watchers: set[_Watcher] = set()
+        self._viewers: set[_Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._newest: str | None = None
         self._is_closed = False
-        self.num_looks = 0
-        """So far."""
+        self.num_polls = 0
 
     @abstractmethod
-    async def look(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
-        """A frame, or None if nothing is new and none is wanted; and the seconds of a processor
-        that it took."""
+    async def poll(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+        """The current frame and the processor seconds it took.
+
+        The frame is None if it has not changed and `is_wanted()` is false.
+        """
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody more may look."""
-        return len(self._watchers) >= MOST_WATCHERS
+        """True if no further viewer may connect."""
+        return len(self._viewers) >= MAX_VIEWERS
 
     async def stream(self) -> AsyncIterator[str]:
-        """Server-sent events: what is new, and now and then that nothing is.
+        """Server-sent events: new frames, and heartbeats between them.
 
-        Who reads slowly gets the newest and misses what was before it.
+        A slow viewer skips frames and gets the newest one.
         """
-        watcher = _Watcher(self._newest)
-        self._watchers.add(watcher)
+        viewer = _Viewer(self._newest)
+        self._viewers.add(viewer)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._look_on())
+            self._task = asyncio.create_task(self._broadcast())
             self._task.add_done_callback(self._wake_all)
         try:
             yield "retry: 2000\n\n"
             while True:
-                frame = await watcher.next(SAYS_NOTHING_FOR)
+                frame = await viewer.next(HEARTBEAT_SECONDS)
                 if self._is_closed:
                     return
                 if frame is None and self._task.done():
-                    self._task.result()  # a look has failed: who looks comes again
+                    self._task.result()  # polling has failed: raise here, the page reconnects
                 yield ": nothing new\n\n" if frame is None else f"event: pool\ndata: {frame}\n\n"
         finally:
-            self._watchers.discard(watcher)
+            self._viewers.discard(viewer)
 
     async def close(self) -> None:
-        """End all streams, so that a server that stops need not wait for them."""
+        """End all streams, so they do not delay shutdown."""
         self._end()
         if self._task is not None:
             self._task.cancel()
@@ -108,33 +108,35 @@ class Watch(ABC):
         self._wake_all()
 
     def _wake_all(self, _: object = None) -> None:
-        for watcher in self._watchers:
-            watcher.wake.set()
+        for viewer in self._viewers:
+            viewer.wake.set()
 
-    async def _look_on(self) -> None:
-        """Look as long as somebody watches; the first one gets a look at once."""
+    async def _broadcast(self) -> None:
+        """Poll while there are viewers, the first time at once."""
         cost = 0.0
-        while self._watchers and not self._is_closed:
+        while self._viewers and not self._is_closed:
             if self._is_over():
                 self._end()
                 break
-            with suppress(PyEngineError):  # the engine has ended: nothing new
-                frame, cost = await self.look(lambda: any(one.is_new for one in self._watchers))
-                self.num_looks += 1
+            with suppress(PyEngineError):  # the engine has ended: there is no new frame
+                frame, cost = await self.poll(
+                    lambda: any(viewer.is_new for viewer in self._viewers)
+                )
+                self.num_polls += 1
                 if frame is not None:
                     self._newest = frame
-                    for watcher in self._watchers:
-                        watcher.put(frame)
-            await asyncio.sleep(max(LOOKS_EVERY, cost / MOST_OF_A_CORE))
+                    for viewer in self._viewers:
+                        viewer.put(frame)
+            await asyncio.sleep(max(FRAME_SECONDS, cost / MAX_CORE_SHARE))
         self._newest = None
 
 
-class PoolWatch(Watch):
-    """Looks at an engine of this process."""
+class EngineBroadcaster(FrameBroadcaster):
+    """Frames of an engine in this process."""
 
     def __init__(
         self,
-        engine: Looked,
+        engine: ViewedEngine,
         *,
         model_name: str,
         show_prompts: bool = False,
@@ -146,9 +148,9 @@ class PoolWatch(Watch):
         self._frames = FrameMaker(_about(engine, model_name), decode)
         self._last: object = None
 
-    async def look(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
-        """See `Watch`. Nothing is new where no counter has changed."""
-        view = await self._engine.view(MOST_REQUESTS)
+    async def poll(self, is_wanted: Callable[[], bool]) -> tuple[str | None, float]:
+        """See `FrameBroadcaster`. A frame changes only if a counter does."""
+        view = await self._engine.view(MAX_REQUESTS)
         stats = view.stats
         now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.ledger))
         if now == self._last and not is_wanted():
@@ -157,13 +159,13 @@ class PoolWatch(Watch):
         return await asyncio.to_thread(self._timed_frame, view)
 
     def _timed_frame(self, view: EngineView) -> tuple[str, float]:
-        """A frame, and the seconds of processor time that it took."""
+        """A frame and the processor seconds it took."""
         start = thread_time()
         return self._frames.frame(view), thread_time() - start
 
 
-class _Watcher:
-    """Somebody who looks: the newest frame that was not taken yet."""
+class _Viewer:
+    """A connected page: holds the newest frame that was not sent yet."""
 
     def __init__(self, frame: str | None) -> None:
         self._frame = frame
@@ -177,7 +179,7 @@ class _Watcher:
         self.wake.set()
 
     async def next(self, timeout: float) -> str | None:
-        """The newest frame as soon as there is one; None after `timeout` seconds without."""
+        """Wait for a new frame. Returns None after `timeout` seconds."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.wake.wait(), timeout)
         self.wake.clear()
@@ -186,12 +188,12 @@ class _Watcher:
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """From token ids to text, by a tokenizer of its own: one is not for several threads."""
+    """Decodes token ids with a private copy of the tokenizer, which is not thread-safe."""
     return str if tokenizer is None else deepcopy(tokenizer).decode
 
 
-def _about(engine: Looked, model_name: str) -> dict[str, Any]:
-    """What does not change."""
+def _about(engine: ViewedEngine, model_name: str) -> dict[str, Any]:
+    """The constant part of each frame."""
     about = engine.describe()
     return {
         "model": model_name,
@@ -201,8 +203,8 @@ def _about(engine: Looked, model_name: str) -> dict[str, Any]:
     }
 
 
-def page_router(watch_of: Callable[[str | None], Watch]) -> APIRouter:
-    """`GET /kv` and `GET /kv/stream`; of the replica that the address names, where there are."""
+def page_router(broadcaster_of: Callable[[str | None], FrameBroadcaster]) -> APIRouter:
+    """Router of `GET /kv` and `GET /kv/stream`; `?replica=NAME` names one of several replicas."""
     router = APIRouter(include_in_schema=False)
     html = files("pyengine.server.dashboard").joinpath("kv.html").read_text(encoding="utf-8")
 
@@ -213,11 +215,13 @@ def page_router(watch_of: Callable[[str | None], Watch]) -> APIRouter:
 
     @router.get("/kv/stream")
     async def stream(replica: str | None = None) -> StreamingResponse:
-        watch = watch_of(replica)
-        if watch.is_full:
-            message = f"{MOST_WATCHERS} pages look on already: close one of them"
+        broadcaster = broadcaster_of(replica)
+        if broadcaster.is_full:
+            message = f"{MAX_VIEWERS} pages are open already: close one of them"
             raise ApiError(503, message, code="too_many_pages", retry_after=60)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(watch.stream(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(
+            broadcaster.stream(), media_type="text/event-stream", headers=headers
+        )
 
     return router

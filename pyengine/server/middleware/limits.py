@@ -1,4 +1,4 @@
-"""What a request may cost before it is read, and whether any are taken."""
+"""Limits on headers, bodies and bytes in flight, and 503 while the server drains."""
 
 import asyncio
 from collections import Counter
@@ -7,22 +7,22 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyengine.errors import PyEngineError
+from pyengine.server.callers import OPEN_PATH, caller_of, path_of
 from pyengine.server.context import ServerContext
 from pyengine.server.errors import ApiError, as_api_error
-from pyengine.server.middleware.auth import OPEN_PATH, caller_of, path_of
 from pyengine.server.settings import ServerSettings
 
 MAX_HEADER_BYTES = 1 << 16
 _BODY = "pyengine.body"
-"""Of a scope: its `_Body`."""
+"""The scope's key for its `_Body`."""
 _QUEUED = ("/v1/completions", "/v1/chat/completions")
 """Routes whose requests the engine queues."""
-_WHILE_IT_DRAINS = ("/metrics",)
-"""Routes that are answered until the end, beside /health."""
+_OPEN_WHILE_DRAINING = ("/metrics",)
+"""Routes that answer while the server drains, beside /health."""
 
 
 class DrainGuard:
-    """Answers 503 while the server drains; counts the requests that are being answered."""
+    """Answers 503 while the server drains, and counts the requests in progress."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
@@ -32,10 +32,8 @@ class DrainGuard:
         """See ASGI."""
         if scope["type"] != "http" or path_of(scope) == OPEN_PATH:
             await self._app(scope, receive, send)
-        elif self._context.is_draining and path_of(scope) not in _WHILE_IT_DRAINS:
-            error = ApiError(
-                503, "the server takes no more requests: it ends", code="draining", retry_after=10
-            )
+        elif self._context.is_draining and path_of(scope) not in _OPEN_WHILE_DRAINING:
+            error = ApiError(503, "the server is shutting down", code="draining", retry_after=10)
             await error.response()(scope, receive, send)
         else:
             self._context.num_open += 1
@@ -46,9 +44,9 @@ class DrainGuard:
 
 
 class HeaderGuard:
-    """Answers 431 to more than 64 KiB of headers, the request's path included.
+    """Answers 431 to more than 64 KiB of headers, including the path.
 
-    The parser has a limit for headers that come in pieces, and none for those that come at once.
+    h11 limits only headers that arrive in several pieces.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -60,7 +58,7 @@ class HeaderGuard:
             count = len(scope.get("raw_path") or b"") + len(scope["query_string"])
             count += sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
             if count > MAX_HEADER_BYTES:
-                message = f"the headers have {count} bytes; {MAX_HEADER_BYTES} are the most"
+                message = f"the headers have {count} bytes; the limit is {MAX_HEADER_BYTES}"
                 await ApiError(431, message, code="headers_too_large").response()(
                     scope, receive, send
                 )
@@ -69,9 +67,9 @@ class HeaderGuard:
 
 
 class InflightBytes:
-    """Bytes of bodies that have come and are not queued yet: of all, and of each key.
+    """Bytes of bodies that were received and are not queued yet, in total and per key.
 
-    Where there are several keys, one may have half of them.
+    With several keys, each may use half of the limit.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -80,17 +78,17 @@ class InflightBytes:
         self._of_keys: Counter[str] = Counter()
 
     def have_room(self, key: str, count: int) -> bool:
-        """Whether so many bytes more may come."""
+        """True if `count` further bytes are within the limits."""
         is_fair = self._of_keys[key] + count <= self._most_of_key
         return is_fair and self._of_keys.total() + count <= self._most
 
     def add(self, key: str, count: int) -> None:
-        """So many have come; or have left, if negative."""
+        """Count received bytes, or released ones if negative."""
         self._of_keys[key] += count
 
 
 class _Body:
-    """The bytes of one body among those in flight."""
+    """The bytes in flight of one body."""
 
     def __init__(self, inflight: InflightBytes, key: str) -> None:
         self._inflight = inflight
@@ -100,7 +98,7 @@ class _Body:
         self._is_released = False
 
     def add(self, count: int) -> None:
-        """Take bytes that have come. Raises `ApiError` (503) if there are too many."""
+        """Count received bytes. Raises `ApiError` (503) above the limit."""
         self.count += count
         if self._is_released:
             return
@@ -110,25 +108,24 @@ class _Body:
         self._held += count
 
     def release(self) -> None:
-        """They are queued, or answered."""
+        """Stop counting them: the request is queued or answered."""
         if not self._is_released:
             self._is_released = True
             self._inflight.add(self._key, -self._held)
 
 
 def release_body(scope: Any) -> None:
-    """The request that this body was is queued: its bytes count no more."""
+    """Stop counting the body of a request, which is queued now."""
     body = scope.get(_BODY)
     if body is not None:
         body.release()
 
 
 class BodyGuard:
-    """Admits requests before their bodies are read, and bounds the bodies.
+    """Checks requests before their bodies are read, and limits the bodies.
 
-    Answers 503 where the queue is full or too many bytes are in flight, 413 to bodies that are too
-    large, 408 to those that take too long to come. A body whose length is told is refused before
-    any of it is read.
+    Answers 503 if the queue is full or too many bytes are in flight, 413 to a body that is too
+    large, 408 to one that arrives too slowly. A declared length is checked before the body is read.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
@@ -154,7 +151,7 @@ class BodyGuard:
 
         async def guarded() -> Message:
             nonlocal is_over
-            if is_over:  # what comes now is that the client goes
+            if is_over:  # the next message is the client's disconnect
                 return await receive()
             message = await self._until(end, receive)
             body.add(len(message.get("body", b"")))
@@ -169,7 +166,7 @@ class BodyGuard:
             body.release()
 
     def _refusal(self, scope: Scope, key: str) -> ApiError | None:
-        """Why the body need not come; None if it may."""
+        """The error that makes reading the body needless; None if it is to be read."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         count = int(declared[:20]) if declared.isdigit() else 0
         if count > self._max_bytes:
@@ -187,19 +184,17 @@ class BodyGuard:
                 return await receive()
         except TimeoutError:
             raise ApiError(
-                408, f"the body had not come after {self._timeout:g} seconds", code="body_timeout"
+                408, f"the body took more than {self._timeout:g} seconds", code="body_timeout"
             ) from None
 
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the body has more than {self._max_bytes} bytes, the most that this server takes: "
-            "send less at a time",
+            f"the body has more than {self._max_bytes} bytes, the limit of this server: send less "
+            "at a time",
             code="body_too_large",
         )
 
 
 def _busy() -> ApiError:
-    return ApiError(
-        503, "too many bodies come at once: send this one again", code="busy", retry_after=1
-    )
+    return ApiError(503, "too many bodies at once: send this one again", code="busy", retry_after=1)

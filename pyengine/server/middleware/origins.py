@@ -1,7 +1,7 @@
-"""Where a request comes from, as a browser tells it: no other site's page may use this server.
+"""Protects the server from web pages of other sites, by the headers that browsers send.
 
-A page from elsewhere can send simple requests to any address, and one whose name is made to point
-to this machine (DNS rebinding) can read the answers, too.
+Any page can send simple requests to any address. With DNS rebinding it could also read the
+responses.
 """
 
 import ipaddress
@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pyengine.server.callers import OPEN_PATH, path_of
 from pyengine.server.errors import ApiError
-from pyengine.server.middleware.auth import OPEN_PATH, path_of
 from pyengine.server.settings import ServerSettings
 
-_CHANGE_NOTHING = ("GET", "HEAD", "OPTIONS")
-_OF_THIS_SITE = ("same-origin", "none")
-"""Values of Sec-Fetch-Site: of a page of this server, or of no page."""
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_SAME_SITE = ("same-origin", "none")
+"""Values of Sec-Fetch-Site: a page of this server, or no page."""
 
 
 def host_of(address: str) -> str:
-    """The name in a Host header or an origin's address, without its port."""
+    """The name in a Host header or an origin, without its port."""
     try:
         return (urlsplit(f"//{address}").hostname or "").rstrip(".")
     except ValueError:
@@ -37,10 +37,10 @@ def _is_address(host: str) -> bool:
 
 
 class OriginGuard:
-    """Answers 421 to other Host headers, and 403 to other sites' requests that change state.
+    """Answers 421 to unknown Host headers, and 403 to unsafe requests of other sites.
 
-    Host headers are checked where there are no keys, which is what rebinding needs, and where
-    `allowed_host` says which ones are right. Addresses and localhost always are.
+    Host headers are checked on servers without keys, which DNS rebinding would expose, and on
+    servers with `allowed_host`. IP addresses and localhost are always allowed.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -66,21 +66,21 @@ class OriginGuard:
         if self._checks_host and not self._is_served(host_of(address), address):
             return ApiError(
                 421,
-                f"this server is not known as {address[:200]!r}: use its address or localhost, or "
-                "start it with --allowed-host NAME",
+                f"unknown host {address[:200]!r}: use the server's address or localhost, or start "
+                "it with --allowed-host NAME",
                 code="unknown_host",
             )
-        if scope["method"] not in _CHANGE_NOTHING and self._is_of_another_site(headers):
+        if scope["method"] not in _SAFE_METHODS and self._is_of_another_site(headers):
             return ApiError(
                 403,
-                "a page of another site has sent this: --cors-origin lets its origin in",
+                "a page of another site sent this request: --cors-origin allows its origin",
                 code="cross_site",
             )
         return None
 
     def _is_served(self, host: str, address: str) -> bool:
         if not host:
-            return not address  # no browser leaves it out
+            return not address  # browsers always send the header
         return host in self._hosts or host.endswith(".localhost") or _is_address(host)
 
     def _is_of_another_site(self, headers: dict[bytes, Any]) -> bool:
@@ -88,8 +88,8 @@ class OriginGuard:
         if "*" in self._origins or (origin is not None and origin in self._origins):
             return False
         if site is not None:
-            return site not in _OF_THIS_SITE
-        if origin is None:  # of a program
+            return site not in _SAME_SITE
+        if origin is None:  # a program, not a browser
             return False
         address = origin.partition("://")[2]
         return not address or address.lower() != str(headers.get(b"host", "")).lower()

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations by the model's chat template, and its answers."""
+"""POST /v1/chat/completions: conversations, rendered by the model's chat template."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,17 +15,16 @@ from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.generation import (
     Call,
-    Tally,
+    UsageCounter,
     answer,
     begin,
-    check_count,
-    sampling_params,
 )
+from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.routes.template_variables import TemplateVariables
-from pyengine.server.routes.tool_calls import Offered, ParsedCall, offered
+from pyengine.server.routes.tool_calls import OfferedTools, ParsedCall, offered_tools
 from pyengine.server.schemas.fields import CHAT
-from pyengine.server.schemas.ignored import check_ignored, ignored_fields
 from pyengine.server.schemas.logprobs import chat_logprobs, prompt_logprobs
 from pyengine.server.schemas.requests import ChatCompletionRequest, ChatOptionFields, Tool
 from pyengine.server.schemas.responses import (
@@ -58,7 +57,7 @@ async def chat_completions(
     ignored = [*ignored_fields(CHAT, body), *variables.ignored]
     check_ignored(ignored, CHAT, context.settings)
     check_count(body.n, 1)
-    tools = offered(body)
+    tools = offered_tools(body)
     params = _params(body, tools, context.engine.get_default_sampling_params())
     options = chat_options(body, variables, context.settings, body.tools if tools.names else None)
 
@@ -71,7 +70,9 @@ async def chat_completions(
     return await answer(request, body, start, _Writer(body, tools))
 
 
-def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams) -> SamplingParams:
+def _params(
+    body: ChatCompletionRequest, tools: OfferedTools, default: SamplingParams
+) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -80,20 +81,20 @@ def _params(body: ChatCompletionRequest, tools: Offered, default: SamplingParams
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    own: dict[str, Any] = {
-        "max_tokens": most,
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    overrides: dict[str, Any] = {
+        "max_tokens": limit,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
     if body.detokenize is False and tools.names:
         raise ApiError(
             400,
-            "detokenize: false gives no text, and calls of tools are found in it: leave it out",
+            "detokenize: false returns no text, which tools need: leave it out",
             param="detokenize",
         )
     if tools.schema is not None:
-        own["structured_outputs"] = StructuredOutputs(json=tools.schema)
-    return sampling_params(body, default, own)
+        overrides["structured_outputs"] = StructuredOutputs(json=tools.schema)
+    return sampling_params(body, default, overrides)
 
 
 def chat_options(
@@ -102,7 +103,7 @@ def chat_options(
     settings: ServerSettings,
     tools: Sequence[Tool] | None,
 ) -> ChatOptions:
-    """How the conversation becomes a prompt."""
+    """Options of rendering the conversation as a prompt."""
     begins_turn = body.add_generation_prompt
     return ChatOptions(
         add_generation_prompt=not body.continue_final_message
@@ -122,10 +123,10 @@ def render(
     length = sum(len(text) for text in _texts(messages))
     if length > longest_text:
         raise ContextLengthError(
-            f"the messages have {length} characters, and of no text do more than {longest_text} "
-            "fit into the model's maximum context length: shorten them"
+            f"the messages have {length} characters; no text of more than {longest_text} fits into "
+            "the model's maximum context length: shorten them"
         )
-    # The openai client sends its own messages back with nulls, lm-eval names the type of them all.
+    # The openai client sends messages back with nulls, lm-eval adds a type to each.
     plain = [
         {
             key: value
@@ -138,47 +139,47 @@ def render(
 
 
 def _texts(value: Any) -> list[str]:
-    """All texts within, at any depth."""
-    todo, texts = [value], []
-    while todo:
-        one = todo.pop()
-        if isinstance(one, str):
-            texts.append(one)
-        elif isinstance(one, dict):
-            todo += one.values()
-        elif isinstance(one, list):
-            todo += one
+    """All strings within a value, at any depth."""
+    pending, texts = [value], []
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
     return texts
 
 
 class _Answer:
-    """One answer as far as it was written."""
+    """State of one answer of a chat."""
 
-    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+    def __init__(self, body: ChatCompletionRequest, tools: OfferedTools) -> None:
         self._parser = tools.parser()
-        self._most = 1 if body.parallel_tool_calls is False else None
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._calls: list[ToolCall] = []
         self.is_begun = False
         self.plain: TextItems | None = None
-        """How it goes on with text alone, if items need no more."""
+        """Template of the following chunks if they contain text only."""
 
-    def new(self, one: CompletionOutput) -> tuple[str, list[ToolCall]]:
-        """The content and the calls that are certain now that this has come."""
+    def new(self, output: CompletionOutput) -> tuple[str, list[ToolCall]]:
+        """The content and the tool calls that are complete with this output."""
         if self._parser is None:
-            return one.text, []
-        parts = self._parser.feed(one.text)
-        if one.is_finished:
+            return output.text, []
+        parts = self._parser.feed(output.text)
+        if output.is_finished:
             parts += self._parser.end()
         before = len(self._calls)
         for part in parts:
-            if isinstance(part, ParsedCall) and len(self._calls) != self._most:
+            if isinstance(part, ParsedCall) and len(self._calls) != self._max_calls:
                 self._calls.append(_call(len(self._calls), part))
-        return "".join([one for one in parts if isinstance(one, str)]), self._calls[before:]
+        return "".join([part for part in parts if isinstance(part, str)]), self._calls[before:]
 
-    def finish_reason(self, one: CompletionOutput) -> FinishReason | None:
-        """Why it has ended, if it has."""
-        is_for_calls = one.finish_reason == "stop" and self._calls
-        return "tool_calls" if is_for_calls else one.finish_reason
+    def finish_reason(self, output: CompletionOutput) -> FinishReason | None:
+        """The finish reason of a finished answer, else None."""
+        is_for_calls = output.finish_reason == "stop" and self._calls
+        return "tool_calls" if is_for_calls else output.finish_reason
 
 
 def _call(index: int, call: ParsedCall) -> ToolCall:
@@ -191,24 +192,24 @@ def _call(index: int, call: ParsedCall) -> ToolCall:
 
 
 class _Writer:
-    """Writes what a client gets of what the engine gives."""
+    """Converts outputs of the engine to chat responses."""
 
-    def __init__(self, body: ChatCompletionRequest, tools: Offered) -> None:
+    def __init__(self, body: ChatCompletionRequest, tools: OfferedTools) -> None:
         self._body = body
         self._answers: defaultdict[int, _Answer] = defaultdict(lambda: _Answer(body, tools))
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
-        """The answer of one piece."""
+        """The response without streaming."""
         (output,) = outputs
-        tally = Tally(call)
+        tally = UsageCounter(call)
         tally.add(output)
         choices = []
-        for one in output.outputs:
-            content, calls = self._answers[one.index].new(one)
+        for completion in output.outputs:
+            content, calls = self._answers[completion.index].new(completion)
             message = ChatMessage(role="assistant", content=content or (None if calls else ""))
             if calls:
                 message.tool_calls = calls
-            choices.append(ChatChoice(message=message, **self._rest(one)))
+            choices.append(ChatChoice(message=message, **self._rest(completion)))
         return ChatCompletionResponse(
             id=f"chatcmpl-{call.name}",
             object="chat.completion",
@@ -220,26 +221,26 @@ class _Writer:
         )
 
     async def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The items of a stream."""
-        tally, options = Tally(call), self._body.stream_options
+        """The chunks of a stream, as JSON."""
+        tally, options = UsageCounter(call), self._body.stream_options
         has_usage = options is not None and options.continuous_usage_stats
         async for item in call.stream:
             tally.add(item)
             rest = {} if self._answers else self._of_prompt(item)
             if has_usage:
                 rest["usage"] = tally.usage()
-            for one in item.outputs:
-                answer = self._answers[one.index]
-                content, calls = answer.new(one)
-                if answer.plain is not None and not calls and not one.is_finished:
+            for output in item.outputs:
+                answer = self._answers[output.index]
+                content, calls = answer.new(output)
+                if answer.plain is not None and not calls and not output.is_finished:
                     if content:
                         yield answer.plain.with_text(content)
                     continue
-                choice = self._choice(answer, one, content, calls)
+                choice = self._choice(answer, output, content, calls)
                 if choice is not None:
                     yield self._chunk(call, [choice], rest).to_json()
                 if not (has_usage or self._shows_tokens):
-                    answer.plain = self._text_items(call, one)
+                    answer.plain = self._text_items(call, output)
         if options is not None and options.include_usage:
             yield self._chunk(call, [], {"usage": tally.usage()}).to_json()
 
@@ -248,9 +249,9 @@ class _Writer:
         return bool(self._body.logprobs or self._body.return_token_ids)
 
     def _choice(
-        self, answer: _Answer, one: CompletionOutput, content: str, calls: list[ToolCall]
+        self, answer: _Answer, output: CompletionOutput, content: str, calls: list[ToolCall]
     ) -> ChatChunkChoice | None:
-        """What is new of an answer; None where that is nothing a client could tell."""
+        """The delta of an answer; None if it is empty."""
         delta = ChatMessage()
         if not answer.is_begun:
             delta.role, delta.content = "assistant", ""
@@ -259,36 +260,36 @@ class _Writer:
         if calls:
             delta.tool_calls = calls
         answer.is_begun = True
-        if not (delta.model_fields_set or self._shows_tokens or one.is_finished):
+        if not (delta.model_fields_set or self._shows_tokens or output.is_finished):
             return None
-        return ChatChunkChoice(delta=delta, **self._rest(one))
+        return ChatChunkChoice(delta=delta, **self._rest(output))
 
-    def _text_items(self, call: Call, one: CompletionOutput) -> TextItems:
-        """How an answer that has not ended goes on where it is text alone."""
-        rest = {**self._rest(one), "finish_reason": None, "stop_reason": None}
+    def _text_items(self, call: Call, output: CompletionOutput) -> TextItems:
+        """The template of further chunks of text."""
+        rest = {**self._rest(output), "finish_reason": None, "stop_reason": None}
         return TextItems(
             lambda text: self._chunk(
                 call, [ChatChunkChoice(delta=ChatMessage(content=text), **rest)], {}
             )
         )
 
-    def _rest(self, one: CompletionOutput) -> dict[str, Any]:
-        """What choices have beside the message, in one piece or streamed."""
+    def _rest(self, output: CompletionOutput) -> dict[str, Any]:
+        """The fields of a choice other than its message."""
         rest: dict[str, Any] = {
-            "index": one.index,
-            "finish_reason": self._answers[one.index].finish_reason(one),
-            "stop_reason": one.stop_reason,
+            "index": output.index,
+            "finish_reason": self._answers[output.index].finish_reason(output),
+            "stop_reason": output.stop_reason,
             "logprobs": None,
         }
         if self._body.logprobs:
             rest["logprobs"] = chat_logprobs(
-                one.token_ids,
-                one.logprobs or (),
+                output.token_ids,
+                output.logprobs or (),
                 top=self._body.top_logprobs or 0,
                 as_ids=self._body.return_tokens_as_token_ids,
             )
         if self._body.return_token_ids:
-            rest["token_ids"] = one.token_ids
+            rest["token_ids"] = output.token_ids
         return rest
 
     def _of_prompt(self, item: RequestOutput) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts, one or many, as text or token ids, and what follows them."""
+"""POST /v1/completions: one or several prompts, as text or token ids."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,16 +11,15 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.server.context import Context
 from pyengine.server.routes.generation import (
     Call,
-    Tally,
+    UsageCounter,
     answer,
     begin,
-    check_count,
     encode,
-    sampling_params,
 )
+from pyengine.server.routes.ignored import check_ignored, ignored_fields
 from pyengine.server.routes.json_route import JsonRoute
+from pyengine.server.routes.params import check_count, sampling_params
 from pyengine.server.schemas.fields import COMPLETIONS
-from pyengine.server.schemas.ignored import check_ignored, ignored_fields
 from pyengine.server.schemas.logprobs import completion_logprobs, prompt_logprobs
 from pyengine.server.schemas.requests import CompletionRequest
 from pyengine.server.schemas.responses import CompletionChoice, CompletionResponse, TextItems, Usage
@@ -36,7 +35,7 @@ _ALWAYS_SET = {"index", "text", "finish_reason", "stop_reason"}
     responses={200: {"content": {"text/event-stream": {}}}},
 )
 async def completions(body: CompletionRequest, request: Request, context: Context) -> Response:
-    """Continue prompts."""
+    """Complete prompts."""
     ignored = ignored_fields(COMPLETIONS, body)
     check_ignored(ignored, COMPLETIONS, context.settings)
     prompts = _several(body.prompt)
@@ -47,12 +46,14 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     def encoded(tokenizer: Any) -> list[list[int]]:
         special = body.add_special_tokens
         several = [
-            encode(context, tokenizer, one, special=special) if isinstance(one, str) else list(one)
-            for one in prompts
+            encode(context, tokenizer, prompt, special=special)
+            if isinstance(prompt, str)
+            else list(prompt)
+            for prompt in prompts
         ]
         if body.echo:
             most = context.max_model_len - 1
-            kept = [list(params.truncated(one, most)) for one in several]
+            kept = [list(params.truncated(prompt, most)) for prompt in several]
             has_text = body.detokenize is not False
             echoes.extend([_Echo.of(tokenizer if has_text else None, ids) for ids in kept])
         return several
@@ -62,7 +63,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 
 
 def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
-    """One prompt or several, as several."""
+    """A prompt or a list of prompts as a list."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     several: Sequence[str | Sequence[int]] = prompt
@@ -70,15 +71,15 @@ def _several(prompt: Any) -> Sequence[str | Sequence[int]]:
 
 
 def _params(body: CompletionRequest, default: SamplingParams) -> SamplingParams:
-    own: dict[str, Any] = {"logprobs": body.logprobs}
+    overrides: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
-        own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    return sampling_params(body, default, own)
+        overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return sampling_params(body, default, overrides)
 
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """A prompt as the text of an answer begins with it; `first` is the text of its first token."""
+    """An echoed prompt; `first` is the text of its first token."""
 
     text: str = ""
     first: str = ""
@@ -92,76 +93,76 @@ class _Echo:
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes what a client gets of what the engine gives."""
+    """Converts outputs of the engine to completion responses."""
 
     body: CompletionRequest
     n: int
     echoes: Sequence[_Echo]
-    """One for each prompt; none where nothing is echoed."""
+    """One per prompt; empty without `echo`."""
     _offsets: dict[int, int] = field(default_factory=dict)
     """Length of the text of the tokens so far, by the index of the choice."""
     _plain: dict[int, TextItems] = field(default_factory=dict)
-    """How a choice goes on that brings text alone, by its index."""
+    """Templates of further chunks of text, by index of the choice."""
 
     def whole(self, call: Call, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        """The answer of one piece."""
-        tally = Tally(call)
+        """The response without streaming."""
+        tally = UsageCounter(call)
         for item in outputs:
             tally.add(item)
         choices = [choice for item in outputs for choice in self._choices(item)]
         return _response(call, choices, {"usage": tally.usage()})
 
     async def chunks(self, call: Call) -> AsyncIterator[str]:
-        """The items of a stream."""
-        tally, options = Tally(call), self.body.stream_options
+        """The chunks of a stream, as JSON."""
+        tally, options = UsageCounter(call), self.body.stream_options
         async for item in call.stream:
             tally.add(item)
             usage = {}
             if options is not None and options.continuous_usage_stats:
                 usage["usage"] = tally.usage()
-            for one in item.outputs:
-                plain = self._plain.get(item.index * self.n + one.index)
-                if plain is not None and one.finish_reason is None:
-                    if one.text:  # else it is half a character
-                        yield plain.with_text(one.text)
+            for output in item.outputs:
+                plain = self._plain.get(item.index * self.n + output.index)
+                if plain is not None and output.finish_reason is None:
+                    if output.text:  # empty while a character is incomplete
+                        yield plain.with_text(output.text)
                     continue
-                choice = self._choice(item, one)
-                says_more = choice.model_fields_set > _ALWAYS_SET
-                if choice.text or choice.finish_reason or says_more:
+                choice = self._choice(item, output)
+                has_more = choice.model_fields_set > _ALWAYS_SET
+                if choice.text or choice.finish_reason or has_more:
                     yield _response(call, [choice], usage).to_json()
-                if not says_more and not usage:
+                if not has_more and not usage:
                     self._plain[choice.index] = _text_items(call, choice)
         if options is not None and options.include_usage:
             yield _response(call, [], {"usage": tally.usage()}).to_json()
 
     def _choices(self, item: RequestOutput) -> list[CompletionChoice]:
-        return [self._choice(item, one) for one in item.outputs]
+        return [self._choice(item, output) for output in item.outputs]
 
-    def _choice(self, item: RequestOutput, one: CompletionOutput) -> CompletionChoice:
-        """A choice, or what is new of it; what is known of the prompt is in its first item."""
-        index = item.index * self.n + one.index
+    def _choice(self, item: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+        """A choice or its delta. The first delta contains the fields of the prompt."""
+        index = item.index * self.n + output.index
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
         echo = self.echoes[item.index] if self.echoes and is_first else _Echo()
         choice = CompletionChoice(
             index=index,
-            text=echo.text + one.text,
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
+            text=echo.text + output.text,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
         )
         if self.body.logprobs is not None:
             prompt = item.prompt_token_ids if self.body.echo and is_first else []
             entries = [*(item.prompt_logprobs or ())] if prompt else []
-            found = choice.logprobs = completion_logprobs(
-                [*prompt, *one.token_ids],
-                [*entries, *(one.logprobs or ())],
+            logprobs = choice.logprobs = completion_logprobs(
+                [*prompt, *output.token_ids],
+                [*entries, *(output.logprobs or ())],
                 offset=offset,
                 first=echo.first,
                 as_ids=self.body.return_tokens_as_token_ids,
             )
-            self._offsets[index] = offset + sum(map(len, found.tokens))
+            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
         if self.body.return_token_ids:
-            choice.token_ids = one.token_ids
+            choice.token_ids = output.token_ids
             if is_first:
                 choice.prompt_token_ids = item.prompt_token_ids
         if self.body.prompt_logprobs is not None and is_first and item.prompt_logprobs is not None:
@@ -170,7 +171,7 @@ class _Writer:
 
 
 def _text_items(call: Call, choice: CompletionChoice) -> TextItems:
-    """How a choice goes on until it ends."""
+    """The template of further chunks of text."""
 
     def make(text: str) -> CompletionResponse:
         next = CompletionChoice(index=choice.index, text=text, finish_reason=None, stop_reason=None)

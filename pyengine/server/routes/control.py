@@ -1,4 +1,4 @@
-"""GET /load, POST /reset_prefix_cache and /abort_requests: for those who run the server."""
+"""GET /load, POST /reset_prefix_cache and /abort_requests: administration."""
 
 import asyncio
 from typing import Annotated
@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from pyengine.server.callers import caller_of
 from pyengine.server.context import Context
-from pyengine.server.middleware.auth import caller_of
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.schemas.requests import MAX_ITEMS, ClientModel, RequestId
 from pyengine.server.schemas.responses import ServerModel
@@ -16,7 +16,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class Load(ServerModel):
-    """How much there is to do: HTTP requests, and sequences that run and wait."""
+    """HTTP requests in progress, running sequences, waiting requests."""
 
     server_load: int
     num_running: int
@@ -30,17 +30,17 @@ class AbortRequest(ClientModel):
 
 
 class Aborted(ServerModel):
-    """Those that were there."""
+    """The given ids that belong to running requests."""
 
     aborted: list[str]
 
 
 @router.get("/load")
 async def load(context: Context) -> Load:
-    """How much there is to do."""
+    """The current load of the server."""
     stats = context.engine.stats()
     return Load(
-        server_load=context.num_open - 1,  # but for this one
+        server_load=context.num_open - 1,  # without this one
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
     )
@@ -48,9 +48,9 @@ async def load(context: Context) -> Load:
 
 @router.post("/reset_prefix_cache", response_class=Response)
 async def reset_prefix_cache(request: Request, context: Context) -> Response:
-    """Have what is cached found by no request from now on; it gives way as room is needed.
+    """Hide all cached blocks from later requests; they are evicted as space is needed.
 
-    With a client's key that is what this key has cached.
+    With a client's key, only the blocks that this key has cached.
     """
     context.reset(caller_of(request.scope))
     return Response()
@@ -58,10 +58,10 @@ async def reset_prefix_cache(request: Request, context: Context) -> Response:
 
 @router.post("/abort_requests")
 async def abort_requests(body: AbortRequest, request: Request, context: Context) -> Aborted:
-    """End requests; their readers get what there is, with the finish reason "abort".
+    """End requests; their clients get the tokens so far, with the finish reason "abort".
 
-    An id is that of an answer, or one that the client sent as `request_id` or x-request-id; of
-    that id all requests end. Only requests of the same key; an admin key ends those of all.
+    An id is that of a response, or the client's own (`request_id`, x-request-id), which ends all
+    requests with that id. A client's key ends its own requests only.
     """
     caller = caller_of(request.scope)
     calls = context.calls_of(caller, body.request_ids)

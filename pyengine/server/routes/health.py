@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version, /v1/models, /v1/models/NAME: is it there, and what is it?"""
+"""GET /health, /ping, /version, /v1/models, /v1/models/NAME: status and identity of the server."""
 
 from fastapi import APIRouter, Response
 
@@ -15,10 +15,10 @@ router = APIRouter()
 @router.get("/health", response_class=Response)
 @router.get("/ping", response_class=Response)
 async def health(context: Context) -> Response:
-    """Status 200 while requests are taken and steps can be run, else 503."""
+    """Status 200 while the server accepts requests and the engine runs, else 503."""
     context.engine.check_health()
     if context.is_draining:
-        raise ApiError(503, "the server takes no more requests: it ends", code="draining")
+        raise ApiError(503, "the server is shutting down", code="draining")
     return Response()
 
 
@@ -30,13 +30,13 @@ async def version() -> dict[str, str]:
 
 @router.get("/v1/models")
 async def models(context: Context) -> ModelList:
-    """The model that is served, by each of its names."""
+    """The served model, once for each of its names."""
     return ModelList(object="list", data=[_card(name, context) for name in context.names])
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, context: Context) -> ModelCard:
-    """The model that is served, by one of its names."""
+    """The served model by one of its names."""
     return _card(context.check_model(name), context)
 
 

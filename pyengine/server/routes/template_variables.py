@@ -1,4 +1,4 @@
-"""Variables of the chat template that a request may set, by a field of its own or by name."""
+"""Chat template variables that a request sets, by a separate field or `chat_template_kwargs`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ _THINKING = "enable_thinking"
 
 @dataclass(frozen=True, slots=True)
 class TemplateVariables:
-    """The variables of a request, and its fields that the template does not read."""
+    """The template variables of a request, and its fields that the template does not read."""
 
     values: Mapping[str, Any]
     ignored: list[str] = field(default_factory=list)
@@ -24,13 +24,13 @@ class TemplateVariables:
     def of(
         cls, body: ChatOptionFields, template: str, settings: ServerSettings
     ) -> "TemplateVariables":
-        """The variables of a request. Raises `ApiError` for those that requests may not set."""
+        """The variables of a request. Raises `ApiError` for a variable that is not allowed."""
         allowed, values = settings.template_variable, dict(body.chat_template_kwargs or {})
         for name in values:
             if name not in allowed:
                 raise ApiError(
                     400,
-                    f"chat_template_kwargs[{name[:80]!r}]: this server lets requests set "
+                    f"chat_template_kwargs[{name[:80]!r}] is not allowed; this server allows "
                     f"{', '.join(allowed) or 'none'}",
                     param="chat_template_kwargs",
                 )
@@ -42,8 +42,8 @@ class TemplateVariables:
             if values.get(name, value) != value:
                 raise ApiError(
                     400,
-                    f"{name}={value!r}, and {values[name]!r:.80} in chat_template_kwargs: send one "
-                    "of them",
+                    f"{name}={value!r} differs from {values[name]!r:.80} in chat_template_kwargs: "
+                    "send one of them",
                     param=name,
                 )
             if name in allowed and template_reads(template, name):
@@ -58,7 +58,7 @@ class TemplateVariables:
 def _sets_thinking(values: Mapping[str, Any], template: str, settings: ServerSettings) -> bool:
     """True if the template reads `enable_thinking` and the request does not set it.
 
-    vLLM 0.32 turns thinking on and off by the effort, too.
+    vLLM 0.32 also maps the reasoning effort to thinking on or off.
     """
     is_allowed = _THINKING in settings.template_variable and _THINKING not in values
     return is_allowed and template_reads(template, _THINKING)

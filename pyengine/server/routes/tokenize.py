@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the tokenizer by itself."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from typing import Annotated, Any
 
@@ -11,10 +11,10 @@ from pyengine.server.context import Context
 from pyengine.server.errors import ApiError
 from pyengine.server.routes.chat import chat_options, render
 from pyengine.server.routes.generation import encode
+from pyengine.server.routes.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.routes.json_route import JsonRoute
 from pyengine.server.routes.template_variables import TemplateVariables
 from pyengine.server.schemas.fields import CHAT
-from pyengine.server.schemas.ignored import IGNORED_HEADER, check_ignored
 from pyengine.server.schemas.requests import ChatOptionFields, ClientModel, Messages
 from pyengine.server.schemas.responses import ServerModel
 
@@ -22,7 +22,7 @@ router = APIRouter(route_class=JsonRoute)
 
 
 class TokenizeRequest(ChatOptionFields):
-    """The body of POST /tokenize: a prompt, or a conversation."""
+    """The body of POST /tokenize: a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -32,7 +32,7 @@ class TokenizeRequest(ChatOptionFields):
 
 
 class TokenizeResponse(ServerModel):
-    """The answer of POST /tokenize."""
+    """The response of POST /tokenize."""
 
     count: int
     max_model_len: int
@@ -48,7 +48,7 @@ class DetokenizeRequest(ClientModel):
 
 
 class DetokenizeResponse(ServerModel):
-    """The answer of POST /detokenize."""
+    """The response of POST /detokenize."""
 
     prompt: str
 
@@ -65,19 +65,19 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     headers = {IGNORED_HEADER: ", ".join(variables.ignored)} if variables.ignored else {}
     options = chat_options(body, variables, context.settings, body.tools)
 
-    def make(tokenizer: Any) -> str:
+    def tokenized(tokenizer: Any) -> str:
         if body.messages is not None:
             ids = render(body.messages, tokenizer, options, context.longest_text)
         else:
             text = body.prompt or ""
             ids = encode(context, tokenizer, text, special=body.add_special_tokens)
         texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        # Written here: a million tokens would keep the event loop.
+        # Serialized on this thread: a million tokens would block the event loop.
         return TokenizeResponse(
             count=len(ids), max_model_len=context.max_model_len, tokens=ids, token_strs=texts
         ).to_json()
 
-    content = await context.tokenizers.run(make)
+    content = await context.tokenizers.run(tokenized)
     return Response(content, headers=headers, media_type="application/json")
 
 
@@ -86,10 +86,10 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
     """The text of token ids."""
     context.check_model(body.model)
 
-    def make(tokenizer: Any) -> str:
+    def decoded(tokenizer: Any) -> str:
         if tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer")
-        size = len(tokenizer)  # which takes it a while
+        size = len(tokenizer)  # slow, so only once
         unknown = next((token for token in body.tokens if not 0 <= token < size), None)
         if unknown is not None:
             raise InvalidRequestError(
@@ -98,14 +98,14 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
         with tokenizer_errors():
             return str(tokenizer.decode(body.tokens))
 
-    return DetokenizeResponse(prompt=await context.tokenizers.run(make))
+    return DetokenizeResponse(prompt=await context.tokenizers.run(decoded))
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(context: Context) -> dict[str, Any]:
-    """What clients ask of a tokenizer: its class, special tokens, chat template."""
+    """The tokenizer's class, vocabulary size, special tokens and chat template."""
 
-    def make(tokenizer: Any) -> dict[str, Any]:
+    def described(tokenizer: Any) -> dict[str, Any]:
         if tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer")
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
@@ -116,4 +116,4 @@ async def tokenizer_info(context: Context) -> dict[str, Any]:
             **{name: getattr(tokenizer, name, None) for name in names},
         }
 
-    return await context.tokenizers.run(make)
+    return await context.tokenizers.run(described)

@@ -1,8 +1,8 @@
-"""Tools that a request offers, and calls of them in a model's text.
+"""Tools offered by a request, and the parser of tool calls in a model's text.
 
-They are written as Hermes, Qwen and others do, `<tool_call>{"name": ..., "arguments": {...}}
-</tool_call>`, any number of them, beside other text. Where a call is required the answer is the
-object alone, by a schema.
+Calls are in the format of Hermes, Qwen and others, `<tool_call>{"name": ..., "arguments": {...}}
+</tool_call>`, any number of them between other text. If a call is required, a JSON schema makes the
+answer that object alone.
 """
 
 import json
@@ -19,7 +19,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call of a tool; `arguments` are a JSON object, as text."""
+    """A tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -29,31 +29,31 @@ Part: TypeAlias = str | ParsedCall
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
-    """Tools that the model may call; with a `schema` it must, and that is the form of the call."""
+class OfferedTools:
+    """Tools that the model may call. With a `schema` it must call one, in this form."""
 
     names: frozenset[str] = frozenset()
     schema: Mapping[str, Any] | None = None
 
     def parser(self) -> "ToolParser | None":
-        """For one answer; None where calls are no concern."""
+        """A parser for one answer; None without tools."""
         if not self.names:
             return None
         return ToolParser(self.names) if self.schema is None else RequiredCall(self.names)
 
 
-def offered(body: ChatCompletionRequest) -> Offered:
-    """The tools of a request. Raises `ApiError` for a choice that cannot be."""
+def offered_tools(body: ChatCompletionRequest) -> OfferedTools:
+    """The tools of a request. Raises `ApiError` for an invalid `tool_choice`."""
     tools = {tool.function.name: tool.function for tool in body.tools or ()}
     if len(tools) < len(body.tools or ()):
-        raise ApiError(400, "tools: a name is there twice; give each its own", param="tools")
+        raise ApiError(400, "tools: two tools have the same name", param="tools")
     match body.tool_choice:
         case None | "none":
-            return Offered() if body.tool_choice == "none" else Offered(frozenset(tools))
+            return OfferedTools() if body.tool_choice == "none" else OfferedTools(frozenset(tools))
         case "required" if not tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         case "auto":
-            return Offered(frozenset(tools))
+            return OfferedTools(frozenset(tools))
         case "required":
             chosen = list(tools.values())
         case {"type": "function", "function": {"name": str(name), **rest}, **more} if (
@@ -70,31 +70,31 @@ def offered(body: ChatCompletionRequest) -> Offered:
     if body.response_format is not None or body.structured_outputs is not None:
         raise ApiError(
             400,
-            "tool_choice demands a call, and response_format or structured_outputs another form: "
+            "tool_choice requires a call, which excludes response_format and structured_outputs: "
             "send one of them",
             param="tool_choice",
         )
-    return Offered(frozenset(one.name for one in chosen), _schema(chosen))
+    return OfferedTools(frozenset(function.name for function in chosen), _schema(chosen))
 
 
 def _schema(functions: Sequence[Function]) -> dict[str, Any]:
-    """The form of a call of one of these. Definitions move to the top, where references look."""
+    """The schema of a call of any of these. Definitions move to the top, where references point."""
     definitions: dict[str, dict[str, Any]] = {}
     calls = []
-    for one in functions:
-        parameters = dict(one.parameters or {"type": "object"})
+    for function in functions:
+        parameters = dict(function.parameters or {"type": "object"})
         for place in ("$defs", "definitions"):
-            for name, what in dict(parameters.pop(place, {})).items():
-                if definitions.setdefault(place, {}).setdefault(name, what) != what:
+            for name, definition in dict(parameters.pop(place, {})).items():
+                if definitions.setdefault(place, {}).setdefault(name, definition) != definition:
                     raise ApiError(
                         400,
-                        f"tools: two of them define {name!r} differently in {place}: rename one",
+                        f"tools: two tools define {name!r} differently in {place}: rename one",
                         param="tools",
                     )
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": one.name}, "arguments": parameters},
+                "properties": {"name": {"const": function.name}, "arguments": parameters},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
@@ -103,21 +103,21 @@ def _schema(functions: Sequence[Function]) -> dict[str, Any]:
 
 
 class ToolParser:
-    """Parts text that comes in pieces into content and calls.
+    """Splits streamed text into content and tool calls.
 
-    What is no call of one of the tools is content, as it was written; white space beside calls is
-    left out. Where the text is cut makes no difference.
+    Anything but a valid call of an offered tool is content, unchanged. White space next to calls is
+    dropped. The result does not depend on how the text is chunked.
     """
 
     def __init__(self, tools: Collection[str]) -> None:
         self._tools = tools
         self._text = ""
-        """What has come and was not given yet."""
+        """Text that may still become part of a call."""
         self._is_in_call = False
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
-        """What is certain now that `text` has come."""
+        """Add text and return the parts that are complete."""
         self._text += text
         parts: list[Part] = []
         while True:
@@ -139,7 +139,7 @@ class ToolParser:
         return parts
 
     def end(self) -> list[Part]:
-        """What is left once all has come. A call that was not closed is one if it is whole."""
+        """Return the rest at the end of the text. A complete call may lack its closing tag."""
         rest, self._text = self._text, ""
         if self._is_in_call:
             self._is_in_call = False
@@ -162,10 +162,10 @@ class ToolParser:
 
 
 class RequiredCall(ToolParser):
-    """For an answer that is one call and nothing else; cut short, it is content."""
+    """Parser of an answer that is one call. An incomplete call is content."""
 
     def feed(self, text: str) -> list[Part]:
-        """See `ToolParser`: nothing is certain before the end."""
+        """See `ToolParser`: the call is complete only at the end."""
         self._text += text
         return []
 
@@ -175,7 +175,7 @@ class RequiredCall(ToolParser):
 
 
 def _end_of_certain(text: str) -> int:
-    """Where the text ends that is content whatever comes: before the space before a call."""
+    """End of the text that is content regardless of what follows."""
     lengths = range(min(len(_OPEN) - 1, len(text)), 0, -1)
     begun = next((length for length in lengths if _OPEN.startswith(text[-length:])), 0)
     return len(text[: len(text) - begun].rstrip())

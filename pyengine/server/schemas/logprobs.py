@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: of completions, of chats, of prompts."""
+"""Log-probabilities in the formats of completions, chats and prompts."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,15 +12,15 @@ from pyengine.server.schemas.responses import (
     TopLogprob,
 )
 
-_LEAST = -9999.0
-"""For what has no probability at all: JSON knows no infinity."""
+_MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express."""
 
 Entries = Sequence[Mapping[int, Logprob] | None]
-"""For each token the one that is there first, then the likeliest."""
+"""For each token: the token itself, then the most likely ones."""
 
 
 def _value(entry: Logprob) -> float:
-    return max(entry.logprob, _LEAST)
+    return max(entry.logprob, _MIN_LOGPROB)
 
 
 def _text(token: int, entry: Logprob, as_ids: bool | None) -> str:
@@ -35,43 +35,45 @@ def completion_logprobs(
     first: str = "",
     as_ids: bool | None,
 ) -> CompletionLogprobs:
-    """Of tokens whose text begins at `offset`.
+    """Log-probabilities of tokens whose text begins at `offset`.
 
-    The first token of a prompt, which nothing precedes, has no entry; `first` is its text.
+    The first token of a prompt has no entry; `first` is its text.
     """
-    found = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for token, several in zip(token_ids, entries, strict=True):
-        own = None if several is None else several[token]
-        text = _text(token, own or Logprob(0, 0, first), as_ids)
-        found.text_offset.append(offset)
-        found.tokens.append(text)
-        found.token_logprobs.append(None if own is None else _value(own))
-        found.top_logprobs.append(None if several is None else _by_text(several, as_ids))
+    logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token, candidates in zip(token_ids, entries, strict=True):
+        chosen = None if candidates is None else candidates[token]
+        text = _text(token, chosen or Logprob(0, 0, first), as_ids)
+        logprobs.text_offset.append(offset)
+        logprobs.tokens.append(text)
+        logprobs.token_logprobs.append(None if chosen is None else _value(chosen))
+        logprobs.top_logprobs.append(None if candidates is None else _by_text(candidates, as_ids))
         offset += len(text)
-    return found
+    return logprobs
 
 
-def _by_text(several: Mapping[int, Logprob], as_ids: bool | None) -> dict[str, float]:
-    """Values by text: of tokens with the same one, parts of a character say, the likeliest."""
-    found: dict[str, float] = {}
-    for token, entry in several.items():
+def _by_text(candidates: Mapping[int, Logprob], as_ids: bool | None) -> dict[str, float]:
+    """Values by text; if several tokens have the same text, the largest value."""
+    values: dict[str, float] = {}
+    for token, entry in candidates.items():
         text, value = _text(token, entry, as_ids), _value(entry)
-        found[text] = max(value, found.get(text, value))
-    return found
+        values[text] = max(value, values.get(text, value))
+    return values
 
 
 def chat_logprobs(
     token_ids: Sequence[int], entries: Entries, *, top: int, as_ids: bool | None
 ) -> ChatLogprobs:
-    """Of an answer's tokens, each with the `top` likeliest."""
+    """Log-probabilities of an answer's tokens, each with the `top` most likely ones."""
     content = []
-    for token, several in zip(token_ids, entries, strict=True):
-        assert several is not None
-        ranked = sorted(several.items(), key=lambda one: one[1].rank)[:top]
-        own = _top(token, several[token], as_ids)
-        others = [_top(one, entry, as_ids) for one, entry in ranked]
+    for token, candidates in zip(token_ids, entries, strict=True):
+        assert candidates is not None
+        ranked = sorted(candidates.items(), key=lambda item: item[1].rank)[:top]
+        chosen = _top(token, candidates[token], as_ids)
+        others = [_top(other, entry, as_ids) for other, entry in ranked]
         content.append(
-            TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others)
+            TokenLogprob(
+                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=others
+            )
         )
     return ChatLogprobs(content=content)
 
@@ -86,15 +88,15 @@ def _top(token: int, entry: Logprob, as_ids: bool | None) -> TopLogprob:
 
 
 def prompt_logprobs(entries: Entries) -> PromptLogprobs:
-    """Of a prompt's tokens, by token id."""
+    """Log-probabilities of a prompt's tokens, by token id."""
     return [
         None
-        if several is None
+        if candidates is None
         else {
             token: LogprobInfo(
                 logprob=_value(entry), rank=entry.rank, decoded_token=entry.decoded_token
             )
-            for token, entry in several.items()
+            for token, entry in candidates.items()
         }
-        for several in entries
+        for candidates in entries
     ]

@@ -1,10 +1,9 @@
-"""What clients send: the fields of each route and their types.
+"""Request bodies: the fields of each route and their types.
 
-Names are those of OpenAI's API, and of vLLM where that has more. An unknown field is refused;
-`fields` says which of the known ones have no effect. What a sampling parameter may be is checked by
-`SamplingParams`; here is what it may weigh: the lengths of lists and texts. Lists are validated up
-to the first item that is wrong (`fail_fast`): an error for each of a million items would take
-minutes.
+Names are those of OpenAI's API and of vLLM's additions. Unknown fields are refused; `fields` lists
+the effect of the known ones. `SamplingParams` checks the values of sampling parameters; this module
+limits the lengths of lists and texts. Validation of a list stops at the first wrong item
+(`fail_fast`), because a million errors would take minutes.
 """
 
 from typing import Annotated, Any, Literal, TypeAlias
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pyengine.server.schemas.fields import CHAT, COMPLETIONS, rules_of
 
 MAX_ITEMS = 1024
-"""Items of any list in a request, token ids of a prompt aside; also n times the prompts."""
+"""Items of any list in a request, except token ids of a prompt; also n times the prompts."""
 MAX_STOPS = 32
 MAX_TOP_LOGPROBS = 20
 
@@ -38,27 +37,29 @@ Messages: TypeAlias = Annotated[
 
 
 class ClientModel(BaseModel):
-    """Of what clients send: types as they are, no unknown fields."""
+    """Base of request models: strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _inert(name: str, route: str = COMPLETIONS) -> Any:
-    """A field that is known and has no effect, or none for some of its values."""
+def _ignored_field(name: str, route: str = COMPLETIONS) -> Any:
+    """A known field without effect, or without effect for some values."""
     rule = rules_of(route)[name]
     return Field(None, description=f"{rule.effect_in_words}: {rule.note}")
 
 
 class StreamOptions(ClientModel):
-    """What a stream holds beside the answer."""
+    """Additional content of a stream."""
 
-    include_usage: bool = Field(False, description="a last item with the usage")
-    continuous_usage_stats: bool = Field(False, description="the usage in every item")
-    include_obfuscation: bool | None = Field(None, description="without effect: nothing is padded")
+    include_usage: bool = Field(False, description="a last chunk with the usage")
+    continuous_usage_stats: bool = Field(False, description="the usage in every chunk")
+    include_obfuscation: bool | None = Field(
+        None, description="without effect: chunks have no padding"
+    )
 
 
 class JsonSchema(ClientModel):
-    """A schema as OpenAI's API names it. The answer follows it, whatever `strict` says."""
+    """A JSON schema as in OpenAI's API. It is enforced regardless of `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -67,14 +68,14 @@ class JsonSchema(ClientModel):
 
 
 class ResponseFormat(ClientModel):
-    """The form of an answer, as OpenAI's API has it."""
+    """The required form of an answer, as in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputFields(ClientModel):
-    """The form of an answer: exactly one of these, as in `StructuredOutputs`."""
+    """The required form of an answer: exactly one of these, as in `StructuredOutputs`."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -83,44 +84,44 @@ class StructuredOutputFields(ClientModel):
     json_object: bool | None = None
 
 
-class InertFields(ClientModel):
-    """Fields that have no effect here, whatever their value or for some of them."""
+class IgnoredFields(ClientModel):
+    """Fields without effect, for all or some of their values."""
 
-    best_of: int | None = _inert("best_of")
-    length_penalty: float | None = _inert("length_penalty")
-    logprob_token_ids: Ids | None = _inert("logprob_token_ids")
-    media_io_kwargs: dict[str, Any] | None = _inert("media_io_kwargs")
-    metadata: dict[str, str] | None = _inert("metadata")
-    mm_payload: str | None = _inert("mm_payload")
-    mm_processor_kwargs: dict[str, Any] | None = _inert("mm_processor_kwargs")
-    modalities: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = _inert(
-        "modalities"
+    best_of: int | None = _ignored_field("best_of")
+    length_penalty: float | None = _ignored_field("length_penalty")
+    logprob_token_ids: Ids | None = _ignored_field("logprob_token_ids")
+    media_io_kwargs: dict[str, Any] | None = _ignored_field("media_io_kwargs")
+    metadata: dict[str, str] | None = _ignored_field("metadata")
+    mm_payload: str | None = _ignored_field("mm_payload")
+    mm_processor_kwargs: dict[str, Any] | None = _ignored_field("mm_processor_kwargs")
+    modalities: Annotated[list[str], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = (
+        _ignored_field("modalities")
     )
-    prediction: dict[str, Any] | None = _inert("prediction")
-    prompt_cache_key: str | None = _inert("prompt_cache_key")
-    prompt_cache_options: dict[str, Any] | None = _inert("prompt_cache_options")
-    prompt_cache_retention: str | None = _inert("prompt_cache_retention")
-    return_mm_kwargs: bool | None = _inert("return_mm_kwargs")
-    return_token_offsets: bool | None = _inert("return_token_offsets")
-    routed_experts_prompt_start: int | None = _inert("routed_experts_prompt_start")
-    safety_identifier: str | None = _inert("safety_identifier")
-    service_tier: str | None = _inert("service_tier")
-    session_id: str | None = _inert("session_id")
-    spaces_between_special_tokens: bool | None = _inert("spaces_between_special_tokens")
-    store: bool | None = _inert("store")
-    stream_interval: int | None = _inert("stream_interval")
-    suffix: str | None = _inert("suffix")
-    truncation_side: Literal["left", "right"] | None = _inert("truncation_side")
-    use_beam_search: bool | None = _inert("use_beam_search")
-    user: str | None = _inert("user")
-    vllm_xargs: dict[str, Any] | None = _inert("vllm_xargs")
-    watermarking: bool | None = _inert("watermarking")
+    prediction: dict[str, Any] | None = _ignored_field("prediction")
+    prompt_cache_key: str | None = _ignored_field("prompt_cache_key")
+    prompt_cache_options: dict[str, Any] | None = _ignored_field("prompt_cache_options")
+    prompt_cache_retention: str | None = _ignored_field("prompt_cache_retention")
+    return_mm_kwargs: bool | None = _ignored_field("return_mm_kwargs")
+    return_token_offsets: bool | None = _ignored_field("return_token_offsets")
+    routed_experts_prompt_start: int | None = _ignored_field("routed_experts_prompt_start")
+    safety_identifier: str | None = _ignored_field("safety_identifier")
+    service_tier: str | None = _ignored_field("service_tier")
+    session_id: str | None = _ignored_field("session_id")
+    spaces_between_special_tokens: bool | None = _ignored_field("spaces_between_special_tokens")
+    store: bool | None = _ignored_field("store")
+    stream_interval: int | None = _ignored_field("stream_interval")
+    suffix: str | None = _ignored_field("suffix")
+    truncation_side: Literal["left", "right"] | None = _ignored_field("truncation_side")
+    use_beam_search: bool | None = _ignored_field("use_beam_search")
+    user: str | None = _ignored_field("user")
+    vllm_xargs: dict[str, Any] | None = _ignored_field("vllm_xargs")
+    watermarking: bool | None = _ignored_field("watermarking")
 
 
-class SamplingFields(InertFields):
-    """What completions and chats have in common: the fields of `SamplingParams`, and the request's.
+class SamplingFields(IgnoredFields):
+    """Fields of completions and chats: sampling parameters, and fields of the request.
 
-    What is left out or null is as the model's own configuration or `SamplingParams` has it.
+    Defaults come from the model's generation config, then from `SamplingParams`.
     """
 
     model: str | None = None
@@ -141,28 +142,28 @@ class SamplingFields(InertFields):
     max_tokens: int | None = None
     min_tokens: int | None = None
     prompt_logprobs: TopLogprobs | None = None
-    detokenize: bool | None = Field(None, description="false: no text, token ids alone")
+    detokenize: bool | None = Field(None, description="false: token ids only, no text")
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Text], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     allowed_token_ids: Ids | None = None
     truncate_prompt_tokens: int | None = None
-    speculate: bool | None = Field(None, description="whether drafts may be tried; the same tokens")
+    speculate: bool | None = Field(None, description="false: no speculative decoding; same tokens")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputFields | None = None
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = Field(None, description="token ids of prompt and answer, too")
+    return_token_ids: bool | None = Field(None, description="add token ids of prompt and answer")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="tokens of log-probabilities as `token_id:7`"
     )
     request_id: RequestId | None = Field(
-        None, description="comes back as x-request-id, as that header does; need not be unique"
+        None, description="returned as x-request-id, like that header; need not be unique"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="only prompts with the same salt share cached blocks"
     )
-    priority: float = Field(0, description="smaller ones are served first")
+    priority: float = Field(0, description="requests with a lower value run first")
 
 
 class CompletionRequest(SamplingFields):
@@ -170,8 +171,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     logprobs: TopLogprobs | None = None
-    echo: bool | None = Field(None, description="the text begins with the prompt")
-    add_special_tokens: bool = Field(True, description="as the tokenizer does, to prompts of text")
+    echo: bool | None = Field(None, description="prepend the prompt to the text")
+    add_special_tokens: bool = Field(True, description="add the tokenizer's special tokens to text")
 
 
 class Function(ClientModel):
@@ -184,28 +185,28 @@ class Function(ClientModel):
 
 
 class Tool(ClientModel):
-    """A tool that the model may use: a function."""
+    """A tool that the model may call: a function."""
 
     type: Literal["function"]
     function: Function
 
 
 class ChatOptionFields(ClientModel):
-    """How a conversation becomes a prompt."""
+    """Options of rendering a conversation as a prompt."""
 
     add_generation_prompt: bool | None = Field(
-        None, description="begin the assistant's turn; true, but with continue_final_message"
+        None, description="begin a message of the assistant; default: not continue_final_message"
     )
-    continue_final_message: bool = Field(False, description="go on with the last message")
+    continue_final_message: bool = Field(False, description="continue the last message")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="variables of the chat template, those that the server allows"
+        None, description="variables of the chat template; the server has an allow-list"
     )
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        Field(None, description="for the model's chat template, if that reads it")
+        Field(None, description="for chat templates that read it")
     )
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="for the model's chat template, if that reads it and the server lets it"
+        None, description="for chat templates that read it, if the server allows it"
     )
 
 
@@ -219,10 +220,14 @@ class ChatCompletionRequest(SamplingFields, ChatOptionFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
-    add_special_tokens: bool | None = _inert("add_special_tokens", CHAT)
-    documents: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _inert("documents", CHAT)
-    echo: bool | None = _inert("echo", CHAT)
-    function_call: str | dict[str, Any] | None = _inert("function_call", CHAT)
-    functions: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _inert("functions", CHAT)
-    include_reasoning: bool | None = _inert("include_reasoning", CHAT)
-    return_prompt_text: bool | None = _inert("return_prompt_text", CHAT)
+    add_special_tokens: bool | None = _ignored_field("add_special_tokens", CHAT)
+    documents: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _ignored_field(
+        "documents", CHAT
+    )
+    echo: bool | None = _ignored_field("echo", CHAT)
+    function_call: str | dict[str, Any] | None = _ignored_field("function_call", CHAT)
+    functions: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = _ignored_field(
+        "functions", CHAT
+    )
+    include_reasoning: bool | None = _ignored_field("include_reasoning", CHAT)
+    return_prompt_text: bool | None = _ignored_field("return_prompt_text", CHAT)

@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's shapes, with vLLM's additions."""
+"""Response bodies: OpenAI's formats with vLLM's additions."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -9,33 +9,33 @@ from pydantic_core import to_json
 
 
 class ServerModel(BaseModel):
-    """Of what clients get. What was not set is left out."""
+    """Base of response models. Fields that were not set are omitted."""
 
     model_config = ConfigDict(extra="forbid")
 
     def to_json(self) -> str:
-        """The fields that were set."""
+        """The fields that were set, as JSON."""
         return self.model_dump_json(exclude_unset=True)
 
 
 class TextItems:
-    """Items of a stream, as JSON, that differ in one text alone: the rest is written once.
+    """Chunks of a stream that differ in one text only: a template, serialized once.
 
-    A model for each token would be half of what an event loop has to do for it.
+    A pydantic model per token would double the work of the event loop.
     """
 
     def __init__(self, make: Callable[[str], ServerModel]) -> None:
-        """`make` gives the item with a text."""
-        mark = uuid4().hex  # in nothing that a client can have sent
+        """`make` returns the chunk with a given text."""
+        mark = uuid4().hex  # unguessable, so not part of the rest of the chunk
         self._head, self._tail = make(mark).to_json().split(f'"{mark}"')
 
     def with_text(self, text: str) -> str:
-        """The item with this text."""
+        """The chunk with this text."""
         return f"{self._head}{to_json(text).decode()}{self._tail}"
 
 
 class ErrorInfo(ServerModel):
-    """What went wrong: a sentence, and for programs its type, the field and a code."""
+    """An error: a message, and for programs its type, field and code."""
 
     message: str
     type: str
@@ -44,19 +44,19 @@ class ErrorInfo(ServerModel):
 
 
 class ErrorResponse(ServerModel):
-    """Every answer that is none."""
+    """The body of every error response."""
 
     error: ErrorInfo
 
 
 class PromptTokensDetails(ServerModel):
-    """Of the prompts' tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(ServerModel):
-    """Tokens of the prompts and of all answers; which of the former came from the cache."""
+    """Token counts of the prompts and of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -65,7 +65,7 @@ class Usage(ServerModel):
 
 
 class LogprobInfo(ServerModel):
-    """A token of a prompt, or one that might have been there, and its log-probability."""
+    """A token of a prompt or an alternative to it, and its log-probability."""
 
     logprob: float
     rank: int
@@ -77,7 +77,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
 class CompletionLogprobs(ServerModel):
-    """Log-probabilities of completions: a list each for tokens, offsets, values, alternatives."""
+    """Log-probabilities of completions, as parallel lists."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -86,7 +86,7 @@ class CompletionLogprobs(ServerModel):
 
 
 class CompletionChoice(ServerModel):
-    """One completion of one prompt, or what is new of it."""
+    """One completion of one prompt, or a delta of it."""
 
     index: int
     text: str
@@ -99,7 +99,7 @@ class CompletionChoice(ServerModel):
 
 
 class CompletionResponse(ServerModel):
-    """The answer of POST /v1/completions, and each item of a stream."""
+    """The response of POST /v1/completions, and each chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -110,7 +110,7 @@ class CompletionResponse(ServerModel):
 
 
 class TopLogprob(ServerModel):
-    """A token that might have been there."""
+    """A token and its log-probability."""
 
     token: str
     logprob: float
@@ -118,7 +118,7 @@ class TopLogprob(ServerModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of an answer, and what else might have been there."""
+    """A token of an answer, and the alternatives to it."""
 
     top_logprobs: list[TopLogprob]
 
@@ -130,14 +130,14 @@ class ChatLogprobs(ServerModel):
 
 
 class CalledFunction(ServerModel):
-    """The function that the model calls; `arguments` are JSON, or what is new of it."""
+    """A called function; `arguments` is JSON, or a delta of it."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCall(ServerModel):
-    """A call of a tool, or what is new of it."""
+    """A tool call, or a delta of it."""
 
     index: int | None = None
     id: str | None = None
@@ -146,7 +146,7 @@ class ToolCall(ServerModel):
 
 
 class ChatMessage(ServerModel):
-    """An answer, or what is new of it."""
+    """A message of the assistant, or a delta of it."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -165,7 +165,7 @@ class ChatChoice(ServerModel):
 
 
 class ChatCompletionResponse(ServerModel):
-    """The answer of POST /v1/chat/completions."""
+    """The response of POST /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -178,7 +178,7 @@ class ChatCompletionResponse(ServerModel):
 
 
 class ChatChunkChoice(ServerModel):
-    """What is new of one answer."""
+    """The delta of one answer."""
 
     index: int
     delta: ChatMessage
@@ -189,7 +189,7 @@ class ChatChunkChoice(ServerModel):
 
 
 class ChatCompletionChunk(ServerModel):
-    """An item of a streamed answer."""
+    """A chunk of a streamed answer."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -202,7 +202,7 @@ class ChatCompletionChunk(ServerModel):
 
 
 class ModelCard(ServerModel):
-    """A model that is served; `root` is where it was loaded from."""
+    """A served model; `root` is its source."""
 
     id: str
     object: Literal["model"]
@@ -213,7 +213,7 @@ class ModelCard(ServerModel):
 
 
 class ModelList(ServerModel):
-    """The answer of GET /v1/models."""
+    """The response of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]

@@ -1,4 +1,4 @@
-"""What programs do with `langchain-openai`, against the server at the address given.
+"""Calls of `langchain-openai` to the server at the given address.
 
 Run by the Python of .venv-clients. Fails by an assertion.
 """
@@ -35,7 +35,7 @@ def main(address: str) -> None:
     assert len(chat.batch([question, "What is the capital of France?"])) == 2
     assert isinstance(chat.with_structured_output(City).invoke("Is Paris a capital?"), City)
     called = chat.bind_tools([is_raining], tool_choice="required").invoke("Is it raining in Paris?")
-    assert [one["name"] for one in called.tool_calls] == ["is_raining"]
+    assert [tool_call["name"] for tool_call in called.tool_calls] == ["is_raining"]
     print("langchain is served")
 
 

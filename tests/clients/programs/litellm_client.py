@@ -1,4 +1,4 @@
-"""What programs do with `litellm`, against the server at the address given.
+"""Calls of `litellm` to the server at the given address.
 
 Run by the Python of .venv-clients/litellm. Fails by an assertion.
 """
@@ -19,7 +19,7 @@ def main(address: str, model: str) -> None:
         text = answer.choices[0].message.content
         assert "Tokyo" in text and answer.usage.prompt_tokens > 5
         stream = litellm.completion(**to, messages=QUESTION, temperature=0, stream=True)
-        assert "".join(one.choices[0].delta.content or "" for one in stream) == text
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
         several = asyncio.run(
             litellm.acompletion(**to, messages=QUESTION, n=2, max_tokens=4, stop=["\n"], seed=1)
         )

@@ -1,4 +1,4 @@
-"""What programs do with the `openai` client, against the server at the address given.
+"""Calls of the `openai` client to the server at the given address.
 
 Run by the Python of .venv-clients. Fails by an assertion.
 """
@@ -48,8 +48,8 @@ def chats(client: OpenAI, model: str) -> None:
     several = client.chat.completions.create(
         model=model, messages=QUESTION, n=4, seed=1, max_tokens=8, logprobs=True, top_logprobs=3
     )
-    assert [one.index for one in several.choices] == [0, 1, 2, 3]
-    assert all(len(one.logprobs.content[0].top_logprobs) == 3 for one in several.choices)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert all(len(choice.logprobs.content[0].top_logprobs) == 3 for choice in several.choices)
 
     stream = client.chat.completions.create(
         model=model,
@@ -59,7 +59,7 @@ def chats(client: OpenAI, model: str) -> None:
         stream_options={"include_usage": True},
     )
     items = list(stream)
-    assert "".join(one.choices[0].delta.content or "" for one in items if one.choices) == text
+    assert "".join(item.choices[0].delta.content or "" for item in items if item.choices) == text
     assert items[-1].usage.completion_tokens == answer.usage.completion_tokens
 
 
@@ -155,7 +155,7 @@ async def parsed(address: str, model: str, count: int) -> None:
             )
         )
     people = [answer.choices[0].message.parsed for answer in answers]
-    valid = [one for one in people if isinstance(one, Person)]
+    valid = [person for person in people if isinstance(person, Person)]
     print(f"{len(valid)} of {count} valid, {len(set(map(str, valid)))} different")
     assert len(valid) == count
 

@@ -1,7 +1,7 @@
 """Local folders for the models that vLLM's tests name: configurations, no weights.
 
 The tests make Schedulers for them and never load them; llava's processor needs a tokenizer, which
-is one of words that nobody reads.
+is one of unused words.
 """
 
 import json

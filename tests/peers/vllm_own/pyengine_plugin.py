@@ -55,7 +55,7 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureF
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Which managers a test made."""
+    """The managers that a test created."""
     made.clear()
     if OURS:
         integration.state.reasons.clear()

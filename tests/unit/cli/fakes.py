@@ -111,7 +111,7 @@ class FakeEngine:
                 if number == self.interrupt_after:
                     raise self.interruption
                 ids = ready[index]
-                failed = "no room" if index in self.failing else None
+                failed = "pool full" if index in self.failing else None
                 words = [] if failed else [f"answer to {len(ids)} tokens"]
                 output = _output(ids, words, cached=self._cached(ids))
                 yield replace(output, index=index, error=failed)

@@ -70,7 +70,7 @@ def test_the_line_of_figures_says_what_came_of_drafts() -> None:
     result = run(DraftingEngine(), "What is it?")
     assert result.exit_code == 0, result.output
     end = result.stderr.splitlines()[-1].split(" · ")[-2:]
-    assert end == ["6 of 20 drafts right", "2.50 tokens per decode with drafts"]
+    assert end == ["6 of 20 drafts accepted", "2.50 tokens per decode with drafts"]
 
 
 def test_options_reach_the_engine_and_the_sampler() -> None:
@@ -240,7 +240,7 @@ def test_an_older_recording_is_kept(tmp_path: Path) -> None:
     file.write_bytes(RECORDING + b"older")
     result = run(engine, "one", "--record", str(file))
     assert result.exit_code == 2
-    assert f"{file} holds a recording" in result.stderr and "another file" in result.stderr
+    assert f"{file} is a recording already" in result.stderr and "another file" in result.stderr
     assert file.read_bytes() == RECORDING + b"older"
     assert engine.settings is None and not engine.seen
     file.write_bytes(b"")

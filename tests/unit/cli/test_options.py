@@ -116,7 +116,7 @@ def test_the_page_about_the_command_line_names_what_there_is() -> None:
         assert any(option in text for text in shown.values()), option
     for words in commands("docs/guides/command-line.md"):
         name = " ".join(words[1:3]) if words[1] == "trace" else words[1]
-        assert all(one in shown[name] for one in words if one.startswith("--")), words
+        assert all(word in shown[name] for word in words if word.startswith("--")), words
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[object]:
@@ -131,7 +131,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: str, **env: str) -> list[
 
     monkeypatch.setattr("pyengine.cli.serve.open_async_engine", engine)
 
-    def make(_: object, settings: object, announce: object) -> SimpleNamespace:
+    def make(_: object, settings: object, on_ready: object) -> SimpleNamespace:
         seen.append(settings)
         return SimpleNamespace(run=lambda sockets: None)
 
@@ -183,7 +183,7 @@ def test_the_form_of_an_answer(
     file = tmp_path / "form"
     file.write_text('{"const": "ü"}', encoding="utf-8")
     engine = FakeEngine()
-    result = run(engine, "generate", "hi", *(one.format(file=file) for one in arguments))
+    result = run(engine, "generate", "hi", *(argument.format(file=file) for argument in arguments))
     assert result.exit_code == 0, result.output
     assert engine.params is not None
     assert engine.params.structured_outputs == expected
@@ -202,7 +202,7 @@ def test_a_choice_of_one_text_is_refused_with_how_several_are_given(arguments: l
     engine = FakeEngine()
     result = run(engine, "generate", *arguments)
     assert result.exit_code == 2
-    assert "--choice red: there is nothing to choose" in result.stderr
+    assert "--choice red is the only choice" in result.stderr
     assert "--choice red --choice ..." in result.stderr
     assert engine.settings is None
     assert run(engine, "chat", "--choice", "red").exit_code == 2
@@ -213,10 +213,10 @@ def test_a_choice_of_one_text_is_refused_with_how_several_are_given(arguments: l
     [
         (["--json-schema", "{folder}/none"], "cannot read {folder}/none: No such file"),
         (["--grammar", "{folder}"], "cannot read {folder}: Is a directory"),
-        (["--grammar", "{folder}/bytes"], "{folder}/bytes is no text in UTF-8"),
+        (["--grammar", "{folder}/bytes"], "{folder}/bytes is not UTF-8 text"),
         (["--json-schema", "{folder}/long"], "structured_outputs.json has 65537 bytes: at most"),
         (["--json-schema", "{folder}/list"], "a JSON schema: an object, or its text"),
-        (["--regex", "a", "--json-object"], "--json-object and --regex together: an answer has"),
+        (["--regex", "a", "--json-object"], "--json-object and --regex exclude each other"),
     ],
 )
 def test_a_form_that_cannot_be_read_is_refused_before_a_model_is_opened(
@@ -226,7 +226,9 @@ def test_a_form_that_cannot_be_read_is_refused_before_a_model_is_opened(
     (tmp_path / "long").write_bytes(b"a" * 1_000_000)
     (tmp_path / "list").write_bytes(b"[]")
     engine = FakeEngine()
-    result = run(engine, "generate", "hi", *(one.format(folder=tmp_path) for one in arguments))
+    result = run(
+        engine, "generate", "hi", *(argument.format(folder=tmp_path) for argument in arguments)
+    )
     assert result.exit_code == 2
     assert complaint.format(folder=tmp_path) in result.stderr
     assert engine.settings is None

@@ -97,30 +97,30 @@ def test_what_the_template_does_not_take_is_named(tmp_path: Path) -> None:
         ("3", "expected a string or an object, found 3"),
         ("null", "found null"),
         ('["a"]', "expected a string or an object"),
-        ("{}", "exactly one of prompt, prompt_token_ids, messages is needed, found none"),
+        ("{}", "exactly one of prompt, prompt_token_ids, messages is required, found none"),
         ('{"prompt": "a", "messages": []}', "found prompt and messages"),
         ('{"prompt": "a", "max_tokens": 3}', "unknown key 'max_tokens'"),
         ('{"prompt": 7}', "prompt must be a string, found 7"),
         ('{"prompt": "a", "id": true}', "id must be a string or an integer, found true"),
         ('{"prompt_token_ids": []}', "must be a list of token ids, found []"),
         ('{"prompt_token_ids": "abc"}', 'must be a list of token ids, found "abc"'),
-        ('{"prompt_token_ids": [1, -2]}', "holds -2, which is no token id"),
-        ('{"prompt_token_ids": [1, 2.0]}', "holds 2.0"),
-        ('{"prompt_token_ids": [true]}', "holds true"),
+        ('{"prompt_token_ids": [1, -2]}', "contains -2, which is not a token id"),
+        ('{"prompt_token_ids": [1, 2.0]}', "contains 2.0"),
+        ('{"prompt_token_ids": [true]}', "contains true"),
         ('{"messages": []}', "messages must be a list of messages, found []"),
-        ('{"messages": [{"role": "user"}]}', "a message needs content, text or a list of parts"),
+        ('{"messages": [{"role": "user"}]}', "a message needs content (text or a list of parts)"),
         ('{"messages": [{"role": "user", "content": 3}]}', "a message needs content"),
         ('{"messages": [{"role": "user", "content": []}]}', "a message needs content"),
         ('{"messages": [{"role": "assistant", "tool_calls": []}]}', "a message needs content"),
         ('{"messages": [{"role": 1, "content": "a"}]}', "a message is an object with a role"),
         ('{"messages": ["hello"]}', "a message is an object with a role"),
-        (r'{"prompt": "a", "id": "\ud800"}', r"holds '\ud800', which is no character"),
-        (r'"\udfff"', r"holds '\udfff'"),
-        (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', r"holds '\ud83d'"),
-        (r'{"prompt": "a", "\ud800": 1}', r"holds '\ud800'"),
+        (r'{"prompt": "a", "id": "\ud800"}', r"contains '\ud800', a lone surrogate"),
+        (r'"\udfff"', r"contains '\udfff'"),
+        (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', r"contains '\ud83d'"),
+        (r'{"prompt": "a", "\ud800": 1}', r"contains '\ud800'"),
         ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
-        ('{"prompt_token_ids": [NaN]}', "holds NaN"),
-        ('{"prompt_token_ids": [Infinity]}', "holds Infinity"),
+        ('{"prompt_token_ids": [NaN]}', "contains NaN"),
+        ('{"prompt_token_ids": [Infinity]}', "contains Infinity"),
         ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "integer string"),
         ('{"prompt": null}', "prompt must be a string, found null"),
         ('{"prompt": ["a"]}', "prompt must be a string"),
@@ -155,7 +155,7 @@ def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "\n  \n"])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(InvalidRequestError, match="holds no prompt"):
+    with pytest.raises(InvalidRequestError, match="contains no prompts"):
         read_prompts(written(tmp_path, content))
 
 
@@ -217,7 +217,7 @@ def test_a_binary_file_is_refused_by_line(tmp_path: Path) -> None:
 
 
 def test_a_nul_in_a_text_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"line 2: holds a NUL"):
+    with pytest.raises(InvalidRequestError, match=r"line 2: contains a NUL"):
         read_prompts(written(tmp_path, b"one\ntw\0o\n", "prompts.txt"))
 
 
@@ -235,7 +235,7 @@ def test_line_ends_of_other_systems(tmp_path: Path, name: str) -> None:
         ("x" * 5000, "File name too long"),
         ("/dev/zero", "a line of 64 MiB or more"),
         ("~nosuchuser/x", "No such file"),
-        ("/dev/null", "holds no prompt"),
+        ("/dev/null", "contains no prompts"),
     ],
     ids=lambda text: text[:20],
 )

@@ -75,7 +75,7 @@ def test_what_was_done_is_kept_and_resume_does_the_rest(
 ) -> None:
     first = run(FakeEngine(interrupt_after=2, interruption=error), prompts, target)
     assert first.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 1)
-    assert f"2 of 4 results are in {target}; --resume goes on after them" in first.stderr
+    assert f"2 of 4 results are in {target}; --resume computes the others" in first.stderr
     assert "new tokens" in first.stderr
     before = target.read_bytes()
     assert indices(target) == [3, 2]
@@ -85,7 +85,7 @@ def test_what_was_done_is_kept_and_resume_does_the_rest(
     assert engine.seen == WORDS[:2]
     assert target.read_bytes().startswith(before)
     assert indices(target) == [3, 2, 1, 0]
-    assert f"4 results in {target}, 2 of them from before" in second.stderr
+    assert f"4 results in {target}, 2 of them from an earlier run" in second.stderr
 
 
 def test_when_all_is_there_no_engine_is_opened(prompts: Path, target: Path) -> None:
@@ -134,7 +134,7 @@ def refused(engine: FakeEngine, *arguments: Any) -> str:
 
 def test_a_file_that_holds_something_is_not_touched(prompts: Path, target: Path) -> None:
     target.write_text("years of work")
-    assert "holds something already" in refused(FakeEngine(), prompts, target)
+    assert "is not empty" in refused(FakeEngine(), prompts, target)
     assert target.read_text() == "years of work"
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_is_of_something_else_is_not_touched(
     prompts: Path, target: Path, content: str
 ) -> None:
     target.write_text(content)
-    assert f"{target}, line 1 is not of this run" in refused(
+    assert f"{target}, line 1 does not belong to this run" in refused(
         FakeEngine(), prompts, target, "--resume"
     )
     assert target.read_text() == content
@@ -186,7 +186,7 @@ def test_results_under_other_circumstances_are_not_mixed(
 ) -> None:
     run(FakeEngine(interrupt_after=1), prompts, target)
     before = target.read_bytes()
-    assert "sampling parameters were others" in refused(
+    assert "sampling parameters were different" in refused(
         FakeEngine(), prompts, target, "--resume", *change
     )
     assert target.read_bytes() == before
@@ -224,7 +224,7 @@ def test_draws_do_not_depend_on_what_is_left(prompts: Path, target: Path) -> Non
 def test_a_prompt_that_failed_is_said_and_tried_again(prompts: Path, target: Path) -> None:
     first = run(FakeEngine(failing={1}), prompts, target)
     assert first.exit_code == 1
-    assert "prompt 2 failed: no room" in first.stderr
+    assert "prompt 2 failed: pool full" in first.stderr
     assert indices(target) == [3, 2, 0]
     engine = FakeEngine()
     assert run(engine, prompts, target, "--resume").exit_code == 0
@@ -306,21 +306,21 @@ def test_a_pipe_takes_results(prompts: Path, tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-@pytest.mark.parametrize(("one", "other"), [("--output", "--record"), ("--file", "--output")])
-def test_two_options_never_name_the_same_file(prompts: Path, one: str, other: str) -> None:
+@pytest.mark.parametrize(("first", "second"), [("--output", "--record"), ("--file", "--output")])
+def test_two_options_never_name_the_same_file(prompts: Path, first: str, second: str) -> None:
     before = prompts.read_bytes()
     alias = prompts.parent / "." / prompts.name
     engine = FakeEngine()
-    arguments = ["generate", "hi", one, str(prompts), other, str(alias)]
+    arguments = ["generate", "hi", first, str(prompts), second, str(alias)]
     result = CliRunner().invoke(app, arguments, obj=engine.open)
-    assert result.exit_code == 2 and f"{one} and {other} are the same file" in result.stderr
+    assert result.exit_code == 2 and f"{first} and {second} are the same file" in result.stderr
     assert engine.settings is None and prompts.read_bytes() == before
 
 
 def test_a_recording_replaces_no_other_file(prompts: Path) -> None:
     arguments = ["generate", "hi", "--record"]
     result = CliRunner().invoke(app, [*arguments, str(prompts)], obj=FakeEngine().open)
-    assert result.exit_code == 2 and "is no recording" in result.stderr
+    assert result.exit_code == 2 and "is not a recording" in result.stderr
     assert prompts.read_text().splitlines() == WORDS
 
 

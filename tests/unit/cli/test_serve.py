@@ -28,7 +28,7 @@ def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
         ("--host no.such.host.invalid", "cannot listen on host='no.such.host.invalid'"),
         ("--uds /no/such/folder/socket", "cannot listen on uds='/no/such/folder/socket'"),
         ("--ssl-keyfile x", "belong together"),
-        ("--host 0.0.0.0", "host='0.0.0.0' lets other machines in"),
+        ("--host 0.0.0.0", "host='0.0.0.0' is reachable from other machines"),
         ("--host :: --port 0", "--insecure"),
         ("--max-num-waiting 0", "max_num_waiting=0"),
     ],

@@ -1,4 +1,4 @@
-"""What the command line is connected to: terminals, pipes, full disks, odd encodings, nothing."""
+"""The command line on terminals, pipes, full disks, odd encodings, and without streams."""
 
 import fcntl
 import json
@@ -76,7 +76,7 @@ def run(
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """A command in a new terminal."""
 
     def __init__(self, *arguments: str, columns: int = 80, **settings: object) -> None:
         words = settings.pop("words", WORDS)
@@ -249,7 +249,7 @@ def test_bytes_in_a_prompt_that_are_no_text() -> None:
     line = [*command("generate"), b"caf\xe9"]
     done = subprocess.run(line, capture_output=True, check=False, env=environment(), cwd=ROOT)
     assert done.returncode == 2
-    assert b"error: prompt 1 holds '\\udce9'" in done.stderr
+    assert b"error: prompt 1 contains '\\udce9'" in done.stderr
 
 
 def chat(*typed: bytes) -> subprocess.CompletedProcess[bytes]:
@@ -269,7 +269,7 @@ def test_a_line_of_a_chat_that_is_no_text_is_refused_alone() -> None:
     assert done.returncode == 0
     no_traceback(done.stderr)
     assert done.stdout == b"The answer.\n"
-    assert b"which is no character" in done.stderr
+    assert b"a lone surrogate" in done.stderr
 
 
 def test_a_megabyte_and_nuls_in_a_chat() -> None:
@@ -327,7 +327,7 @@ exec "$@"
 
 
 def test_a_disk_that_fills_keeps_what_was_whole(tmp_path: Path) -> None:
-    """A small one, in a mount namespace of its own."""
+    """A small one, in a new mount namespace."""
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"prompt {at}\n" for at in range(200)))
     target = tmp_path / "disk"
@@ -349,7 +349,7 @@ def test_a_disk_that_fills_keeps_what_was_whole(tmp_path: Path) -> None:
     assert b"No space left on device" in line
     whole = done.stdout.split(b"\n")[:-1]
     assert len(whole) > 5
-    assert len({json.loads(one)["index"] for one in whole}) == len(whole)
+    assert len({json.loads(line)["index"] for line in whole}) == len(whole)
     assert f"{len(whole)} of 200 results are in".encode() in done.stderr
 
 

@@ -46,9 +46,9 @@ def test_what_happened_is_printed(file: Path) -> None:
     assert (shown["sequence"], shown["commit"], shown["free"]) == ("4", "4", "62")
     assert (shown["prompt tokens"], shown["prompt tokens cached"]) == ("40", "24")
     assert (shown["hit rate"], shown["tokens computed"]) == ("60.0%", "16")
-    assert (shown["idle"], shown["blocks merged"], shown["contents evicted"]) == ("2", "0", "0")
+    assert (shown["idle"], shown["blocks merged"], shown["blocks evicted"]) == ("2", "0", "0")
     assert float(shown["seconds"]) < 10
-    assert result.stdout.endswith("20 operations, all answered as recorded\n")
+    assert result.stdout.endswith("20 operations, all results as recorded\n")
 
 
 def test_a_recording_of_nothing(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_recording_of_nothing(tmp_path: Path) -> None:
     manager.stop_recording()
     result = run(tmp_path / "empty")
     assert result.exit_code == 0, result.output
-    assert result.stdout.endswith("0 operations, all answered as recorded\n")
+    assert result.stdout.endswith("0 operations, all results as recorded\n")
 
 
 def test_a_recording_without_an_end_says_so(file: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_recording_without_an_end_says_so(file: Path) -> None:
     results = (_cut(file, whole[:size]) for size in sizes)
     result = next(result for result in results if result.exit_code == 0)
     assert "20 operations" in result.stdout
-    assert "not ended by stop_recording()" in result.stdout
+    assert "not closed by stop_recording()" in result.stdout
 
 
 def _cut(file: Path, data: bytes) -> Result:
@@ -93,7 +93,7 @@ def test_where_recording_and_this_version_part(file: Path, monkeypatch: pytest.M
     result = run(file)
     assert result.exit_code == 1
     assert result.stderr == (
-        "operation 7 is answered otherwise\n"
+        "operation 7 returned a different result\n"
         "  call      trim(sequence=3, num_tokens=9)\n"
         "  recorded  2\n"
         "  obtained  refused, this sequence was freed; make a new one\n"
@@ -167,7 +167,7 @@ def test_a_huge_file_takes_no_memory_of_its_size(tmp_path: Path, start: bytes) -
     huge = tmp_path / "huge"
     with huge.open("wb") as out:
         out.write(start)
-        out.truncate(64 << 30)  # of zeros that take no room on the disk
+        out.truncate(64 << 30)  # sparse: zeros that use no disk space
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert run(huge).exit_code == 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB

@@ -50,7 +50,7 @@ def replayed(file: Path) -> Result:
 def is_refused_in_a_sentence(file: Path, result: Result) -> bool:
     """Status 2 and one line that names the file; or the file was whole up to where it was cut."""
     if result.exit_code == 0:
-        return "all answered as recorded" in result.stdout
+        return "all results as recorded" in result.stdout
     lines = result.stderr.splitlines()
     return (
         (result.exit_code, result.stdout, len(lines)) == (2, "", 1)
@@ -110,7 +110,7 @@ main()
 
 
 def replayed_within(mebibytes: int, file: Path) -> str:
-    """What a process that may take so much memory more says of the file, refused with status 2."""
+    """The error for a file in a process with limited further memory, with status 2."""
     arguments = [str(mebibytes), "trace", "replay", str(file)]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *arguments],

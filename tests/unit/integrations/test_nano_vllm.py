@@ -140,7 +140,7 @@ def test_a_look_up_that_leads_to_nothing_holds_nothing() -> None:
     assert manager.can_allocate(waits) == 2
     assert manager.can_append(runs)
     assert held(manager) == 0
-    with pytest.raises(RuntimeError, match="without can_allocate"):
+    with pytest.raises(RuntimeError, match="call can_allocate before"):
         manager.allocate(waits, 2)
 
 
@@ -171,5 +171,5 @@ def test_preempted_with_output_and_resumed() -> None:
 
 
 def test_blocks_of_one_token_are_refused() -> None:
-    with pytest.raises(ValueError, match="block_size is 1; it must be 2"):
+    with pytest.raises(ValueError, match="block_size=1: it must be at least 2"):
         BlockManager(8, 1)

@@ -334,7 +334,7 @@ def test_a_look_up_of_another_time() -> None:
     manager.free(first), manager.free(second)
     found, hit, _ = manager.get_computed_blocks(third)
     assert manager.reset_prefix_cache()
-    with pytest.raises(RuntimeError, match="told of 7 cached tokens, of which 0 are left"):
+    with pytest.raises(RuntimeError, match="had 7 cached tokens at look-up and has 0 now"):
         manager.allocate_slots(third, 1, hit, found)
     assert manager.allocate_slots(third, 8) is not None
     manager.free(third)

@@ -128,7 +128,7 @@ def test_another_version_keeps_its_manager(
     plugin.register()
     assert vllm.KVCacheManager is OwnManager
     assert caplog.messages == [
-        f"pyengine's block manager is for vLLM 0.32.x, this is {version}: vLLM's own is used"
+        f"pyengine's block manager supports vLLM 0.32.x, not {version}: using vLLM's own"
     ]
 
 
@@ -153,7 +153,8 @@ def test_out_of_scope_it_is_vllms_and_the_log_says_why(
     assert scheduler.kv_cache_manager.settings["max_model_len"] == 100
     [line] = caplog.messages
     assert line == (
-        "pyengine's block manager is not used: the connector NixlConnector reads vLLM's own blocks"
+        "using vLLM's block manager, not pyengine's: "
+        "the connector NixlConnector reads vLLM's own blocks"
     )
     assert sys.modules["vllm.v1.engine.core"].get_request_block_hasher(16, hash) == "a hasher"
     assert isinstance(vllm.Scheduler(engine_config()).kv_cache_manager, KVCacheManager)
@@ -165,11 +166,11 @@ IN_SCOPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"enable_caching": False}, {}),
 ]
 OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("of 2 groups", {"groups": 2}, {}),
+    ("2 groups of layers", {"groups": 2}, {}),
     ("MambaSpec", {"spec": MambaSpec()}, {}),
     ("sliding_window is 8", {"spec": FullAttentionSpec(sliding_window=8)}, {}),
     ("attention_chunk_size", {"spec": FullAttentionSpec(attention_chunk_size=8)}, {}),
-    ("what is to come", {"spec": FullAttentionSpec(non_causal=True)}, {}),
+    ("not causal", {"spec": FullAttentionSpec(non_causal=True)}, {}),
     ("several sizes", {"hash_block_size": 2}, {}),
     ("several sizes", {"spec": FullAttentionSpec(block_size=8)}, {}),
     (
@@ -185,7 +186,7 @@ OUT_OF_SCOPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("HiSparse", {"host": 5}, {}),
     ("prefix_cache_retention_interval", {"retention": 64}, {}),
     ("pooling", {}, {"model": {"runner_type": "pooling"}}),
-    ("encoder and a decoder", {}, {"model": {"is_encoder_decoder": True}}),
+    ("an encoder", {}, {"model": {"is_encoder_decoder": True}}),
     ("diffusion", {}, {"model": {"is_diffusion": True}}),
     ("prefill_context_parallel_size", {}, {"pcp": 2}),
 ]

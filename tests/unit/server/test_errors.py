@@ -1,4 +1,4 @@
-"""What goes wrong has the status that fits, OpenAI's shape, and a way out; then all is well."""
+"""Errors have the right status, OpenAI's format and a remedy, and the server keeps working."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ def all_is_well_afterwards(client: Client) -> Any:
         ("temperatur", "temperature"),
         ("messages", "/v1/chat/completions"),
         ("xyzzy", "leave it out"),
-        ("chat_template", "not taken from requests"),
+        ("chat_template", "the model's template"),
         ("extra_body", "as fields"),
     ],
 )
@@ -61,14 +61,14 @@ def test_an_unknown_field_within_another_is_named(client: Client) -> None:
         ({"stop": "x" * 1025}, "stop", "at most 1024 character"),
         ({"stop_token_ids": [-1]}, None, "stop_token_ids=-1"),
         ({"min_tokens": 5}, None, "min_tokens=5"),
-        ({"prompt": []}, "prompt", "none of them empty"),
-        ({"prompt": [[]]}, "prompt", "none of them empty"),
-        ({"prompt": [5, "x"]}, "prompt", "none of them empty"),
-        ({"prompt": 7}, "prompt", "none of them empty"),
+        ({"prompt": []}, "prompt", "none may be empty"),
+        ({"prompt": [[]]}, "prompt", "none may be empty"),
+        ({"prompt": [5, "x"]}, "prompt", "none may be empty"),
+        ({"prompt": 7}, "prompt", "none may be empty"),
         ({"prompt": None}, "prompt", "prompt is missing"),
         ({"logit_bias": {"05": 1, "5": 2}}, "logit_bias", "token ids"),
         ({"logit_bias": {"9" * 5000: 2}}, "logit_bias", "token ids"),
-        ({"prompt": {"a": 1}}, "prompt", "none of them empty"),
+        ({"prompt": {"a": 1}}, "prompt", "none may be empty"),
         ({"prompt": ""}, None, "empty"),
         ({"prompt": [999999]}, None, "outside the vocabulary"),
         ({"prompt": [2**80]}, None, "outside of any vocabulary"),
@@ -79,7 +79,7 @@ def test_an_unknown_field_within_another_is_named(client: Client) -> None:
         ({"request_id": "a\nb"}, "request_id", "pattern"),
         ({"request_id": ""}, "request_id", "pattern"),
         ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
-        ({"model": "gpt-9"}, "model", "not served"),
+        ({"model": "gpt-9"}, "model", "unknown model"),
         ({"truncate_prompt_tokens": 0}, None, "truncate_prompt_tokens=0"),
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, dict) else None,
@@ -97,16 +97,16 @@ def test_a_value_that_cannot_be_served_is_named(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no JSON object"),
-        (b"{", "no JSON"),
-        (b"[]", "no JSON object"),
-        (b"7", "no JSON object"),
-        (b'"x"', "no JSON object"),
-        (b'{"prompt": [5], "temperature": NaN}', "no JSON"),
-        (b'{"prompt": "\\ud800"}', "no JSON"),
-        (b'{"prompt": "\xff"}', "no JSON"),
+        (b"", "not a JSON object"),
+        (b"{", "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b"7", "not a JSON object"),
+        (b'"x"', "not a JSON object"),
+        (b'{"prompt": [5], "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
         (b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}", "recursion limit"),
-        (b'{"prompt": ' + b"9" * 10_000 + b"}", "no JSON"),
+        (b'{"prompt": ' + b"9" * 10_000 + b"}", "not valid JSON"),
         (b"{}", "prompt is missing"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -116,7 +116,7 @@ def test_a_body_that_is_none(content: bytes, words: str, client: Client) -> None
 
 
 def test_a_form_is_no_json(client: Client) -> None:
-    response = client.run(lambda one: one.post(COMPLETIONS, data={"prompt": "x"}))
+    response = client.run(lambda http: http.post(COMPLETIONS, data={"prompt": "x"}))
     assert "content-type: application/json" in error_of(response)["message"]
 
 

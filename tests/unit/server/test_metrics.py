@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pyengine.engine.core import StepResult
 from pyengine.outputs import RequestOutput
 from pyengine.sampling_params import SamplingParams
-from pyengine.server.metrics import EngineMetrics, metrics_router, one_two_five
+from pyengine.server.histograms import one_two_five
+from pyengine.server.metrics import EngineMetrics, metrics_router
 from tests.support.callers import FakeModel
 from tests.support.docs import ROOT
 from tests.support.drafters import MixedDrafter, speculate
@@ -55,7 +56,7 @@ LABELS = {"model_name": "tiny", "engine": "0"}
 
 
 class Scraped:
-    """What an engine shows, by name and labels."""
+    """Metrics of an engine, by name and labels."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         app = FastAPI()
@@ -65,18 +66,18 @@ class Scraped:
         assert answer.headers["content-type"].startswith("text/plain; version=")
         self.text = answer.text
         self.families = list(text_string_to_metric_families(answer.text))
-        self.samples = [one for family in self.families for one in family.samples]
+        self.samples = [sample for family in self.families for sample in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
         [found] = [
-            one.value
-            for one in self.samples
-            if one.name == name and one.labels == {**LABELS, **labels}
+            sample.value
+            for sample in self.samples
+            if sample.name == name and sample.labels == {**LABELS, **labels}
         ]
         return float(found)
 
     def bounds(self, name: str) -> list[str]:
-        return [one.labels["le"] for one in self.samples if one.name == f"{name}_bucket"]
+        return [sample.labels["le"] for sample in self.samples if sample.name == f"{name}_bucket"]
 
 
 class Run:
@@ -95,7 +96,7 @@ class Run:
 
     def tokens(self) -> list[int]:
         """Of each sample."""
-        several = [one.outputs for one in self.outputs.values()]
+        several = [output.outputs for output in self.outputs.values()]
         return [len(sample.token_ids) for samples in several for sample in samples]
 
 
@@ -107,18 +108,18 @@ def depth(request: pytest.FixtureRequest) -> int:
 def agree(run: Run, scraped: Scraped) -> None:
     """The figures of requests that have all ended are those of their outputs."""
     outputs, lengths = list(run.outputs.values()), run.tokens()
-    begun = [one for one in outputs if one.metrics.first_token_time is not None]
-    computed = [*begun, *(one for one in outputs if one.request_id == "none")]
+    begun = [output for output in outputs if output.metrics.first_token_time is not None]
+    computed = [*begun, *(output for output in outputs if output.request_id == "none")]
     stats = run.bench.engine.stats()
     expected = {
         "vllm:generation_tokens_total": sum(lengths),
         "vllm:inter_token_latency_seconds_count": sum(length - 1 for length in lengths if length),
         "vllm:time_to_first_token_seconds_count": len(begun),
-        "vllm:prompt_tokens_total": sum(len(one.prompt_token_ids) for one in computed),
-        "vllm:prompt_tokens_cached_total": sum(one.num_cached_tokens for one in computed),
+        "vllm:prompt_tokens_total": sum(len(output.prompt_token_ids) for output in computed),
+        "vllm:prompt_tokens_cached_total": sum(output.num_cached_tokens for output in computed),
         "vllm:e2e_request_latency_seconds_count": len(outputs),
         "vllm:request_prefill_time_seconds_count": len(begun),
-        "vllm:request_prompt_tokens_sum": sum(len(one.prompt_token_ids) for one in outputs),
+        "vllm:request_prompt_tokens_sum": sum(len(output.prompt_token_ids) for output in outputs),
         "vllm:request_generation_tokens_sum": sum(lengths),
         "vllm:num_preemptions_total": stats.num_preemptions,
         "vllm:iteration_tokens_total_sum": stats.counters["computed_tokens"],
@@ -131,13 +132,15 @@ def agree(run: Run, scraped: Scraped) -> None:
         "pyengine:kv_merged_blocks_total": stats.counters["merged_blocks"],
     }
     assert {name: scraped.value(name) for name in expected} == expected
-    reasons = Counter(max(o.finish_reason or "" for o in one.outputs) for one in outputs)
+    reasons = Counter(max(o.finish_reason or "" for o in output.outputs) for output in outputs)
     ends = {
         reason: scraped.value("vllm:request_success_total", finished_reason=reason)
         for reason in ("stop", "length", "abort", "error")
     }
     assert ends == {reason: reasons[reason] for reason in ends}
-    first = sum((one.metrics.first_token_time or 0) - one.metrics.arrival_time for one in begun)
+    first = sum(
+        (output.metrics.first_token_time or 0) - output.metrics.arrival_time for output in begun
+    )
     assert scraped.value("vllm:time_to_first_token_seconds_sum") == pytest.approx(first)
 
 
@@ -151,13 +154,13 @@ def test_names_labels_and_buckets_are_those_of_vllm(monkeypatch: pytest.MonkeyPa
         scraped.value(f"vllm:{name}_total")
     for name, bounds in BUCKETS.items():
         found = scraped.bounds(f"vllm:{name}")
-        assert [float(bound) for bound in found[:-1]] == [float(one) for one in bounds.split()]
+        assert [float(bound) for bound in found[:-1]] == [float(bound) for bound in bounds.split()]
         assert found[-1] == "+Inf"
     types = {family.name: family.type for family in scraped.families}
     assert types["vllm:cache_config_info"] == "gauge"
     assert types["vllm:request_success"] == "counter"
-    ours = [one for one in scraped.samples if one.name.startswith(("vllm:", "pyengine:"))]
-    assert all(one.labels.items() >= LABELS.items() for one in ours)
+    ours = [sample for sample in scraped.samples if sample.name.startswith(("vllm:", "pyengine:"))]
+    assert all(sample.labels.items() >= LABELS.items() for sample in ours)
     assert "process_resident_memory_bytes" in types
 
 
@@ -208,7 +211,9 @@ def test_aborted_requests_count_what_they_got(monkeypatch: pytest.MonkeyPatch, d
     run.bench.submit({str(at): [at, 7, 8] for at in range(8)}, long)
     for _ in range(9):
         run.bench.step()
-    run.outputs |= {one.request_id: one for one in run.bench.abort(["1", "6"])}  # runs, waits
+    run.outputs |= {
+        output.request_id: output for output in run.bench.abort(["1", "6"])
+    }  # runs, waits
     for name in run.outputs:
         del run.bench.states[name]
     scraped = run.finish()
@@ -227,8 +232,8 @@ def test_preempted_requests_are_counted_once(monkeypatch: pytest.MonkeyPatch, de
     # A sample that waited for its blocks waited for its next token, too.
     gaps = scraped.value("vllm:inter_token_latency_seconds_sum")
     ends = sum(
-        (one.metrics.finished_time or 0) - (one.metrics.first_token_time or 0)
-        for one in run.outputs.values()
+        (output.metrics.finished_time or 0) - (output.metrics.first_token_time or 0)
+        for output in run.outputs.values()
     )
     assert gaps == pytest.approx(ends, rel=0.2)
 
@@ -266,7 +271,7 @@ def test_two_callers_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> No
         async with model.async_engine() as engine:
             metrics = EngineMetrics(engine, model_name="tiny")
             prompts = [[at, 5, 6] for at in range(20)]
-            return metrics, await asyncio.gather(*(last(engine, one) for one in prompts))
+            return metrics, await asyncio.gather(*(last(engine, prompt) for prompt in prompts))
 
     metrics, outputs = asyncio.run(main())
     scraped = Scraped(metrics)
@@ -308,8 +313,8 @@ def queries() -> Iterator[str]:
 def test_every_query_of_the_board_finds_its_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.bench.submit({"one": [1, 2, 3]})
-    there = {one.name for one in run.finish().samples}
-    asked = [name for one in queries() for name in re.findall(r"\b(?:vllm|pyengine):\w+", one)]
+    there = {sample.name for sample in run.finish().samples}
+    asked = [name for query in queries() for name in re.findall(r"\b(?:vllm|pyengine):\w+", query)]
     assert len(asked) >= 20
     assert set(asked) <= there
 

@@ -1,4 +1,4 @@
-"""What the page is sent agrees with the pool, block by block, and gives nothing away."""
+"""Frames agree with the pool, block by block, and reveal no namespaces."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ from pyengine.engine.prompts import Prompt
 from pyengine.engine.stats import EngineView
 from pyengine.kv_cache import BlockManager
 from pyengine.sampling_params import SamplingParams
-from pyengine.server.dashboard.frames import MOST_NAMESPACES, FrameMaker, Tree
+from pyengine.server.dashboard.frames import MAX_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, add_request, make_bench
 
 STATES = ["free", "idle", "active", "leased"]
@@ -26,7 +26,7 @@ class Shown:
         self.text = FrameMaker({"model": "tiny"}, **settings).frame(view)
         self.message = json.loads(self.text)
         flat = zlib.decompress(base64.b64decode(self.message["blocks"]))
-        n = sum(self.message["ledger"].values())
+        n = sum(self.message["usage"].values())
         assert len(flat) == 11 * n
         wide = np.frombuffer(flat, "<u2", 4 * n).reshape(4, n)
         narrow = np.frombuffer(flat, np.uint8, 3 * n, 8 * n).reshape(3, n)
@@ -50,7 +50,7 @@ def test_columns_are_those_of_the_manager() -> None:
     bench.submit({str(at): [*common, at, 50, 51, 52] for at in range(3)}, LONG)
     bench.submit({"gone": [60, 61, 62, 63, 64]}, SamplingParams(temperature=0, max_tokens=1))
     shown, manager = Shown(decoded(bench)), bench.manager
-    assert shown.message["ledger"] == {name: getattr(manager.ledger(), name) for name in STATES}
+    assert shown.message["usage"] == {name: getattr(manager.ledger(), name) for name in STATES}
     for block in range(40):
         assert STATES[shown.states[block]] == manager.state(block)
         assert shown.refs[block] == manager.refs(block)
@@ -78,10 +78,10 @@ def test_the_tree_is_cut_where_prefixes_part() -> None:
 
 def naive_pieces(manager: BlockManager) -> dict[int, int]:
     """Of each block with a content the contents before it, going up branch by branch."""
-    survey = manager.survey()
+    pool = manager.survey()
     branches, rows, parents, behind = (
         np.frombuffer(each, np.uint32).tolist()
-        for each in (survey.branches, survey.rows, survey.parents, survey.behind)
+        for each in (pool.branches, pool.rows, pool.parents, pool.behind)
     )
     found = {}
     for block, branch in enumerate(branches):
@@ -99,7 +99,7 @@ def test_any_tree_is_cut_right(seed: int) -> None:
     random = np.random.default_rng(seed)
     bench = make_bench(num_blocks=50, block_size=2, max_num_seqs=8)
     for at in range(30):
-        tokens = [3 + int(one) for one in random.integers(0, 2, random.integers(2, 14))]
+        tokens = [3 + int(value) for value in random.integers(0, 2, random.integers(2, 14))]
         namespace = bytes([int(random.integers(0, 3))])
         add_request(bench.engine, str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
         bench.step()
@@ -128,7 +128,7 @@ def test_a_large_tree_is_shown_in_part_and_nothing_is_lost() -> None:
         add_request(bench.engine, str(at), Prompt(token_ids=tokens), LONG)
     frame = Shown(decoded(bench))
     assert len(frame.tree) <= 255
-    held = len([one for one in frame.spaces if one])
+    held = len([space for space in frame.spaces if space])
     shown, hidden = sum(node[4] for node in frame.tree), sum(node[7] for node in frame.tree)
     assert shown + hidden + frame.message["hidden"][1] == held
     assert hidden > 0
@@ -143,16 +143,16 @@ def test_an_empty_pool_has_a_frame() -> None:
 
 def test_namespaces_go_by_digests_and_the_many_share_one() -> None:
     bench = make_bench(num_blocks=200)
-    for at in range(MOST_NAMESPACES + 3):
+    for at in range(MAX_NAMESPACES + 3):
         prompt = Prompt(token_ids=[*range(3, 3 + 4 * (at + 1)), 90], namespace=b"secret%d" % at)
         add_request(bench.engine, str(at), prompt, LONG)
     frame = Shown(decoded(bench))
     spaces = frame.message["spaces"]
-    assert [one["blocks"] for one in spaces] == [11, 10, 9, 8, 7, 6, 5, 4, 6]
+    assert [space["blocks"] for space in spaces] == [11, 10, 9, 8, 7, 6, 5, 4, 6]
     assert spaces[-1]["name"] == "3 others"
     assert "secret" not in frame.text
     assert frame.spaces.count(1) == 11
-    names = [one["name"] for one in spaces]
+    names = [space["name"] for space in spaces]
     assert len(set(names)) == len(names)
 
 

@@ -1,4 +1,4 @@
-"""The stream behind /kv: nothing is computed for nobody, and little for many."""
+"""The stream of /kv: no work without viewers, and shared work for many."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from pyengine.async_engine import AsyncEngine
 from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard import page as page_module
-from pyengine.server.dashboard.page import PoolWatch, page_router
+from pyengine.server.dashboard.page import EngineBroadcaster, page_router
 from pyengine.server.errors import handle_errors
 from tests.support.callers import FakeModel
 from tests.support.serving import error_of
@@ -40,18 +40,18 @@ def test_nothing_is_computed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) 
 
     async def main() -> None:
         async with model.async_engine() as engine:
-            watch = PoolWatch(engine, model_name="tiny")
+            broadcaster = EngineBroadcaster(engine, model_name="tiny")
             await exhausted(engine.generate([3, 4, 5], LONG))
-            assert watch.num_looks == 0
-            stream = watch.stream()
+            assert broadcaster.num_polls == 0
+            stream = broadcaster.stream()
             frame = await next_frame(stream)
-            assert frame["ledger"]["idle"] > 0
+            assert frame["usage"]["idle"] > 0
             assert frame["about"]["model"] == "tiny"
             await stream.aclose()  # type: ignore[attr-defined]
-            await asyncio.sleep(2 * page_module.LOOKS_EVERY)
-            looks = watch.num_looks
-            await asyncio.sleep(3 * page_module.LOOKS_EVERY)
-            assert watch.num_looks == looks
+            await asyncio.sleep(2 * page_module.FRAME_SECONDS)
+            polls = broadcaster.num_polls
+            await asyncio.sleep(3 * page_module.FRAME_SECONDS)
+            assert broadcaster.num_polls == polls
 
     asyncio.run(main())
 
@@ -63,18 +63,18 @@ def test_several_share_a_look_and_there_are_four_a_second(
 
     async def main() -> None:
         async with model.async_engine() as engine:
-            watch = PoolWatch(engine, model_name="tiny")
+            broadcaster = EngineBroadcaster(engine, model_name="tiny")
             busy = [
                 asyncio.create_task(exhausted(engine.generate([3, at], LONG))) for at in range(16)
             ]
-            streams = [watch.stream() for _ in range(5)]
+            streams = [broadcaster.stream() for _ in range(5)]
             start = monotonic()
             for _ in range(4):
                 frames = [await next_frame(stream) for stream in streams]
                 assert len({frame["time"] for frame in frames}) <= 2
                 await exhausted_if_done(busy, engine)
             span = monotonic() - start
-            assert watch.num_looks <= 2 + span / page_module.LOOKS_EVERY
+            assert broadcaster.num_polls <= 2 + span / page_module.FRAME_SECONDS
             for stream in streams:
                 await stream.aclose()  # type: ignore[attr-defined]
             await asyncio.gather(*busy)
@@ -89,12 +89,12 @@ async def exhausted_if_done(busy: list[asyncio.Task[None]], engine: AsyncEngine)
 
 
 def test_a_stream_without_news_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_module, "SAYS_NOTHING_FOR", 0.3)
+    monkeypatch.setattr(page_module, "HEARTBEAT_SECONDS", 0.3)
     model = FakeModel(monkeypatch)
 
     async def main() -> None:
         async with model.async_engine() as engine:
-            stream = PoolWatch(engine, model_name="tiny").stream()
+            stream = EngineBroadcaster(engine, model_name="tiny").stream()
             events = [await anext(stream) for _ in range(4)]
             assert events[0].startswith("retry:") and events[1].startswith("event: pool")
             assert events[2] == events[3] == ": nothing new\n\n"
@@ -108,11 +108,11 @@ def test_who_comes_later_gets_a_frame_at_once(monkeypatch: pytest.MonkeyPatch) -
 
     async def main() -> None:
         async with model.async_engine() as engine:
-            watch = PoolWatch(engine, model_name="tiny")
-            first = watch.stream()
+            broadcaster = EngineBroadcaster(engine, model_name="tiny")
+            first = broadcaster.stream()
             await next_frame(first)
             start = monotonic()
-            second = watch.stream()
+            second = broadcaster.stream()
             await next_frame(second)
             assert monotonic() - start < 0.2
             for stream in (first, second):
@@ -126,12 +126,12 @@ def test_a_server_that_stops_ends_the_streams(monkeypatch: pytest.MonkeyPatch) -
 
     async def main() -> None:
         async with model.async_engine() as engine:
-            watch = PoolWatch(engine, model_name="tiny")
-            stream = watch.stream()
+            broadcaster = EngineBroadcaster(engine, model_name="tiny")
+            stream = broadcaster.stream()
             await next_frame(stream)
             rest = asyncio.create_task(exhausted(stream))
             await asyncio.sleep(0.05)
-            await watch.close()
+            await broadcaster.close()
             await asyncio.wait_for(rest, 1)
 
     asyncio.run(main())
@@ -142,10 +142,10 @@ def test_a_look_that_fails_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def main() -> None:
         async with model.async_engine() as engine:
-            watch = PoolWatch(engine, model_name="tiny")
-            monkeypatch.setattr(watch, "_frames", None)
+            broadcaster = EngineBroadcaster(engine, model_name="tiny")
+            monkeypatch.setattr(broadcaster, "_frames", None)
             with pytest.raises(AttributeError):
-                await next_frame(watch.stream())
+                await next_frame(broadcaster.stream())
 
     asyncio.run(main())
 
@@ -155,9 +155,9 @@ def test_the_page_is_there_without_data_and_guards_itself(
 ) -> None:
     model = FakeModel(monkeypatch)
     with model.async_engine() as engine:
-        watch = PoolWatch(engine, model_name="tiny")
+        broadcaster = EngineBroadcaster(engine, model_name="tiny")
         app = FastAPI()
-        app.include_router(page_router(lambda _: watch))
+        app.include_router(page_router(lambda _: broadcaster))
         handle_errors(app)
         client = TestClient(app)
         answer = client.get("/kv")
@@ -166,6 +166,6 @@ def test_the_page_is_there_without_data_and_guards_itself(
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in answer.text
-        assert watch.num_looks == 0
-        monkeypatch.setattr(page_module, "MOST_WATCHERS", 0)
+        assert broadcaster.num_polls == 0
+        monkeypatch.setattr(page_module, "MAX_VIEWERS", 0)
         assert error_of(client.get("/kv/stream"), 503)["code"] == "too_many_pages"

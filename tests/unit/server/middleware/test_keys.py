@@ -1,4 +1,4 @@
-"""What a client's key may do, and what needs the operator's; other sites and other names."""
+"""Rights of client keys and admin keys; foreign origins and hosts."""
 
 import asyncio
 from typing import Any
@@ -46,15 +46,15 @@ def test_a_single_key_is_the_operators(keys: tuple[str, ...], engine: AsyncEngin
 
 
 def test_an_admin_ends_any_request_and_a_client_its_own(tenants: Client) -> None:
-    async def use(one: httpx2.AsyncClient) -> Any:
+    async def use(http: httpx2.AsyncClient) -> Any:
         body = {**LONG, "request_id": "mine"}
-        first = asyncio.create_task(one.post(COMPLETIONS, json=body, headers=bearer("one")))
+        first = asyncio.create_task(http.post(COMPLETIONS, json=body, headers=bearer("one")))
         while not tenants.context.live:
             await asyncio.sleep(0.001)
         answers = []
         for key in ("two", "root"):
             asked = {"request_ids": ["mine"]}
-            answer = await one.post("/abort_requests", json=asked, headers=bearer(key))
+            answer = await http.post("/abort_requests", json=asked, headers=bearer(key))
             answers.append(answer.json()["aborted"])
         await first
         return answers

@@ -82,13 +82,16 @@ def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Cli
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     for choice in whole["choices"]:
         parts = [
-            one for event in events for one in event["choices"] if one["index"] == choice["index"]
+            part
+            for event in events
+            for part in event["choices"]
+            if part["index"] == choice["index"]
         ]
-        text = "".join(one["delta"].get("content", "") for one in parts)
+        text = "".join(part["delta"].get("content", "") for part in parts)
         assert text == choice["message"]["content"]
         assert parts[0]["delta"]["role"] == "assistant"
-        assert not [one for one in parts[1:] if "role" in one["delta"]]
-        entries = [entry for one in parts for entry in one["logprobs"]["content"]]
+        assert not [part for part in parts[1:] if "role" in part["delta"]]
+        entries = [entry for part in parts for entry in part["logprobs"]["content"]]
         assert entries == choice["logprobs"]["content"]
         assert parts[-1]["finish_reason"] == choice["finish_reason"] == "length"
 
@@ -101,13 +104,15 @@ def test_items_of_text_alone_are_as_those_with_more(client: Client) -> None:
     for index in range(2):
         texts = []
         for events in (plain, more):
-            choices = [one for event in events for one in event["choices"] if one["index"] == index]
-            assert choices[0]["delta"]["role"] == "assistant"
-            assert not [one for one in choices[1:] if "role" in one["delta"]]
-            texts.append("".join([one["delta"].get("content", "") for one in choices]))
-            assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + [
-                "length"
+            choices = [
+                part for event in events for part in event["choices"] if part["index"] == index
             ]
+            assert choices[0]["delta"]["role"] == "assistant"
+            assert not [choice for choice in choices[1:] if "role" in choice["delta"]]
+            texts.append("".join([choice["delta"].get("content", "") for choice in choices]))
+            assert [choice["finish_reason"] for choice in choices] == [None] * (
+                len(choices) - 1
+            ) + ["length"]
         assert texts[0] == texts[1]
     for event in plain:
         assert sorted(event) == ["choices", "created", "id", "model", "object"]
@@ -123,10 +128,10 @@ def test_logprobs_are_those_of_the_engine(client: Client, engine: AsyncEngine) -
     for found, token, entries in zip(content, expected.token_ids, expected.logprobs, strict=True):
         assert found["logprob"] == pytest.approx(entries[token].logprob)
         assert bytes(found["bytes"]).decode() == entries[token].decoded_token
-        values = [one["logprob"] for one in found["top_logprobs"]]
+        values = [top["logprob"] for top in found["top_logprobs"]]
         assert values == sorted(values, reverse=True) and len(values) == 3
     (choice,) = client.chat([USER], logprobs=True, **GREEDY)["choices"]
-    assert [one["top_logprobs"] for one in choice["logprobs"]["content"]] == [[]] * 6
+    assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[]] * 6
 
 
 def test_without_a_limit_an_answer_ends_with_the_model(client: Client) -> None:
@@ -141,8 +146,8 @@ def test_without_a_limit_an_answer_ends_with_the_model(client: Client) -> None:
     [
         ({"max_tokens": 3, "max_completion_tokens": 3}, "mean the same"),
         ({"top_logprobs": 3}, "needs logprobs"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "lets requests set enable_thinking"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "lets requests set enable_thinking"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "allows enable_thinking"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "allows enable_thinking"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "set one of them"),
         ({"stream_options": {"include_usage": True}}, "needs stream: true"),
     ],

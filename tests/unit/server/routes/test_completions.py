@@ -63,9 +63,9 @@ def test_prompts_in_every_form(
 ) -> None:
     several = prompt if count > 1 else [prompt]
     answer = client.complete(prompt, n=2, return_token_ids=True, **GREEDY)
-    assert [one["index"] for one in answer["choices"]] == list(range(2 * count))
-    for place, one in enumerate(several):
-        expected = reference(engine, one, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
+    for place, single in enumerate(several):
+        expected = reference(engine, single, n=2)
         for index in range(2):
             choice = answer["choices"][place * 2 + index]
             assert choice["token_ids"] == expected.outputs[index].token_ids
@@ -83,15 +83,18 @@ def test_the_parts_of_a_stream_are_the_whole(fields: dict[str, Any], client: Cli
     assert {**usage, "prompt_tokens_details": 0} == {**expected, "prompt_tokens_details": 0}
     for choice in whole["choices"]:
         parts = [
-            one for event in events for one in event["choices"] if one["index"] == choice["index"]
+            part
+            for event in events
+            for part in event["choices"]
+            if part["index"] == choice["index"]
         ]
-        assert "".join(one["text"] for one in parts) == choice["text"]
-        assert [token for one in parts for token in one["token_ids"]] == choice["token_ids"]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
         for name, values in choice["logprobs"].items():
-            assert [one for part in parts for one in part["logprobs"][name]] == values, name
-        assert [one["finish_reason"] for one in parts] == [None] * (len(parts) - 1) + ["length"]
+            assert [value for part in parts for value in part["logprobs"][name]] == values, name
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
         assert parts[0]["prompt_token_ids"] == choice["prompt_token_ids"]
-        assert not [one for one in parts[1:] if "prompt_token_ids" in one]
+        assert not [part for part in parts[1:] if "prompt_token_ids" in part]
     assert len({event["id"] for event in events}) == 1
     assert len(events) > len(whole["choices"])
 
@@ -103,9 +106,16 @@ def test_items_of_text_alone_are_as_those_with_more(client: Client) -> None:
     for index in range(4):
         texts = []
         for events in (plain, more):
-            choices = [one for event in events for one in event["choices"] if one["index"] == index]
-            texts.append("".join([one["text"] for one in choices]))
-            assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+            choices = [
+                choice
+                for event in events
+                for choice in event["choices"]
+                if choice["index"] == index
+            ]
+            texts.append("".join([choice["text"] for choice in choices]))
+            assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (
+                len(choices) - 1
+            )
             assert choices[-1]["finish_reason"] == "length"
         assert texts[0] == texts[1]
     for event in plain:
@@ -123,7 +133,7 @@ def test_items_of_text_alone_are_as_those_with_more(client: Client) -> None:
 
 def test_what_is_echoed_comes_with_the_first_item(client: Client) -> None:
     body = {"prompt": TEXT, "echo": True, "temperature": 0, **LONG}
-    texts = [one["choices"][0]["text"] for one in client.events("/v1/completions", body)]
+    texts = [event["choices"][0]["text"] for event in client.events("/v1/completions", body)]
     assert texts[0].startswith(TEXT) and len(texts) > 1
     assert "".join(texts) == client.answer("/v1/completions", body)["choices"][0]["text"]
 
@@ -159,7 +169,7 @@ def test_the_likeliest_tokens_are_there(client: Client, engine: AsyncEngine) -> 
     (choice,) = client.complete(TEXT, **fields)["choices"]
     for found, entries in zip(choice["logprobs"]["top_logprobs"], expected.logprobs, strict=True):
         assert found == {
-            f"token_id:{token}": pytest.approx(one.logprob) for token, one in entries.items()
+            f"token_id:{token}": pytest.approx(entry.logprob) for token, entry in entries.items()
         }
 
 
@@ -191,7 +201,8 @@ def test_a_prompt_alone(prompt: Any, stream: bool, client: Client) -> None:
     if stream:
         events = client.events("/v1/completions", body)
         choices = sorted(
-            [one for event in events for one in event["choices"]], key=lambda one: one["index"]
+            [choice for event in events for choice in event["choices"]],
+            key=lambda choice: choice["index"],
         )
     else:
         answer = client.answer("/v1/completions", body)
@@ -236,7 +247,7 @@ def test_the_longest_answer_of_a_server(engine: AsyncEngine) -> None:
     client = make_client(engine, max_answer_tokens=5)
     error = client.refusal("/v1/completions", {"prompt": [5], "max_tokens": 6})
     assert (error["param"], error["code"]) == ("max_tokens", "max_answer_tokens")
-    assert "max_tokens=6" in error["message"] and "at most 5" in error["message"]
+    assert "max_tokens=6" in error["message"] and "limit is 5" in error["message"]
     for asked, num_tokens in ((5, 5), (None, 5), (0, 0)):
         answer = client.complete([5], max_tokens=asked, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == num_tokens
@@ -364,9 +375,9 @@ def test_priorities_are_taken_as_far_as_the_server_lets(client: Client) -> None:
 
 
 def test_no_thread_is_taken_for_a_request(client: Client) -> None:
-    async def use(one: Any) -> list[str]:
+    async def use(http: Any) -> list[str]:
         body = {"prompt": [5, 6], "max_tokens": 2}
-        calls = [one.post("/v1/completions", json=body) for _ in range(8)]
+        calls = [http.post("/v1/completions", json=body) for _ in range(8)]
         assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
         return [thread.name for thread in threading.enumerate()]
 

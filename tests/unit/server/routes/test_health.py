@@ -13,7 +13,7 @@ def test_health_and_ping_are_empty(client: Client) -> None:
 
 def test_head_is_as_get_without_a_body(client: Client) -> None:
     for path in ("/health", "/ping"):
-        response = client.run(lambda one, path=path: one.head(path))
+        response = client.run(lambda http, path=path: http.head(path))
         assert (response.status_code, response.content) == (200, b"")
 
 
@@ -24,10 +24,10 @@ def test_the_version_is_the_distributions(client: Client) -> None:
 def test_the_model_has_every_name_it_was_given(engine: AsyncEngine) -> None:
     client = make_client(engine, served_model_name=("mine", "yours"))
     answer = client.get("/v1/models").json()
-    assert [one["id"] for one in answer["data"]] == ["mine", "yours"]
-    assert {one["root"] for one in answer["data"]} == {engine.describe()["model"]}
+    assert [card["id"] for card in answer["data"]] == ["mine", "yours"]
+    assert {card["root"] for card in answer["data"]} == {engine.describe()["model"]}
     assert str(engine.model_path.parent) not in client.get("/v1/models").text
-    assert {one["max_model_len"] for one in answer["data"]} == {MAX_MODEL_LEN}
+    assert {card["max_model_len"] for card in answer["data"]} == {MAX_MODEL_LEN}
     for name in ("mine", "yours"):
         assert client.complete([5], model=name, max_tokens=1)["model"] == name
     assert client.complete([5], max_tokens=1)["model"] == "mine"

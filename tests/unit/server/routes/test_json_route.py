@@ -1,4 +1,4 @@
-"""What a body costs is counted before it is read, and validation ends at the first error."""
+"""Items of a body are counted before parsing, and validation stops at the first error."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pyengine.server.errors import ApiError
 from pyengine.server.routes import json_route
 from pyengine.server.routes.control import AbortRequest
-from pyengine.server.routes.json_route import MAX_BESIDE, MAX_FIELDS, check_counts, check_items
+from pyengine.server.routes.json_route import MAX_FIELDS, MAX_OTHER_ITEMS, check_counts, check_items
 from pyengine.server.routes.tokenize import DetokenizeRequest, TokenizeRequest
 from pyengine.server.schemas.requests import ChatCompletionRequest, ClientModel, CompletionRequest
 
@@ -44,7 +44,7 @@ def test_counts_are_those_of_what_is_read(value: Any, slice: int) -> None:
             patch.setattr(json_route, "SLICE", slice)
             patch.setattr(json_route, "MAX_CONTAINERS", limits[0])
             # A slice may end within a text, which then counts twice at most.
-            patch.setattr(json_route, "MAX_TEXTS", limits[1])
+            patch.setattr(json_route, "MAX_STRINGS", limits[1])
             try:
                 asyncio.run(check_counts(body, limits[2]))
             except ApiError as error:
@@ -90,7 +90,9 @@ def test_no_list_has_an_error_for_each_of_its_items(model: type[ClientModel]) ->
             try:
                 model.model_validate({field.alias or name: value})
             except ValidationError as error:
-                of_field = [one for one in error.errors() if name in one["loc"]]
+                of_field = [
+                    found_error for found_error in error.errors() if name in found_error["loc"]
+                ]
                 assert len(of_field) < 32, name
 
 
@@ -106,8 +108,8 @@ def test_objects_have_no_more_fields_than_can_be_validated() -> None:
 
 
 def test_prompts_may_be_longer_than_anything_else() -> None:
-    check_items({"prompt": [5] * (MAX_BESIDE + 1), "tokens": [5] * (MAX_BESIDE + 1)})
-    for found in ({"stop": [5] * (MAX_BESIDE + 1)}, {"stop": [[5] * 1000] * 100}):
+    check_items({"prompt": [5] * (MAX_OTHER_ITEMS + 1), "tokens": [5] * (MAX_OTHER_ITEMS + 1)})
+    for found in ({"stop": [5] * (MAX_OTHER_ITEMS + 1)}, {"stop": [[5] * 1000] * 100}):
         with pytest.raises(ApiError, match="beside the prompt"):
             check_items(found)
 
@@ -121,4 +123,4 @@ def test_every_model_of_a_route_is_looked_at() -> None:
         for route in router.routes
         if (field := getattr(route, "body_field", None)) is not None
     }
-    assert bodies == set(MODELS) and not [one for one in bodies if get_args(one)]
+    assert bodies == set(MODELS) and not [body for body in bodies if get_args(body)]

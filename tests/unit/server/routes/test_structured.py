@@ -67,7 +67,7 @@ def test_the_answer_has_the_form(fields: Any, holds: Any, path: str, client: Cli
 def test_streamed_too(client: Client) -> None:
     fields, holds = FORMS["json_schema"]
     events = client.events("/v1/completions", {"prompt": "Say", **DRAWN, **fields})
-    assert holds("".join(one["choices"][0]["text"] for one in events))
+    assert holds("".join(event["choices"][0]["text"] for event in events))
 
 
 def test_plain_text_is_no_form(client: Client) -> None:

@@ -41,7 +41,7 @@ def test_an_empty_text_has_no_tokens(client: Client) -> None:
         ("/tokenize", {"prompt": "x", "messages": [USER]}, "either prompt or messages"),
         ("/tokenize", {"prompt": "x" * 200_000}, "200000 characters"),
         ("/tokenize", {"prompt": "x", "text": "x"}, "'text'"),
-        ("/tokenize", {"messages": [USER], "chat_template_kwargs": {"tokenize": 1}}, "lets"),
+        ("/tokenize", {"messages": [USER], "chat_template_kwargs": {"tokenize": 1}}, "not allowed"),
         ("/detokenize", {"tokens": [10**9]}, "token id 1000000000"),
         ("/detokenize", {"tokens": [-1]}, "token id -1"),
         ("/detokenize", {"tokens": ["x"]}, "valid integer"),

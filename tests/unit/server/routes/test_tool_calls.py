@@ -46,15 +46,15 @@ TEXTS: dict[str, list[Any]] = {
 
 
 def parse(pieces: list[str]) -> list[Any]:
-    """The parts, with neighbouring texts joined."""
-    parser, joined = ToolParser({"add"}), list[Any]()
+    """The parts, with adjacent texts merged."""
+    parser, merged = ToolParser({"add"}), list[Any]()
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
     for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
         else:
-            joined.append(part)
-    return joined
+            merged.append(part)
+    return merged
 
 
 @pytest.mark.parametrize(("text", "expected"), TEXTS.items(), ids=lambda value: repr(value)[:30])
@@ -63,7 +63,7 @@ def test_in_one_piece(text: str, expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [one for one in TEXTS if len(one) < 1000], ids=lambda one: one[:30]
+    "text", [example for example in TEXTS if len(example) < 1000], ids=lambda example: example[:30]
 )
 def test_a_character_at_a_time(text: str) -> None:
     assert parse(list(text)) == TEXTS[text]
@@ -146,9 +146,9 @@ def say(client: Client, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def deltas(events: list[Any]) -> tuple[str, list[Any], str]:
     """The content, the calls and the reason of a streamed answer."""
-    parts = [one for event in events for one in event["choices"]]
-    content = "".join(one["delta"].get("content") or "" for one in parts)
-    calls = [call for one in parts for call in one["delta"].get("tool_calls", [])]
+    parts = [part for event in events for part in event["choices"]]
+    content = "".join(part["delta"].get("content") or "" for part in parts)
+    calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
     return content, calls, parts[-1]["finish_reason"]
 
 
@@ -159,16 +159,16 @@ def test_calls_are_told_apart_from_the_content(client: Client, say: Any) -> None
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "I add."
     calls = choice["message"]["tool_calls"]
-    assert [one["function"] for one in calls] == [
+    assert [call["function"] for call in calls] == [
         {"name": "add", "arguments": '{"a": 1, "b": "é"}'}
     ] * 2
-    assert len({one["id"] for one in calls}) == 2
-    assert {one["type"] for one in calls} == {"function"}
+    assert len({call["id"] for call in calls}) == 2
+    assert {call["type"] for call in calls} == {"function"}
     events = client.events(PATH, {"messages": [USER], "tools": [TOOL]})
     content, streamed, reason = deltas(events)
     assert (content, reason) == ("I add.", "tool_calls")
-    assert [one["index"] for one in streamed] == [0, 1]
-    assert [one["function"] for one in streamed] == [one["function"] for one in calls]
+    assert [call["index"] for call in streamed] == [0, 1]
+    assert [call["function"] for call in streamed] == [call["function"] for call in calls]
 
 
 def test_an_answer_that_is_calls_alone_has_no_content(client: Client, say: Any) -> None:
@@ -220,7 +220,7 @@ def test_an_answer_with_calls_goes_back_into_the_conversation(client: Client, sa
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps'"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "a function of tools"),
         ({"tools": [{"type": "search"}]}, "tools"),
-        ({"tools": [TOOL, TOOL]}, "twice"),
+        ({"tools": [TOOL, TOOL]}, "same name"),
         (
             {
                 "tools": [TOOL],
@@ -257,11 +257,11 @@ def test_a_call_that_is_demanded_comes(choice: Any, stream: bool, client: Client
     if stream:
         content, calls, reason = deltas(client.events(PATH, body))
     else:
-        (one,) = client.answer(PATH, body)["choices"]
+        (first,) = client.answer(PATH, body)["choices"]
         content, calls, reason = (
-            one["message"]["content"] or "",
-            one["message"]["tool_calls"],
-            one["finish_reason"],
+            first["message"]["content"] or "",
+            first["message"]["tool_calls"],
+            first["finish_reason"],
         )
     assert (content, reason) == ("", "tool_calls")
     (call,) = calls

@@ -1,7 +1,6 @@
 """Each field of OpenAI's API and of vLLM's is honoured, named as without effect, or refused."""
 
 import re
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -10,14 +9,12 @@ import pytest
 from pyengine.async_engine import AsyncEngine
 from pyengine.errors import ConfigurationError
 from pyengine.server.settings import ServerSettings
-from tests.support import api_fields, chat
+from tests.support import api_fields
 from tests.support.serving import (
     Client,
     error_of,
     events_of,
     make_client,
-    open_small_engine,
-    save_small_model,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -111,11 +108,11 @@ def test_a_strict_server_refuses_fields_without_effect(
 
 
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (BOTH, {"best_of": 5}, "take the best"),
-    (BOTH, {"best_of": 1, "n": 2}, "take the best"),
+    (BOTH, {"best_of": 5}, "choose the best"),
+    (BOTH, {"best_of": 1, "n": 2}, "choose the best"),
     (BOTH, {"modalities": ["audio"]}, "text"),
     (BOTH, {"modalities": ["text", "audio"]}, "text"),
-    (BOTH, {"suffix": "end"}, "between"),
+    (BOTH, {"suffix": "end"}, "prompt only"),
     (BOTH, {"use_beam_search": True}, "beam search"),
     (BOTH, {"watermarking": True}, "watermark"),
     (BOTH, {"spaces_between_special_tokens": False, "skip_special_tokens": False}, "space"),
@@ -132,7 +129,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((CHAT,), {"functions": [{"name": "f"}]}, "tools"),
     ((CHAT,), {"function_call": {"name": "f"}}, "tool_choice"),
     ((CHAT,), {"documents": [{"text": "x"}]}, "message"),
-    ((CHAT,), {"chat_template": "x"}, "the model's own"),
+    ((CHAT,), {"chat_template": "x"}, "the model's template"),
     ((CHAT,), {"return_prompt_text": True}, "return_token_ids"),
     ((CHAT,), {"add_special_tokens": True}, "template"),
     ((CHAT,), {"echo": True, "messages": [USER, ASSISTANT]}, "last message"),
@@ -218,152 +215,6 @@ def test_calls_of_tools_need_text(client: Client) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     error = client.refusal(CHAT, {**BODIES[CHAT], "tools": [tool], "detokenize": False})
     assert error["param"] == "detokenize" and "tools" in error["message"]
-
-
-READS_EFFORT = chat.CHATML.replace("enable_thinking", "reasoning_effort")
-SHOWS_EFFORT = "{% for m in messages %}{{ m.content }}{% endfor %}<{{ reasoning_effort }}>"
-
-
-@pytest.fixture(scope="module")
-def effort_engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_small_model(tmp_path_factory.mktemp("effort"), SHOWS_EFFORT)
-    with open_small_engine(folder) as engine:
-        yield engine
-
-
-def prompt_of(client: Client, **fields: Any) -> tuple[str, str | None]:
-    """The prompt of a chat, and what was ignored."""
-    response = client.post(CHAT, {**BODIES[CHAT], **fields, "return_token_ids": True})
-    assert response.status_code == 200, response.text
-    ids = response.json()["prompt_token_ids"]
-    assert client.answer("/tokenize", {"messages": [USER], **fields})["tokens"] == ids
-    text = client.answer("/detokenize", {"tokens": ids})["prompt"]
-    return text, response.headers.get(HEADER)
-
-
-def test_reasoning_effort_reaches_a_template_that_reads_it(effort_engine: AsyncEngine) -> None:
-    client = make_client(effort_engine)
-    text, ignored = prompt_of(client, reasoning_effort="high")
-    assert text.endswith("<high>") and ignored is None
-    same = {"chat_template_kwargs": {"reasoning_effort": "high"}}
-    assert prompt_of(client, **same) == (text, None)
-    assert prompt_of(client, **same, reasoning_effort="high") == (text, None)
-    other = {**BODIES[CHAT], **same, "reasoning_effort": "low"}
-    assert client.refusal(CHAT, other)["param"] == "reasoning_effort"
-    kept = make_client(effort_engine, template_variable=("enable_thinking",))
-    assert prompt_of(kept, reasoning_effort="high")[1] == "reasoning_effort"
-    body = {**BODIES[CHAT], "reasoning_effort": "high"}
-    assert make_client(effort_engine, strict=True).answer(CHAT, body)["choices"]
-
-
-def test_reasoning_effort_turns_thinking_on_and_off(client: Client) -> None:
-    """The template reads `enable_thinking` alone."""
-    plain, _ = prompt_of(client)
-    assert prompt_of(client, reasoning_effort="high") == (plain, None)
-    off, ignored = prompt_of(client, reasoning_effort="none")
-    assert off.endswith("<think>\n\n</think>\n\n") and ignored is None
-    expected = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of(client, **expected)[0] == off
-    assert prompt_of(client, **expected, reasoning_effort="high") == (off, "reasoning_effort")
-
-
-def test_reasoning_effort_is_named_where_no_template_reads_it(tmp_path: Path) -> None:
-    with open_small_engine(save_small_model(tmp_path, chat.CONCATENATES)) as engine:
-        text, ignored = prompt_of(make_client(engine), reasoning_effort="high")
-        body = {"messages": [USER], "reasoning_effort": "high"}
-        response = make_client(engine).post("/tokenize", body)
-        assert response.headers[HEADER] == "reasoning_effort"
-        error = make_client(engine, strict=True).refusal("/tokenize", body)
-        assert error["param"] == "reasoning_effort"
-    assert ignored == "reasoning_effort"
-    assert text == prompt_of_messages(USER)
-
-
-def prompt_of_messages(*messages: Any) -> str:
-    return (
-        "".join([f"[{message['role']}]{message['content']}\n" for message in messages])
-        + "[assistant]"
-    )
-
-
-KEYS: dict[str, Any] = {
-    "annotations": [{"type": "url_citation"}],
-    "refusal": "no",
-    "id": "m1",
-    "reasoning_content": "Hm.",
-    "reasoning": "Hm.",
-    "cache_control": {"type": "ephemeral"},
-}
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_keys_of_messages_without_effect_are_named(key: str, client: Client) -> None:
-    plain = {**BODIES[CHAT], "messages": [USER, ASSISTANT, USER], "return_token_ids": True}
-    message = {**ASSISTANT, key: KEYS[key]}
-    body = {**plain, "messages": [USER, message, USER]}
-    response = client.post(CHAT, body)
-    assert response.status_code == 200, response.text
-    assert response.headers[HEADER] == f"messages.{key}"
-    assert response.json()["prompt_token_ids"] == client.answer(CHAT, plain)["prompt_token_ids"]
-    empty = {**plain, "messages": [USER, {**ASSISTANT, key: None}, USER]}
-    assert HEADER not in client.post(CHAT, empty).headers
-
-
-@pytest.mark.parametrize("key", ["cache_control", "annotations", "id", "prompt_cache_breakpoint"])
-def test_keys_of_parts_without_effect_are_named(key: str, client: Client) -> None:
-    part = {"type": "text", "text": "Hello"}
-    plain = {**BODIES[CHAT], "messages": [{"role": "user", "content": [part]}]}
-    plain["return_token_ids"] = True
-    body = {**plain, "messages": [{"role": "user", "content": [{**part, key: {}}]}]}
-    response = client.post(CHAT, body)
-    assert response.status_code == 200, response.text
-    assert response.headers[HEADER] == f"messages.content.{key}"
-    assert response.json()["prompt_token_ids"] == client.answer(CHAT, plain)["prompt_token_ids"]
-
-
-def test_an_unknown_key_of_a_part_is_refused(client: Client) -> None:
-    part = {"type": "text", "text": "Hello", "colour": "red"}
-    body = {**BODIES[CHAT], "messages": [{"role": "user", "content": [part]}]}
-    assert "'colour'" in client.refusal(CHAT, body)["message"]
-
-
-def test_a_refusal_is_what_the_assistant_said(client: Client) -> None:
-    plain = {**BODIES[CHAT], "return_token_ids": True}
-    said = client.answer(CHAT, {**plain, "messages": [USER, ASSISTANT, USER]})
-    for message in (
-        {"role": "assistant", "content": None, "refusal": "Paris"},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "Paris"}]},
-    ):
-        response = client.post(CHAT, {**plain, "messages": [USER, message, USER]})
-        assert response.status_code == 200, response.text
-        assert HEADER not in response.headers
-        assert response.json()["prompt_token_ids"] == said["prompt_token_ids"]
-
-
-def test_a_strict_server_refuses_keys_of_messages_without_effect(engine: AsyncEngine) -> None:
-    client = make_client(engine, strict=True)
-    body = {**BODIES[CHAT], "messages": [{**USER, "id": "m1"}]}
-    error = client.refusal(CHAT, body)
-    assert error["param"] == "messages.id" and "--strict" in error["message"]
-
-
-@pytest.mark.parametrize("role", ["usr", "", "User", "x<|im_end|>", "if"])
-def test_a_role_that_is_none_is_refused(role: str, client: Client) -> None:
-    error = client.refusal(CHAT, {**BODIES[CHAT], "messages": [{"role": role, "content": "x"}]})
-    assert repr(role) in error["message"] and "system" in error["message"]
-
-
-@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
-def test_roles_of_the_api_are_taken(role: str, client: Client) -> None:
-    messages = [{"role": role, "content": "x"}, USER]
-    assert client.answer(CHAT, {**BODIES[CHAT], "messages": messages})["choices"]
-
-
-def test_a_role_that_the_template_names_is_taken(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{% if m.role == 'ipython' %}>{% endif %}a{% endfor %}"
-    with open_small_engine(save_small_model(tmp_path, template)) as engine:
-        body = {**BODIES[CHAT], "messages": [{"role": "ipython", "content": "x"}]}
-        assert make_client(engine).answer(CHAT, body)["choices"]
 
 
 @pytest.mark.parametrize(

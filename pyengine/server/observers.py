@@ -1,20 +1,20 @@
-"""Those who look on at an engine: metrics, the page, the log."""
+"""Observers of an engine: metrics, dashboard, request log."""
 
 from collections.abc import Callable
 
 from fastapi import APIRouter
 
 from pyengine.async_engine import AsyncEngine
-from pyengine.server.dashboard.page import PoolWatch, page_router
+from pyengine.server.dashboard.page import EngineBroadcaster, page_router
 from pyengine.server.metrics import EngineMetrics, metrics_router
 from pyengine.server.request_log import RequestLog
 from pyengine.server.settings import ServerSettings
 
 
-class Observation:
-    """What a server shows of its engine. `open` begins the log, `close` ends what still runs.
+class EngineObservers:
+    """Metrics, dashboard and request log of one engine.
 
-    Pages that look on are let go as soon as `is_over` says so, so that nobody waits for them.
+    Dashboard streams end as soon as `is_over()` is true, so they do not delay shutdown.
     """
 
     def __init__(
@@ -28,23 +28,23 @@ class Observation:
         self._settings = settings
         self._log: RequestLog | None = None
         self.metrics = EngineMetrics(engine, model_name=model_name)
-        self.watch = PoolWatch(
+        self.broadcaster = EngineBroadcaster(
             engine, model_name=model_name, show_prompts=settings.show_prompts, is_over=is_over
         )
 
     @property
     def routers(self) -> tuple[APIRouter, ...]:
-        """/metrics and /kv."""
-        return metrics_router(self.metrics), page_router(lambda _: self.watch)
+        """Routers of /metrics and /kv."""
+        return metrics_router(self.metrics), page_router(lambda _: self.broadcaster)
 
     def open(self) -> None:
-        """Log requests from now on, if that is wanted."""
+        """Start the request log, unless the settings turn it off."""
         if self._settings.log_format != "none":
             self._log = RequestLog(self._settings.log_format)
             self._engine.observe(self._log)
 
     async def close(self) -> None:
-        """Write the rest of the log; let the pages go."""
-        await self.watch.close()
+        """End the dashboard streams and flush the request log."""
+        await self.broadcaster.close()
         if self._log is not None:
             self._log.close()

@@ -1,6 +1,5 @@
-"""What a server counts by itself: refusals, and what each key has sent and got."""
+"""Refused requests and usage per key: counted for `/metrics`, logged."""
 
-import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -9,27 +8,22 @@ from time import monotonic
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pyengine.server.middleware.auth import Caller, known_caller_of, path_of
+from pyengine.server.callers import Caller
 from pyengine.server.request_log import LineLog
 from pyengine.server.settings import LogFormat
 
-CLIENT_HAS_GONE = 499
-"""The status of an answer that nobody reads: no refusal."""
-_LONGEST_ERROR = 1 << 16
-_LONGEST_PATH = 100
 _LINES_AT_ONCE = 5
-"""Lines in the log for refusals of one status, where none was written for a while."""
+"""Burst size of the log lines for refusals of one status."""
 _SECONDS_PER_LINE = 1.0
-"""Further lines of that status come so far apart."""
+"""Interval of further lines of that status."""
 
 _log = logging.getLogger("pyengine.refusal")
 
 
 @dataclass(slots=True)
 class KeyCounts:
-    """What one key has sent and got. Each field is a metric, `pyengine:key_...`."""
+    """Usage of one key. Each field is a metric, `pyengine:key_...`."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -40,15 +34,15 @@ class KeyCounts:
 
 _HELP = {
     "requests": "Completions and chats that were queued.",
-    "prompt_tokens": "Prompt tokens of those whose answer has begun.",
-    "cached_tokens": "Of these, found in the cache, as the usage reports them.",
+    "prompt_tokens": "Prompt tokens of requests whose answer has begun.",
+    "cached_tokens": "Of these, cached tokens as reported in the usage.",
     "generation_tokens": "Tokens of the answers.",
-    "refusals": "Answers with a status of 400 or more.",
+    "refusals": "Responses with a status of 400 or more.",
 }
 
 
 class _Rate:
-    """Allows a few lines at once, and then one a second."""
+    """A rate limit: a burst of a few lines, then one a second."""
 
     def __init__(self) -> None:
         self._credit = float(_LINES_AT_ONCE)
@@ -67,7 +61,7 @@ class _Rate:
 
 
 class Traffic:
-    """Counts on the event loop. Between `open` and `close` refusals are logged, too."""
+    """Counts usage and refusals on the event loop. Logs refusals between `open` and `close`."""
 
     def __init__(self) -> None:
         self.keys: defaultdict[str, KeyCounts] = defaultdict(KeyCounts)
@@ -78,18 +72,18 @@ class Traffic:
         self._lines: LineLog | None = None
 
     def open(self, format: LogFormat) -> None:
-        """Log refusals from now on, if that is wanted."""
+        """Start to log refusals, unless the format is "none"."""
         if format != "none":
             self._lines = LineLog(_log.name, format)
 
     def close(self) -> None:
-        """Write the rest of the log."""
+        """Flush the log."""
         if self._lines is not None:
             self._lines.close()
             self._lines = None
 
     def refuse(self, status: int, code: str | None, **about: Any) -> None:
-        """Count an answer of status 400 or more, and log it if there were not too many."""
+        """Count a response of status 400 or more, and log it within the rate limit."""
         self._refusals[status, code or ""] += 1
         rate = self._rates[status]
         if self._lines is not None and rate.allows():
@@ -97,7 +91,7 @@ class Traffic:
             self._lines.put({"refused": status, "code": code, **about, "left_out": left_out})
 
     def collect(self, model_name: str, caller: Caller) -> Iterator[Metric]:
-        """The metrics of all keys for an admin, else of the caller's."""
+        """Metrics of all keys for an admin, of the own key for a client."""
         if caller.is_admin:
             yield from self._of_all(model_name)
         names = list(self.keys) if caller.is_admin else [caller.name]
@@ -112,77 +106,21 @@ class Traffic:
     def _of_all(self, model_name: str) -> Iterator[Metric]:
         refusals = CounterMetricFamily(
             "pyengine:http_refusals",
-            "Answers with a status of 400 or more.",
+            "Responses with a status of 400 or more.",
             labels=["model_name", "status", "code"],
         )
         for (status, code), count in self._refusals.items():
             refusals.add_metric([model_name, f"{status}", code], count)
         yield refusals
         connections = GaugeMetricFamily(
-            "pyengine:http_connections", "Connections that are open.", labels=["model_name"]
+            "pyengine:http_connections", "Open connections.", labels=["model_name"]
         )
         connections.add_metric([model_name], self.num_connections)
         yield connections
         refused = CounterMetricFamily(
             "pyengine:http_refused_connections",
-            "Connections that were one too many.",
+            "Connections refused above the limit.",
             labels=["model_name"],
         )
         refused.add_metric([model_name], self.num_refused_connections)
         yield refused
-
-
-class RefusalWatch:
-    """Has every answer of status 400 or more counted, and logged."""
-
-    def __init__(self, app: ASGIApp, traffic: Traffic) -> None:
-        self._app = app
-        self._traffic = traffic
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, body = 0, b""
-
-        async def watched(message: Message) -> None:
-            nonlocal status, body
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif status >= 400 and len(body) < _LONGEST_ERROR:
-                body += message.get("body", b"")
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception:  # a defect, which Starlette answers further out
-            status = 500
-            raise
-        finally:
-            if status >= 400 and status != CLIENT_HAS_GONE:
-                self._refuse(scope, status, body)
-
-    def _refuse(self, scope: Scope, status: int, body: bytes) -> None:
-        caller = known_caller_of(scope)
-        name = "" if caller is None else caller.name
-        if caller is not None:
-            self._traffic.keys[name].refusals += 1
-        client = scope.get("client")
-        self._traffic.refuse(
-            status,
-            _code_of(body),
-            method=scope["method"],
-            path=path_of(scope)[:_LONGEST_PATH],
-            key=name or None,
-            client=client[0] if client else None,
-        )
-
-
-def _code_of(body: bytes) -> str | None:
-    """The code of an error as it was sent."""
-    try:
-        code = json.loads(body)["error"]["code"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return code if isinstance(code, str) else None

@@ -1,4 +1,4 @@
-"""What the whole server shows of its engine: /metrics, /kv, the log; and to whom."""
+"""Observers of a whole server: /metrics, /kv and the log, and access to them."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> N
     labels = f'{{engine="0",model_name="{name}"}}'
 
     def value(text: str, metric: str) -> float:
-        [line] = [one for one in text.splitlines() if one.startswith(f"{metric}{labels}")]
+        [line] = [line for line in text.splitlines() if line.startswith(f"{metric}{labels}")]
         return float(line.split()[-1])
 
     def count(text: str) -> float:
@@ -36,7 +36,7 @@ def test_metrics_count_what_was_served(client: Client, engine: AsyncEngine) -> N
     assert value(after, "pyengine:kv_committed_steps_total") == float(
         engine.stats().counters["committed_steps"]
     )
-    [config] = [one for one in after.splitlines() if one.startswith("vllm:cache_config_info")]
+    [config] = [line for line in after.splitlines() if line.startswith("vllm:cache_config_info")]
     assert 'block_size="16"' in config and 'num_gpu_blocks="512"' in config
 
 
@@ -53,7 +53,7 @@ def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -
     app = create_app(engine, ServerSettings(show_prompts=shows))
 
     async def main() -> str:
-        stream = app.state.observation.watch.stream()
+        stream = app.state.observers.broadcaster.stream()
         body = {"prompt": "between you and me", "max_tokens": 900, "ignore_eos": True}
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -63,7 +63,7 @@ def test_prompts_are_shown_where_they_may_be(engine: AsyncEngine, shows: bool) -
                     break
             call.cancel()
             await stream.aclose()
-        await app.state.observation.close()
+        await app.state.observers.close()
         return event
 
     assert ("BETWEEN" in asyncio.run(main()).upper()) is shows
@@ -73,7 +73,7 @@ def test_pages_are_let_go_when_the_server_drains(engine: AsyncEngine) -> None:
     app = create_app(engine, ServerSettings())
 
     async def main() -> None:
-        stream = app.state.observation.watch.stream()
+        stream = app.state.observers.broadcaster.stream()
         for _ in range(2):
             await anext(stream)
         app.state.context.is_draining = True

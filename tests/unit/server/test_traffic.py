@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from pyengine.async_engine import AsyncEngine
+from pyengine.server import traffic
 from pyengine.server.app import create_app
-from pyengine.server.middleware import traffic
 from pyengine.server.settings import ServerSettings
 from tests.support.docs import table
 from tests.support.serving import GOOD, Client, error_of, make_client
@@ -43,14 +43,14 @@ def with_lifespan(client: Client, use: Callable[[httpx2.AsyncClient], Awaitable[
         transport = httpx2.ASGITransport(client.app, raise_app_exceptions=False)
         async with (
             client.app.router.lifespan_context(client.app),
-            httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one,
+            httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http,
         ):
-            return await use(one)
+            return await use(http)
 
     return asyncio.run(main())
 
 
-async def refusals(one: httpx2.AsyncClient, context: Any) -> list[tuple[int, str]]:
+async def refusals(http: httpx2.AsyncClient, context: Any) -> list[tuple[int, str]]:
     """One request for each kind; the statuses and codes that were expected."""
     key = bearer("one")
     json_type = {"content-type": "application/json"}
@@ -66,10 +66,10 @@ async def refusals(one: httpx2.AsyncClient, context: Any) -> list[tuple[int, str
         (413, "body_too_large", "POST", COMPLETIONS, {"content": b"x" * 2000, "headers": key}),
     ]
     for status, code, method, path, options in calls:
-        response = await one.request(method, path, **options)
+        response = await http.request(method, path, **options)
         assert (response.status_code, response.json()["error"]["code"] or "") == (status, code)
     context.is_draining = True
-    assert (await one.post(COMPLETIONS, json=GOOD, headers=key)).status_code == 503
+    assert (await http.post(COMPLETIONS, json=GOOD, headers=key)).status_code == 503
     return [(status, code) for status, code, *_ in calls] + [(503, "draining")]
 
 
@@ -85,10 +85,10 @@ def test_every_refusal_is_a_line_and_a_count(
         log_format=format,
     )
 
-    async def use(one: httpx2.AsyncClient) -> Any:
-        expected = await refusals(one, client.context)
+    async def use(http: httpx2.AsyncClient) -> Any:
+        expected = await refusals(http, client.context)
         # The metrics are there while it drains, and nothing else is.
-        response = await one.get("/metrics", headers=bearer("root"))
+        response = await http.get("/metrics", headers=bearer("root"))
         assert response.status_code == 200
         return expected, response.text
 
@@ -117,14 +117,14 @@ def test_a_flood_of_refusals_is_a_few_lines(
     monkeypatch.setattr(traffic, "monotonic", lambda: now[0])
     client = make_client(engine)
 
-    async def use(one: httpx2.AsyncClient) -> str:
+    async def use(http: httpx2.AsyncClient) -> str:
         for _ in range(50):
-            await one.get("/nowhere%0Aid=forged" + "x" * 1000)
+            await http.get("/nowhere%0Aid=forged" + "x" * 1000)
         now[0] += 2.5
         for _ in range(50):
-            await one.get("/nowhere")
-        await one.post(COMPLETIONS, json={})
-        return (await one.get("/metrics")).text
+            await http.get("/nowhere")
+        await http.post(COMPLETIONS, json={})
+        return (await http.get("/metrics")).text
 
     text = with_lifespan(client, use)
     lines = [line for line in capsys.readouterr().err.splitlines() if "refused=" in line]

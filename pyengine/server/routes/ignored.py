@@ -1,4 +1,4 @@
-"""Fields without effect: found, named in a header of the answer, or refused by a strict server."""
+"""Fields without effect: listed in a response header, or refused with `--strict`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from pyengine.server.schemas.fields import Effect, rules_of
 from pyengine.server.settings import ServerSettings
 
 IGNORED_HEADER = "x-pyengine-ignored"
-"""Of an answer: the names of the request's fields that had no effect."""
+"""Response header with the names of the request's fields that had no effect."""
 _CODE = "unsupported_parameter"
 
 
 def ignored_fields(route: str, body: Any) -> list[str]:
-    """The fields of a body that have no effect here.
+    """The fields of a body that have no effect.
 
-    Raises `ApiError` for a field whose value asks for an answer that this server does not give.
+    Raises `ApiError` for a value that would require an unsupported answer.
     """
     rules, names = rules_of(route), []
     for name in type(body).model_fields:
@@ -26,7 +26,7 @@ def ignored_fields(route: str, body: Any) -> list[str]:
             case Effect.REFUSED:
                 raise ApiError(
                     400,
-                    f"{name!r} with this value cannot be served, and nothing was run: {rule.note}",
+                    f"{name!r} with this value is not supported, and nothing was run: {rule.note}",
                     param=name,
                     code=_CODE,
                 )
@@ -39,15 +39,15 @@ def ignored_fields(route: str, body: Any) -> list[str]:
 
 
 def check_ignored(names: Sequence[str], route: str, settings: ServerSettings) -> None:
-    """Raise `ApiError` for fields without effect where the server is strict."""
+    """Raise `ApiError` for fields without effect if the server is strict."""
     if not settings.strict or not names:
         return
     rule = rules_of(route).get(names[0])
     reason = f" ({rule.note})" if rule is not None else ""
     raise ApiError(
         400,
-        f"{names[0]} has no effect here{reason}, and this server refuses such fields (--strict): "
-        "leave it out",
+        f"{names[0]} has no effect{reason}, and this server refuses such fields (--strict): leave "
+        "it out",
         param=names[0],
         code=_CODE,
     )

@@ -1,9 +1,8 @@
-"""What a block of vLLM holds, in our words: namespaces, tokens that stand for images, and events.
+"""Translates vLLM's block keys to namespaces and token ids, and our events to vLLM's.
 
-vLLM tells contents apart by keys that it hashes with the tokens of a block: the adapter's name, the
-salt, the identifiers of images. Here the first two are the namespace, and every position that an
-image fills gets a token number of its own, above all real ones; so two contents are equal only if
-all keys are, and no hash is asked.
+vLLM hashes extra keys with the tokens of a block: the adapter's name, the salt, the identifiers of
+images. Here adapter and salt are the namespace, and every position of an image gets a pseudo token
+id above all real ones. So blocks are equal only if all their keys are, independent of hashes.
 """
 
 import hashlib
@@ -20,19 +19,19 @@ LONGEST_NAMESPACE = 4096  # bytes; a longer one is replaced by its digest
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A position that an image fills: which image, where it begins as seen from the start of this
-    position's block (before it: a negative number), and the token that stands there."""
+    """A position of an image: the image, its start relative to the position's block (negative if
+    it starts earlier), and vLLM's token id at the position."""
 
     identifier: str
     offset: int
     token: int
 
 
-TEXT = ""  # stands for a token that is none, beside images
+TEXT = ""  # the identifier of negative token ids outside of images
 
 
 def namespace_of(request: Any) -> bytes:
-    """What separates this request from others: the adapter's name and the salt."""
+    """The namespace of a request: the adapter's name and the salt."""
     adapter = request.lora_request.lora_name if request.lora_request else None
     if adapter is None and request.cache_salt is None:
         return b""
@@ -44,7 +43,7 @@ def namespace_of(request: Any) -> bytes:
 
 
 class PseudoTokens:
-    """Numbers for positions that images fill: the same for the same position of the same image."""
+    """Assigns token ids to positions of images: equal ids for equal positions of equal images."""
 
     def __init__(self, block_size: int, limit: int = 1 << 20) -> None:
         self._block_size = block_size
@@ -56,14 +55,14 @@ class PseudoTokens:
         return len(self._placeholders)
 
     def clear(self) -> None:
-        """Forget all; right when no block holds any content."""
+        """Forget all ids. Allowed only if no block is cached."""
         self._numbers.clear()
         self._placeholders.clear()
 
     def tokens(self, request: Any, start: int, end: int) -> list[int]:
-        """The request's tokens from `start` to `end`, images by their numbers.
+        """The request's tokens from `start` to `end`, with pseudo tokens for images.
 
-        Raises `OverflowError` if there is no number left.
+        Raises `OverflowError` if all ids are used.
         """
         tokens: list[int] = [
             token if token >= 0 else self._number(Placeholder(TEXT, 0, token))
@@ -82,21 +81,21 @@ class PseudoTokens:
         number = self._numbers.get(placeholder)
         if number is None:
             if len(self._placeholders) == self.limit:
-                raise OverflowError(f"{self.limit} positions of images are known")
+                raise OverflowError(f"all {self.limit} ids for positions of images are used")
             number = FIRST_PSEUDO_TOKEN + len(self._placeholders)
             self._placeholders.append(placeholder)
             self._numbers[placeholder] = number
         return number
 
     def placeholder(self, token: int) -> Placeholder | None:
-        """What a number stands for; None for a real token."""
+        """The position of a pseudo token; None for a real token."""
         return (
             self._placeholders[token - FIRST_PSEUDO_TOKEN] if token >= FIRST_PSEUDO_TOKEN else None
         )
 
 
 class EventWriter:
-    """Our events as vLLM's; blocks that follow each other in a prompt are one event."""
+    """Converts our events to vLLM's. Consecutive blocks of a prompt become one event."""
 
     def __init__(
         self, classes: Any, block_size: int, images: PseudoTokens, adapter_ids: dict[str, int]
@@ -108,15 +107,15 @@ class EventWriter:
         self._written: list[Any] = []
 
     def collect(self, events: list[Stored | Removed | Cleared], session: str | None = None) -> None:
-        """Take these in, which a request of this session caused."""
+        """Add events that a request of this session caused."""
         written = self._written
-        last: bytes | None = None  # the block at whose end the event before may go on
+        last: bytes | None = None  # the last block of the event before, if that may be extended
         space = b""
         for event in events:
             match event:
                 case Stored():
                     if last is not None and event.parent == last and event.namespace == space:
-                        self._go_on(written[-1], event)
+                        self._append(written[-1], event)
                     else:
                         written.append(self._begin(event, session))
                     last, space = event.hash, event.namespace
@@ -129,9 +128,9 @@ class EventWriter:
                     last = None
 
     def take(self) -> list[Any]:
-        """What was taken in since the last call, in vLLM's classes and in the same order."""
-        taken, self._written = self._written, []
-        return taken
+        """Events added since the last call, in vLLM's classes, in order."""
+        events, self._written = self._written, []
+        return events
 
     def _begin(self, event: Stored, session: str | None) -> Any:
         adapter, _ = self._keys(event)
@@ -150,7 +149,7 @@ class EventWriter:
             session_id=session,
         )
 
-    def _go_on(self, written: Any, event: Stored) -> None:
+    def _append(self, written: Any, event: Stored) -> None:
         tokens, extra = self._block(event)
         written.block_hashes.append(event.hash)
         written.token_ids.extend(tokens)
@@ -164,15 +163,15 @@ class EventWriter:
         return adapter, salt
 
     def _block(self, event: Stored) -> tuple[list[int], tuple[Any, ...] | None]:
-        """The tokens as vLLM knows them, and the block's other keys in vLLM's order."""
+        """The block's tokens in vLLM's ids, and its extra keys in vLLM's order."""
         adapter, salt = self._keys(event)
-        found = [self._images.placeholder(token) for token in event.tokens]
+        positions = [self._images.placeholder(token) for token in event.tokens]
         tokens = [
             token if image is None else image.token
-            for token, image in zip(event.tokens, found, strict=True)
+            for token, image in zip(event.tokens, positions, strict=True)
         ]
         images = dict.fromkeys(
-            (each.identifier, each.offset) for each in found if each and each.identifier
+            (image.identifier, image.offset) for image in positions if image and image.identifier
         )
         keys: list[Any] = [*([adapter] if adapter else []), *images]
         if salt and event.parent is None:

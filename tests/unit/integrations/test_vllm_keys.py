@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pyengine.integrations.vllm_contents import FIRST_PSEUDO_TOKEN, PseudoTokens, namespace_of
+from pyengine.integrations.vllm_keys import FIRST_PSEUDO_TOKEN, PseudoTokens, namespace_of
 from tests.support.vllm_fakes import (
     AllBlocksCleared,
     BlockRemoved,
