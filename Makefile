@@ -66,7 +66,7 @@ test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it ins
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 	ATTENTION_CASES=$(AARCH64_CASES) PROPTEST_CASES=$(AARCH64_CASES) KV_OPS=$(AARCH64_OPS) REQUIRE_ISA=plain,neon \
-	  cargo test --target aarch64-unknown-linux-gnu -p cpu-attention -p kv-core -p suffix -p holders
+	  cargo test --target aarch64-unknown-linux-gnu -p cpu-attention -p kv-core -p kv-store -p suffix -p holders
 
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients

@@ -1,0 +1,390 @@
+//! The index in memory: which entry is in which state, and where. No I/O.
+
+mod check;
+mod segments;
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher as _, RandomState};
+
+use hashbrown::HashTable;
+
+use crate::format::RECORD;
+use crate::key::{BlockKey, Fingerprint};
+use crate::usage::{Amount, Usage};
+
+/// Bytes of memory that an entry takes in the index, with its share of tables.
+pub const INDEX_BYTES_PER_ENTRY: usize = 128;
+
+/// Index of an entry's slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct SlotId(u32);
+
+/// Where an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) segment: u32,
+    pub(crate) offset: u64,
+    pub(crate) header_len: u32,
+    pub(crate) payload_len: u64,
+}
+
+impl Place {
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.header_len) + self.payload_len
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Free,
+    Writing,
+    Readable,
+    Condemned,
+}
+
+struct Slot {
+    key: BlockKey,
+    fingerprint: u16,
+    state: State,
+    place: Place, // its segment means nothing while it is being written
+    readers: u32,
+    used: u64,
+    written: u64,
+}
+
+/// A pair of files. Entries are appended to the last one only.
+pub(crate) struct Segment {
+    pub(crate) data_end: u64,
+    pub(crate) index_end: u64,
+    pub(crate) is_condemned: bool,
+    slots: Vec<SlotId>,
+    live: u64,
+    use_sum: u64, // over live entries
+    readers: u32,
+}
+
+#[derive(Default)]
+pub(crate) struct Index {
+    slots: Vec<Slot>,
+    free: Vec<SlotId>,
+    table: HashTable<SlotId>,
+    hasher: RandomState,
+    pub(crate) segments: BTreeMap<u32, Segment>,
+    fingerprints: Vec<Fingerprint>,
+    usage: Usage,
+    total: Amount,
+    clock: u64,
+}
+
+impl Index {
+    pub(crate) fn usage(&self) -> Usage {
+        self.usage
+    }
+
+    /// Entries in all states, and their bytes.
+    pub(crate) fn total(&self) -> Amount {
+        self.total
+    }
+
+    /// Bytes in files.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        self.segments
+            .values()
+            .map(|segment| segment.data_end + segment.index_end)
+            .sum()
+    }
+
+    pub(crate) fn find(&self, key: &BlockKey) -> Option<SlotId> {
+        let hash = self.hasher.hash_one(key);
+        self.table
+            .find(hash, |&id| self.slot(id).key == *key)
+            .copied()
+    }
+
+    pub(crate) fn is_readable(&self, id: SlotId) -> bool {
+        self.slot(id).state == State::Readable
+    }
+
+    pub(crate) fn place(&self, id: SlotId) -> Place {
+        self.slot(id).place
+    }
+
+    pub(crate) fn key(&self, id: SlotId) -> BlockKey {
+        self.slot(id).key
+    }
+
+    pub(crate) fn fingerprint(&self, id: SlotId) -> Fingerprint {
+        self.fingerprints[usize::from(self.slot(id).fingerprint)]
+    }
+
+    pub(crate) fn written(&self, id: SlotId) -> u64 {
+        self.slot(id).written
+    }
+
+    /// Readable entries, in no order that matters.
+    pub(crate) fn readable(&self) -> impl Iterator<Item = SlotId> {
+        let readable = |(id, slot): (usize, &Slot)| {
+            (slot.state == State::Readable).then_some(SlotId(id as u32))
+        };
+        self.slots.iter().enumerate().filter_map(readable)
+    }
+
+    /// Registers an entry that is to be written. `None` if there are 65,536 fingerprints already.
+    pub(crate) fn begin_write(
+        &mut self,
+        key: BlockKey,
+        fingerprint: Fingerprint,
+        header_len: u32,
+        payload_len: u64,
+    ) -> Option<SlotId> {
+        debug_assert!(self.find(&key).is_none());
+        let fingerprint = self.intern(fingerprint)?;
+        let place = Place {
+            segment: 0,
+            offset: 0,
+            header_len,
+            payload_len,
+        };
+        let slot = Slot {
+            key,
+            fingerprint,
+            state: State::Writing,
+            place,
+            readers: 0,
+            used: 0,
+            written: 0,
+        };
+        let id = self.allocate(slot);
+        self.count(id, true);
+        self.table
+            .insert_unique(self.hasher.hash_one(key), id, |&id| {
+                self.hasher.hash_one(self.slots[id.0 as usize].key)
+            });
+        Some(id)
+    }
+
+    /// Forgets an entry whose write failed.
+    pub(crate) fn fail_write(&mut self, id: SlotId) {
+        debug_assert_eq!(self.slot(id).state, State::Writing);
+        self.unlink(id);
+        self.count(id, false);
+        self.release(id);
+    }
+
+    /// Makes a written entry readable.
+    pub(crate) fn publish(&mut self, id: SlotId, place: Place, written: u64) {
+        debug_assert_eq!(self.slot(id).state, State::Writing);
+        self.count(id, false);
+        self.clock += 1;
+        let used = self.clock;
+        let slot = self.slot_mut(id);
+        (slot.state, slot.place, slot.written, slot.used) = (State::Readable, place, written, used);
+        self.count(id, true);
+        self.attach(id, place);
+        let segment = self.segment_mut(place.segment);
+        segment.live += 1;
+        segment.use_sum += used;
+        if segment.is_condemned {
+            self.condemn(id); // the segment was pruned or found missing during the write
+        }
+    }
+
+    /// Starts reading an entry: its bytes stay until [`end_read`](Self::end_read).
+    pub(crate) fn begin_read(&mut self, id: SlotId) -> Place {
+        debug_assert_eq!(self.slot(id).state, State::Readable);
+        self.count(id, false);
+        self.slot_mut(id).readers += 1;
+        self.count(id, true);
+        let place = self.slot(id).place;
+        self.segment_mut(place.segment).readers += 1;
+        place
+    }
+
+    /// Ends reading an entry that was at `place` when reading began.
+    pub(crate) fn end_read(&mut self, id: SlotId, place: Place) {
+        self.count(id, false);
+        self.slot_mut(id).readers -= 1;
+        self.count(id, true);
+        self.segment_mut(place.segment).readers -= 1;
+        let now = self.slot(id).place.segment;
+        if now != place.segment {
+            self.segment_mut(now).readers -= 1;
+        }
+    }
+
+    /// Marks a readable entry as used now.
+    pub(crate) fn touch(&mut self, id: SlotId) {
+        if self.slot(id).state != State::Readable {
+            return;
+        }
+        self.clock += 1;
+        let (used, place) = (self.slot(id).used, self.slot(id).place);
+        let clock = self.clock;
+        self.slot_mut(id).used = clock;
+        self.segment_mut(place.segment).use_sum += clock - used;
+    }
+
+    /// Drops a readable entry; its bytes stay until its segment is removed.
+    pub(crate) fn condemn(&mut self, id: SlotId) {
+        if self.slot(id).state != State::Readable {
+            return;
+        }
+        self.unlink(id);
+        self.count(id, false);
+        self.slot_mut(id).state = State::Condemned;
+        self.count(id, true);
+        let (used, place) = (self.slot(id).used, self.slot(id).place);
+        let segment = self.segment_mut(place.segment);
+        segment.live -= 1;
+        segment.use_sum -= used;
+    }
+
+    /// Moves an entry to the copy that was made of it. The bytes at its old place are condemned.
+    /// If it was dropped meanwhile, the copy is condemned instead.
+    pub(crate) fn relocate(&mut self, id: SlotId, from: Place, to: Place) {
+        let is_same = self.slot(id).state == State::Readable && self.slot(id).place == from;
+        let (key, fingerprint) = (self.slot(id).key, self.slot(id).fingerprint);
+        let left = if is_same { from } else { to };
+        let slot = Slot {
+            key,
+            fingerprint,
+            state: State::Condemned,
+            place: left,
+            readers: 0,
+            used: 0,
+            written: 0,
+        };
+        let ghost = self.allocate(slot);
+        self.count(ghost, true);
+        if !is_same {
+            return self.attach(ghost, to);
+        }
+        let (used, readers) = (self.slot(id).used, self.slot(id).readers);
+        let old = self.segment_mut(from.segment);
+        old.live -= 1;
+        old.use_sum -= used;
+        let position = old
+            .slots
+            .iter()
+            .position(|&slot| slot == id)
+            .expect("an entry is in its segment");
+        old.slots[position] = ghost;
+        self.slot_mut(id).place = to;
+        self.attach(id, to);
+        let new = self.segment_mut(to.segment);
+        new.live += 1;
+        new.use_sum += used;
+        new.readers += readers; // readers of the old bytes release both
+        if new.is_condemned {
+            self.condemn(id);
+        }
+    }
+
+    /// Readable entries and their bytes by fingerprint, largest first.
+    pub(crate) fn by_fingerprint(&self) -> Vec<(Fingerprint, Amount)> {
+        let mut amounts = vec![Amount::default(); self.fingerprints.len()];
+        for slot in self
+            .slots
+            .iter()
+            .filter(|slot| slot.state == State::Readable)
+        {
+            let amount = &mut amounts[usize::from(slot.fingerprint)];
+            amount.entries += 1;
+            amount.bytes += slot.place.bytes();
+        }
+        let mut all: Vec<_> = self
+            .fingerprints
+            .iter()
+            .copied()
+            .zip(amounts)
+            .filter(|(_, a)| a.entries > 0)
+            .collect();
+        all.sort_by_key(|(fingerprint, amount)| (std::cmp::Reverse(amount.bytes), *fingerprint));
+        all
+    }
+
+    fn intern(&mut self, fingerprint: Fingerprint) -> Option<u16> {
+        let known = self
+            .fingerprints
+            .iter()
+            .position(|&known| known == fingerprint);
+        let index = known.unwrap_or(self.fingerprints.len());
+        let index = u16::try_from(index).ok()?;
+        if known.is_none() {
+            self.fingerprints.push(fingerprint);
+        }
+        Some(index)
+    }
+
+    fn slot(&self, id: SlotId) -> &Slot {
+        &self.slots[id.0 as usize]
+    }
+
+    fn slot_mut(&mut self, id: SlotId) -> &mut Slot {
+        &mut self.slots[id.0 as usize]
+    }
+
+    pub(crate) fn segment_mut(&mut self, id: u32) -> &mut Segment {
+        self.segments.get_mut(&id).expect("a segment that exists")
+    }
+
+    fn allocate(&mut self, slot: Slot) -> SlotId {
+        if let Some(id) = self.free.pop() {
+            *self.slot_mut(id) = slot;
+            return id;
+        }
+        self.slots.push(slot);
+        SlotId((self.slots.len() - 1) as u32)
+    }
+
+    fn release(&mut self, id: SlotId) {
+        debug_assert_eq!(self.slot(id).readers, 0);
+        self.slot_mut(id).state = State::Free;
+        self.free.push(id);
+    }
+
+    fn attach(&mut self, id: SlotId, place: Place) {
+        let segment = self.segment_mut(place.segment);
+        debug_assert_eq!(segment.data_end, place.offset);
+        segment.slots.push(id);
+        segment.data_end += place.bytes();
+        segment.index_end += RECORD as u64;
+    }
+
+    fn unlink(&mut self, id: SlotId) {
+        let hash = self.hasher.hash_one(self.slot(id).key);
+        let entry = self
+            .table
+            .find_entry(hash, |&other| other == id)
+            .expect("a linked entry");
+        entry.remove();
+    }
+
+    fn count(&mut self, id: SlotId, is_added: bool) {
+        let bytes = self.slot(id).place.bytes();
+        let amount = amount_of(
+            &mut self.usage,
+            self.slots[id.0 as usize].state,
+            self.slots[id.0 as usize].readers,
+        );
+        for amount in [Some(&mut self.total), amount].into_iter().flatten() {
+            if is_added {
+                amount.entries += 1;
+                amount.bytes += bytes;
+            } else {
+                amount.entries -= 1;
+                amount.bytes -= bytes;
+            }
+        }
+    }
+}
+
+fn amount_of(usage: &mut Usage, state: State, readers: u32) -> Option<&mut Amount> {
+    match state {
+        State::Free => None,
+        State::Writing => Some(&mut usage.writing),
+        State::Readable if readers > 0 => Some(&mut usage.reading),
+        State::Readable => Some(&mut usage.readable),
+        State::Condemned => Some(&mut usage.condemned),
+    }
+}

@@ -1,0 +1,228 @@
+//! Reading entries: found by key, proven by header and checksum.
+
+use std::io;
+
+use crate::disk::{DiskFile, read_exact};
+use crate::error::{Get, LengthMismatch, Notice};
+use crate::format::{FileKind, Header, Record, RecordKind};
+use crate::index::{Place, SlotId};
+use crate::key::{Block, BlockKey, Fingerprint};
+use crate::state::{Shared, State, Work};
+
+const CHUNK: usize = 1 << 20;
+
+/// Reasons for which an entry's payload was not read.
+enum Fault {
+    Io(io::Error),
+    Damaged(&'static str),
+    Collision,
+    Length(LengthMismatch),
+}
+
+impl From<io::Error> for Fault {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => Self::Damaged("is cut short"),
+            _ => Self::Io(error),
+        }
+    }
+}
+
+impl Shared {
+    /// Reads a block's payload into `buffers`.
+    pub(crate) fn get(
+        &self,
+        block: &Block<'_>,
+        buffers: &mut [&mut [u8]],
+    ) -> Result<Get, LengthMismatch> {
+        let given: u64 = buffers.iter().map(|buffer| buffer.len() as u64).sum();
+        let key = block.key();
+        let mut state = self.lock();
+        let found = state
+            .index
+            .find(&key)
+            .filter(|&slot| state.index.is_readable(slot));
+        let answer = match found {
+            _ if state.look_for_stall(self.config.stall_after) => Get::Failed,
+            None => Get::Miss,
+            Some(slot) => {
+                let place = state.index.begin_read(slot);
+                drop(state);
+                let result = self.read_payload(block, key, place, given, buffers);
+                state = self.lock();
+                self.end_read(&mut state, slot, place, result)?
+            }
+        };
+        state.counters.count_get(answer, given);
+        Ok(answer)
+    }
+
+    fn read_payload(
+        &self,
+        block: &Block<'_>,
+        key: BlockKey,
+        place: Place,
+        given: u64,
+        buffers: &mut [&mut [u8]],
+    ) -> Result<(), Fault> {
+        let _operation = self.operation();
+        let file = self.disk.open(&FileKind::Data.name(place.segment))?;
+        let mut bytes = vec![0; place.header_len as usize];
+        read_exact(&*file, &mut bytes, place.offset)?;
+        let header = self.header(&bytes, key, place)?;
+        if !header.proves(block) {
+            return Err(Fault::Collision);
+        }
+        if header.payload_len != given {
+            return Err(Fault::Length(LengthMismatch {
+                stored: header.payload_len,
+                given,
+            }));
+        }
+        let mut hasher = self.sealer.payload();
+        let mut offset = place.offset + u64::from(place.header_len);
+        for buffer in buffers {
+            read_exact(&*file, buffer, offset)?;
+            hasher.update(buffer);
+            offset += buffer.len() as u64;
+        }
+        if hasher.finalize() != header.checksum {
+            return Err(Fault::Damaged(
+                "has a payload that its checksum contradicts",
+            ));
+        }
+        Ok(())
+    }
+
+    fn header<'a>(
+        &self,
+        bytes: &'a [u8],
+        key: BlockKey,
+        place: Place,
+    ) -> Result<Header<'a>, Fault> {
+        let header =
+            Header::decode(bytes, &self.sealer).ok_or(Fault::Damaged("has no valid header"))?;
+        if header.key != key || header.payload_len != place.payload_len {
+            return Err(Fault::Damaged("is another one than the index says"));
+        }
+        Ok(header)
+    }
+
+    fn end_read(
+        &self,
+        state: &mut State,
+        slot: SlotId,
+        place: Place,
+        result: Result<(), Fault>,
+    ) -> Result<Get, LengthMismatch> {
+        state.index.end_read(slot, place);
+        let answer = match result {
+            Ok(()) => {
+                state.index.touch(slot);
+                Ok(Get::Hit)
+            }
+            Err(Fault::Length(mismatch)) => Err(mismatch),
+            Err(Fault::Collision) => {
+                state.counters.collisions += 1;
+                Ok(Get::Miss)
+            }
+            Err(Fault::Damaged(how)) => {
+                state.counters.damaged += 1;
+                let (key, fingerprint) = (state.index.key(slot), state.index.fingerprint(slot));
+                state.notify(Notice::Damaged(format!("entry {key} {how}")));
+                // The entry may have been relocated meanwhile: only the place that was read is damaged.
+                if state.index.is_readable(slot) && state.index.place(slot) == place {
+                    state.index.condemn(slot);
+                    let record = dropped(key, fingerprint, place);
+                    self.enqueue(state, Work::Tombstone(place.segment, record));
+                }
+                Ok(Get::Miss)
+            }
+            Err(Fault::Io(error)) => {
+                state.counters.read_errors += 1;
+                state.notify(Notice::ReadFailed(error.to_string()));
+                if error.kind() == io::ErrorKind::NotFound {
+                    let lost = state.index.condemn_segment(place.segment);
+                    state.counters.lost += lost as u64;
+                } else if error.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) {
+                    state.counters.lost += u64::from(state.index.is_readable(slot));
+                    state.index.condemn(slot);
+                }
+                Ok(Get::Failed)
+            }
+        };
+        if state
+            .index
+            .segments
+            .get(&place.segment)
+            .is_some_and(|segment| segment.is_condemned)
+        {
+            self.enqueue(state, Work::Tidy);
+        }
+        answer
+    }
+
+    /// Reads an entry without knowing its block; drops it if it is damaged. True if it is whole.
+    pub(crate) fn verify_entry(&self, slot: SlotId, key: BlockKey) -> Option<bool> {
+        let mut state = self.lock();
+        if state.index.find(&key) != Some(slot) || !state.index.is_readable(slot) {
+            return None; // dropped meanwhile
+        }
+        let place = state.index.begin_read(slot);
+        drop(state);
+        let result = self.read_unknown(key, place);
+        let is_whole = result.is_ok();
+        let _ = self.end_read(&mut self.lock(), slot, place, result);
+        Some(is_whole)
+    }
+
+    fn read_unknown(&self, key: BlockKey, place: Place) -> Result<(), Fault> {
+        let file = self.disk.open(&FileKind::Data.name(place.segment))?;
+        let mut bytes = vec![0; place.header_len as usize];
+        read_exact(&*file, &mut bytes, place.offset)?;
+        let header = self.header(&bytes, key, place)?;
+        if !header.is_consistent() {
+            return Err(Fault::Damaged("has a key that its tokens contradict"));
+        }
+        let mut hasher = self.sealer.payload();
+        for_each_chunk(&*file, place, |chunk| {
+            hasher.update(chunk);
+        })?;
+        if hasher.finalize() != header.checksum {
+            return Err(Fault::Damaged(
+                "has a payload that its checksum contradicts",
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn for_each_chunk(
+    file: &dyn DiskFile,
+    place: Place,
+    mut each: impl FnMut(&[u8]),
+) -> io::Result<()> {
+    let mut offset = place.offset + u64::from(place.header_len);
+    let end = offset + place.payload_len;
+    let mut chunk = vec![0; CHUNK.min(place.payload_len as usize)];
+    while offset < end {
+        let len = chunk.len().min((end - offset) as usize);
+        read_exact(file, &mut chunk[..len], offset)?;
+        each(&chunk[..len]);
+        offset += len as u64;
+    }
+    Ok(())
+}
+
+/// The record that takes an entry out of its segment's index.
+pub(crate) fn dropped(key: BlockKey, fingerprint: Fingerprint, place: Place) -> Record {
+    Record {
+        kind: RecordKind::Dropped,
+        key,
+        fingerprint,
+        offset: place.offset,
+        header_len: place.header_len,
+        payload_len: place.payload_len,
+        written: 0,
+    }
+}

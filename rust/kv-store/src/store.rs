@@ -1,0 +1,383 @@
+//! The store: put, get, look up, prune, verify.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use crate::config::{Access, Config};
+use crate::disk::Disk;
+use crate::error::{DropReason, Get, LengthMismatch, Notice, OpenError, Put};
+use crate::folder::{Folder, WriterLock};
+use crate::format::{FORMAT_VERSION, Sealer, header_len};
+use crate::key::{Block, BlockKey, Fingerprint};
+use crate::read::dropped;
+use crate::state::{Shared, Work, WriteJob};
+use crate::stats::Stats;
+use crate::usage::Amount;
+use crate::writer::Writer;
+
+const MAX_QUEUED: u64 = 65_536;
+
+/// KV-cache blocks on disk. All methods may be called from any thread.
+///
+/// Dropping a store drops queued entries; [`close`](Self::close) writes them first.
+pub struct Store {
+    shared: Arc<Shared>,
+}
+
+/// Entries to be dropped by [`Store::prune`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prune {
+    /// All of them.
+    All,
+    /// Those of a fingerprint.
+    Fingerprint(Fingerprint),
+    /// Those of other fingerprints.
+    Except(Fingerprint),
+    /// Those that were written longer ago than this.
+    OlderThan(Duration),
+}
+
+/// Result of [`Store::verify`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verification {
+    /// Entries that are whole.
+    pub whole: u64,
+    /// Keys of entries that are not. Damaged ones are dropped now; those that could not be read stay.
+    pub damaged: Vec<BlockKey>,
+}
+
+impl Store {
+    /// Opens a folder, or makes a new one that only its owner can enter.
+    pub fn open(path: impl AsRef<Path>, config: Config) -> Result<Self, OpenError> {
+        config.check()?;
+        let path: PathBuf = path.as_ref().into();
+        let io = |source| OpenError::Io {
+            path: path.clone(),
+            source,
+        };
+        let folder = Folder::open(&path)?;
+        let sealer = Sealer::new(config.auth_key.as_ref());
+        let marker = format!(
+            "pyengine kv-store\nformat {FORMAT_VERSION}\nkey {}\n",
+            sealer.id()
+        );
+        let check_marker = |folder: &Folder| match folder.marker().map_err(io)? {
+            Some(text) if text == marker => Ok(true),
+            Some(text) if text.lines().nth(1) == marker.lines().nth(1) => {
+                Err(OpenError::AuthKey { path: path.clone() })
+            }
+            Some(found) => Err(OpenError::Format {
+                path: path.clone(),
+                found,
+            }),
+            None if folder.is_new().map_err(io)? => Ok(false),
+            None => Err(OpenError::NotAStore { path: path.clone() }),
+        };
+        let exists = check_marker(&folder)?;
+        let lock = match config.access {
+            Access::Read => None,
+            access => match folder.lock().map_err(io)? {
+                Ok(lock) => Some(lock),
+                Err(_) if access == Access::WriteOrRead => None,
+                Err(pid) => return Err(OpenError::Locked { path, pid }),
+            },
+        };
+        if lock.is_some() && !exists && !check_marker(&folder)? {
+            folder.write_marker(&marker).map_err(io)?;
+        }
+        Self::start(Box::new(folder), config, lock).map_err(io)
+    }
+
+    /// Opens a store on a disk that is not a folder: in memory, or one that fails on purpose.
+    pub fn on_disk(disk: Box<dyn Disk>, config: Config) -> Result<Self, OpenError> {
+        config.check()?;
+        Self::start(disk, config, None).map_err(|source| OpenError::Io {
+            path: "(disk)".into(),
+            source,
+        })
+    }
+
+    fn start(disk: Box<dyn Disk>, config: Config, lock: Option<WriterLock>) -> io::Result<Self> {
+        let is_folder_reader = lock.is_none() && config.access == Access::WriteOrRead;
+        let is_writer = config.access != Access::Read && !is_folder_reader;
+        let shared = Arc::new(Shared::new(disk, config, is_writer));
+        let active = shared.load()?;
+        if is_writer {
+            let (asked, limit) = (shared.config.max_bytes, shared.measured_limit());
+            let mut state = shared.lock();
+            state.limit = limit;
+            if limit < asked {
+                state.notify(Notice::LimitLowered { asked, limit });
+            }
+            state.has_writer = true;
+            state.writer_lock = lock;
+            let excess = state.index.disk_bytes().saturating_sub(limit);
+            let (answer, _) = mpsc::channel();
+            shared.enqueue(
+                &mut state,
+                if excess > 0 {
+                    Work::Evict(excess, answer)
+                } else {
+                    Work::Tidy
+                },
+            );
+            drop(state);
+            let writer = Writer::new(Arc::clone(&shared), active);
+            std::thread::Builder::new()
+                .name("kv-store".into())
+                .spawn(|| writer.run())?;
+        }
+        Ok(Self { shared })
+    }
+
+    /// True if this store writes; false if it reads what another process writes.
+    pub fn is_writer(&self) -> bool {
+        self.shared.is_writer
+    }
+
+    /// Copies a block's payload, to be written soon. Never waits for the disk.
+    pub fn put(&self, block: &Block<'_>, payload: &[&[u8]]) -> Put {
+        let bytes: u64 = payload.iter().map(|part| part.len() as u64).sum();
+        let header = header_len(block.namespace.len(), block.tokens.len());
+        let key = block.key();
+        let mut state = self.shared.lock();
+        let config = &self.shared.config;
+        let waiting = state.index.usage().writing.entries;
+        let found = state.index.find(&key);
+        let reason = match found {
+            Some(slot) => {
+                state.counters.known += 1;
+                state.index.touch(slot);
+                return Put::Known;
+            }
+            None if !self.shared.is_writer => DropReason::ReadOnly,
+            None if state.is_closing || !state.has_writer => DropReason::Closed,
+            None if header as u64 + bytes + 16 > config.segment_bytes => DropReason::TooLarge,
+            None if state.look_for_stall(config.stall_after) || state.is_suspended() => {
+                DropReason::Suspended
+            }
+            None if state.queued_bytes + bytes > config.queue_bytes || waiting >= MAX_QUEUED => {
+                DropReason::QueueFull
+            }
+            None => match state
+                .index
+                .begin_write(key, block.fingerprint, header as u32, bytes)
+            {
+                None => DropReason::QueueFull,
+                Some(slot) => {
+                    state.queued_bytes += bytes;
+                    let mut buffer = state.spare.pop().unwrap_or_default();
+                    drop(state);
+                    buffer.clear();
+                    payload
+                        .iter()
+                        .for_each(|part| buffer.extend_from_slice(part));
+                    let job = WriteJob {
+                        slot,
+                        fingerprint: block.fingerprint,
+                        parent: block.parent,
+                        namespace: block.namespace.to_vec(),
+                        tokens: block.tokens.to_vec(),
+                        payload: buffer,
+                    };
+                    let mut state = self.shared.lock();
+                    self.shared.enqueue(&mut state, Work::Write(job));
+                    return Put::Queued;
+                }
+            },
+        };
+        state.counters.count_drop(reason);
+        Put::Dropped(reason)
+    }
+
+    /// Reads a block's payload into `buffers`, one after the other. Waits for the disk; the caller may not hold locks.
+    pub fn get(&self, block: &Block<'_>, buffers: &mut [&mut [u8]]) -> Result<Get, LengthMismatch> {
+        self.shared.get(block, buffers)
+    }
+
+    /// True if an entry with this key is readable.
+    pub fn contains(&self, key: &BlockKey) -> bool {
+        let state = self.shared.lock();
+        state
+            .index
+            .find(key)
+            .is_some_and(|slot| state.index.is_readable(slot))
+    }
+
+    /// Number of blocks at the beginning of `keys` that are readable without a gap: the longest stored prefix, or how
+    /// far it continues one that is cached elsewhere. From memory and by key: [`get`](Self::get) proves each.
+    pub fn stored_blocks(&self, keys: &[BlockKey]) -> usize {
+        let mut state = self.shared.lock();
+        if state.look_for_stall(self.shared.config.stall_after) {
+            return 0;
+        }
+        let is_readable = |key: &&BlockKey| {
+            state
+                .index
+                .find(key)
+                .is_some_and(|slot| state.index.is_readable(slot))
+        };
+        keys.iter().take_while(is_readable).count()
+    }
+
+    /// Waits until everything queued is written or dropped. False after `timeout`.
+    pub fn flush(&self, timeout: Duration) -> bool {
+        self.shared.wait_idle(Instant::now() + timeout)
+    }
+
+    /// Waits until everything written is on the device: it survives a power failure then.
+    pub fn sync(&self) -> io::Result<()> {
+        match self.ask(Work::Sync) {
+            Some(result) => result,
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the least useful segments until at least `bytes` are free. Returns how many are.
+    pub fn evict(&self, bytes: u64) -> u64 {
+        self.ask(|answer| Work::Evict(bytes, answer)).unwrap_or(0)
+    }
+
+    fn ask<T>(&self, work: impl FnOnce(mpsc::Sender<T>) -> Work) -> Option<T> {
+        let (answer, receiver) = mpsc::channel();
+        let mut state = self.shared.lock();
+        self.shared.enqueue(&mut state, work(answer));
+        drop(state);
+        receiver.recv().ok()
+    }
+
+    /// Drops entries. Their bytes are freed with their segments; those left empty are removed at once.
+    pub fn prune(&self, what: Prune) -> u64 {
+        if !self.shared.is_writer {
+            return 0;
+        }
+        let mut state = self.shared.lock();
+        let now = UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+        let index = &state.index;
+        let is_dropped = |&slot: &_| match what {
+            Prune::All => true,
+            Prune::Fingerprint(fingerprint) => index.fingerprint(slot) == fingerprint,
+            Prune::Except(fingerprint) => index.fingerprint(slot) != fingerprint,
+            Prune::OlderThan(age) => now.saturating_sub(index.written(slot)) > age.as_secs(),
+        };
+        let slots: Vec<_> = index.readable().filter(is_dropped).collect();
+        let mut records = Vec::with_capacity(slots.len());
+        for &slot in &slots {
+            let place = state.index.place(slot);
+            records.push((
+                place.segment,
+                dropped(state.index.key(slot), state.index.fingerprint(slot), place),
+            ));
+            state.index.condemn(slot);
+        }
+        let empty = state.index.condemn_empty_segments();
+        for (segment, record) in records
+            .into_iter()
+            .filter(|(segment, _)| !empty.contains(segment))
+        {
+            self.shared
+                .enqueue(&mut state, Work::Tombstone(segment, record));
+        }
+        self.shared.enqueue(&mut state, Work::Tidy);
+        state.counters.pruned += slots.len() as u64;
+        slots.len() as u64
+    }
+
+    /// Reads every entry, and drops those that are damaged.
+    pub fn verify(&self) -> Verification {
+        let entries: Vec<_> = {
+            let state = self.shared.lock();
+            state
+                .index
+                .readable()
+                .map(|slot| (slot, state.index.key(slot)))
+                .collect()
+        };
+        let mut verification = Verification::default();
+        for (slot, key) in entries {
+            match self.shared.verify_entry(slot, key) {
+                Some(true) => verification.whole += 1,
+                Some(false) => verification.damaged.push(key),
+                None => {}
+            }
+        }
+        verification
+    }
+
+    /// For a reader: loads entries that the writer stored, and drops those that it removed. Returns the number of
+    /// readable entries.
+    pub fn refresh(&self) -> io::Result<u64> {
+        if self.shared.is_writer {
+            return Ok(self.shared.lock().index.usage().readable.entries);
+        }
+        self.shared.refresh()
+    }
+
+    /// Counters, usage and limits.
+    pub fn stats(&self) -> Stats {
+        let mut state = self.shared.lock();
+        Stats {
+            is_stalled: state.look_for_stall(self.shared.config.stall_after),
+            usage: state.index.usage(),
+            disk_bytes: state.index.disk_bytes(),
+            limit_bytes: state.limit,
+            queued_bytes: state.queued_bytes,
+            is_writer: self.shared.is_writer,
+            is_suspended: state.is_suspended(),
+            counters: state.counters,
+        }
+    }
+
+    /// Readable entries and their bytes by fingerprint, largest first.
+    pub fn by_fingerprint(&self) -> Vec<(Fingerprint, Amount)> {
+        self.shared.lock().index.by_fingerprint()
+    }
+
+    /// Takes the messages for the operator. A fault gives one, however many entries it concerns.
+    pub fn take_notices(&self) -> Vec<Notice> {
+        self.shared.lock().take_notices()
+    }
+
+    /// Recounts entries and bytes of every state and segment. The error names the first difference.
+    pub fn check(&self) -> Result<(), String> {
+        self.shared.lock().index.check()
+    }
+
+    /// Writes queued entries and ends the writer. False if that takes longer than `timeout`.
+    pub fn close(self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let is_written = self.shared.wait_idle(deadline);
+        self.end(deadline) && is_written
+    }
+
+    fn end(&self, deadline: Instant) -> bool {
+        let mut state = self.shared.lock();
+        state.is_closing = true;
+        self.shared.work.notify_all();
+        while state.has_writer {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false; // the thread ends when the disk answers, and keeps the lock until then
+            }
+            state = self
+                .shared
+                .idle
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        true
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        let is_closed = self.shared.lock().is_closing;
+        if !is_closed {
+            self.end(Instant::now() + self.shared.config.stall_after);
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! New folders, and folders that are refused with a sentence.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+use std::path::{Path, PathBuf};
+
+use common::{MINUTE, flush, get, prefix, put, small, tokens};
+use kv_store::{Access, Config, Get, OpenError, Store};
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path =
+            std::env::temp_dir().join(format!("kv-store-folder-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn refusal(path: &Path, config: Config) -> String {
+    match Store::open(path, config) {
+        Ok(_) => panic!("{} was opened", path.display()),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn a_new_folder_is_private_and_opens_again() {
+    let scratch = Scratch::new("new");
+    let path = scratch.0.join("store");
+    let tokens = tokens(0, 1);
+    let block = prefix(&tokens).block(0);
+    let store = Store::open(&path, small()).unwrap();
+    put(&store, &block, 1000);
+    store.sync().unwrap();
+    assert!(store.close(MINUTE));
+    for entry in fs::read_dir(&path).unwrap() {
+        let entry = entry.unwrap();
+        assert_eq!(
+            entry.metadata().unwrap().permissions().mode() & 0o777,
+            0o600,
+            "{:?}",
+            entry.path()
+        );
+    }
+    assert_eq!(
+        fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+        0o700
+    );
+    let store = Store::open(&path, small()).unwrap();
+    assert_eq!(store.stats().counters.loaded, 1);
+    assert_eq!(get(&store, &block, 1000), Get::Hit);
+}
+
+#[test]
+fn folders_that_others_can_change_are_refused() {
+    let scratch = Scratch::new("mode");
+    let path = scratch.0.join("store");
+    fs::create_dir(&path).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    let error = refusal(&path, small());
+    assert!(
+        error.contains("mode 755") && error.contains("chmod 700"),
+        "{error}"
+    );
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+    if std::os::unix::fs::chown(&path, Some(12345), None).is_ok() {
+        let error = refusal(&path, small());
+        assert!(error.contains("belongs to user 12345"), "{error}");
+    }
+}
+
+#[test]
+fn symbolic_links_are_refused() {
+    let scratch = Scratch::new("link");
+    let (path, link) = (scratch.0.join("store"), scratch.0.join("link"));
+    Store::open(&path, small()).unwrap();
+    symlink(&path, &link).unwrap();
+    assert!(matches!(
+        Store::open(&link, small()),
+        Err(OpenError::Symlink { .. })
+    ));
+    // Inside the folder too: neither the lock nor a segment is followed elsewhere.
+    let target = scratch.0.join("target");
+    fs::write(&target, "precious").unwrap();
+    fs::remove_file(path.join("lock")).unwrap();
+    symlink(&target, path.join("lock")).unwrap();
+    assert!(matches!(
+        Store::open(&path, small()),
+        Err(OpenError::Io { .. })
+    ));
+    fs::remove_file(path.join("lock")).unwrap();
+    symlink(&target, path.join("00000000.data")).unwrap();
+    let store = Store::open(&path, small()).unwrap();
+    put(&store, &prefix(&tokens(0, 1)).block(0), 1000);
+    flush(&store);
+    drop(store);
+    assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
+}
+
+#[test]
+fn folders_of_something_else_are_refused_and_left_alone() {
+    let scratch = Scratch::new("else");
+    let path = scratch.0.join("home");
+    fs::create_dir(&path).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+    fs::write(path.join("thesis.txt"), "text").unwrap();
+    let error = refusal(&path, small());
+    assert!(error.contains("not a KV store"), "{error}");
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 1);
+    let file = scratch.0.join("file");
+    fs::write(&file, "").unwrap();
+    assert!(matches!(
+        Store::open(&file, small()),
+        Err(OpenError::Io { .. })
+    ));
+    assert!(matches!(
+        Store::open(scratch.0.join("no/such"), small()),
+        Err(OpenError::Io { .. })
+    ));
+}
+
+#[test]
+fn other_formats_and_other_keys_are_refused() {
+    let scratch = Scratch::new("format");
+    let path = scratch.0.join("store");
+    drop(Store::open(&path, small()).unwrap());
+    let with_key = |auth_key| Config {
+        auth_key,
+        ..small()
+    };
+    assert!(matches!(
+        Store::open(&path, with_key(Some([1; 32]))),
+        Err(OpenError::AuthKey { .. })
+    ));
+    let marker = fs::read_to_string(path.join("format")).unwrap();
+    fs::write(path.join("format"), marker.replace("format 1", "format 2")).unwrap();
+    let error = refusal(&path, small());
+    assert!(
+        error.contains("format 2") && error.contains("reads format 1"),
+        "{error}"
+    );
+    let path = scratch.0.join("keyed");
+    drop(Store::open(&path, with_key(Some([1; 32]))).unwrap());
+    drop(Store::open(&path, with_key(Some([1; 32]))).unwrap());
+    for other in [None, Some([2; 32])] {
+        assert!(matches!(
+            Store::open(&path, with_key(other)),
+            Err(OpenError::AuthKey { .. })
+        ));
+    }
+}
+
+#[test]
+fn a_folder_removed_while_it_is_open_costs_hits_only() {
+    let scratch = Scratch::new("gone");
+    let path = scratch.0.join("store");
+    let store = Store::open(&path, small()).unwrap();
+    let tokens = tokens(0, 1);
+    let block = prefix(&tokens).block(0);
+    put(&store, &block, 1000);
+    flush(&store);
+    fs::remove_dir_all(&path).unwrap();
+    assert_eq!(get(&store, &block, 1000), Get::Failed);
+    assert_eq!(get(&store, &block, 1000), Get::Miss);
+    for number in 3..100 {
+        let tokens = common::tokens(number, 3);
+        put(&store, &prefix(&tokens).block(2), 1000);
+        flush(&store);
+    }
+    assert!(store.stats().counters.write_errors > 0);
+    assert_eq!(store.stats().counters.lost, 1);
+}
+
+#[test]
+fn files_of_others_in_the_folder_are_not_touched() {
+    let scratch = Scratch::new("files");
+    let path = scratch.0.join("store");
+    drop(Store::open(&path, small()).unwrap());
+    fs::write(path.join("notes.txt"), "mine").unwrap();
+    fs::write(path.join("1.data"), "mine").unwrap();
+    let store = Store::open(&path, small()).unwrap();
+    for number in 0..60 {
+        let tokens = tokens(number, 4);
+        (0..4).for_each(|block| _ = put(&store, &prefix(&tokens).block(block), 3000));
+        flush(&store);
+    }
+    assert!(store.stats().counters.evicted > 0);
+    drop(store);
+    for name in ["notes.txt", "1.data"] {
+        assert_eq!(fs::read_to_string(path.join(name)).unwrap(), "mine");
+    }
+}
+
+#[test]
+fn configurations_that_contradict_themselves_are_refused() {
+    let scratch = Scratch::new("config");
+    let configs = [
+        Config {
+            max_bytes: 10,
+            ..small()
+        },
+        Config {
+            segment_bytes: 10,
+            ..small()
+        },
+        Config {
+            max_entries: 0,
+            ..small()
+        },
+        Config {
+            queue_bytes: 0,
+            ..small()
+        },
+    ];
+    for config in configs {
+        assert!(matches!(
+            Store::open(scratch.0.join("store"), config),
+            Err(OpenError::Config(_))
+        ));
+    }
+    assert!(!scratch.0.join("store").exists());
+    let reader = Store::open(
+        scratch.0.join("store"),
+        Config {
+            access: Access::Read,
+            ..small()
+        },
+    );
+    assert!(
+        reader.is_ok_and(|reader| !reader.is_writer()),
+        "an empty store is read as one"
+    );
+}
