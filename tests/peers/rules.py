@@ -15,10 +15,10 @@ from tests.peers.world import Settings, World, managers
 
 SAME = "the same"
 FULL_HIT = "a full hit: one token is computed, not a block"
-ONE_COPY = "vLLM caches every copy of a content, so fewer contents stay"
-DELAYED = "a full block is registered once its step is final, not at once"
-MERGED = "copies of running requests are released"
-SHORTER = "others had full hits: their requests needed fewer blocks and steps"
+ONE_COPY = "vLLM caches duplicates, so fewer prefixes stay"
+DELAYED = "a full block is registered when its step is final, not at once"
+MERGED = "duplicates of running requests are released"
+SHORTER = "other requests had full hits and took fewer blocks and steps"
 
 
 def one_copy() -> type:

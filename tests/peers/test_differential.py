@@ -124,7 +124,7 @@ def test_twenty_thousand_requests_and_why_they_find_more(folder: Path) -> None:
     counts = kinds(found, rules, lengths, 4)
     tokens = [sum(hits[0] for hits in each.values() if hits) for each in found]
     print(dict(counts), "tokens found:", tokens)
-    rows = table(DOCUMENT, "requests", "why what they find differs")
+    rows = table(DOCUMENT, "requests", "reason for the difference")
     assert {row[1]: int(row[0].replace(",", "")) for row in rows} == dict(counts)
     assert all(hits[0] >= found[0][name][0] for name, hits in found[-1].items() if hits)
     check_nothing_is_held(world)
