@@ -43,13 +43,19 @@ QUOTA = "1 of 2 CPUs"
 GOAL = 0.9
 _PERIOD = 100_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-_LOOP = "import os; os.nice({nice})\nwhile True: pass"
+_LOOP = """
+import os
+os.nice({nice})
+while os.getppid() == {parent}:
+    for _ in range(1_000_000): pass
+"""
+"""Ends with the process that started it, however that ends."""
 
 
 @contextmanager
 def busy_processes(count: int, nice: int) -> Iterator[None]:
     """So many processes that never rest."""
-    command = [sys.executable, "-c", _LOOP.format(nice=nice)]
+    command = [sys.executable, "-c", _LOOP.format(nice=nice, parent=os.getpid())]
     others = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield
@@ -92,11 +98,15 @@ def prompts(random: Random, count: int) -> list[list[int]]:
     return [[random.randrange(3, 49_000) for _ in range(PROMPT)] for _ in range(count)]
 
 
-def measure(names: list[str], rounds: int, missing: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Seconds of each round, for each number of rows and engine that comes up."""
+def measure(
+    names: list[str], rounds: int, missing: dict[str, str], caches: Path
+) -> dict[str, dict[str, Any]]:
+    """Seconds of each round, for each number of rows and engine that comes up.
+
+    `caches` is the folder in which engines find what they compiled for an earlier column.
+    """
     found: dict[str, dict[str, Any]] = {str(rows): {} for rows in ROWS}
     with ExitStack() as stack:
-        caches = Path(stack.enter_context(TemporaryDirectory()))
         engines = []
         for name in names:
             try:
@@ -159,6 +169,30 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
         yield f"\nNot measured: {name}: {why}"
 
 
+def measure_all(names: list[str], asked: argparse.Namespace, path: Path, caches: Path) -> None:
+    """Measure column by column, and write what is known to `path` after each."""
+    missing: dict[str, str] = {}
+    content: dict[str, Any] = {
+        "machine": machine(),
+        "libraries": libraries(),
+        "nice": asked.nice,
+        "seconds": {},
+        "missing": missing,
+    }
+    for column, count in BUSY.items():
+        say(column)
+        with busy_processes(count, asked.nice):
+            content["seconds"][column] = measure(names, asked.rounds, missing, caches)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    say(QUOTA)
+    try:
+        with quota_of_one_cpu():
+            content["seconds"][QUOTA] = measure(names, asked.rounds, missing, caches)
+    except OSError as error:
+        missing[QUOTA] = str(error)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure column by column, or show."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -172,26 +206,8 @@ def main() -> None:
         parser.error(f"no such engines: {', '.join(sorted(unknown))}")
     path = results_file(results_name("busy"))
     if not asked.show:
-        missing: dict[str, str] = {}
-        content: dict[str, Any] = {
-            "machine": machine(),
-            "libraries": libraries(),
-            "nice": asked.nice,
-            "seconds": {},
-            "missing": missing,
-        }
-        for column, count in BUSY.items():
-            say(column)
-            with busy_processes(count, asked.nice):
-                content["seconds"][column] = measure(names, asked.rounds, missing)
-            path.write_text(json.dumps(content, indent=1) + "\n")
-        say(QUOTA)
-        try:
-            with quota_of_one_cpu():
-                content["seconds"][QUOTA] = measure(names, asked.rounds, missing)
-        except OSError as error:
-            missing[QUOTA] = str(error)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        with TemporaryDirectory() as folder:
+            measure_all(names, asked, path, Path(folder))
     print("\n".join(tables(json.loads(path.read_text()))))
 
 
