@@ -12,12 +12,12 @@ TITLES = {
     OURS: "`pyengine serve --compile`",
     VLLM: "vLLM's server",
     VLLM32: "vLLM's, `--block-size 32`",
-    SEATS: "`LLM.generate`, a seat for each client",
+    SEATS: "`LLM.generate`, a slot for each client",
     AT_ONCE: "`LLM.generate`, all at once",
     ALONE: "`AsyncEngine` alone",
 }
 GOAL = 0.95
-"""Of the tokens per second of `LLM.generate` with a seat for each client."""
+"""Of the tokens per second of `LLM.generate` with a slot for each client."""
 COLUMNS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 HEAD = "tokens/s | first token, ms: p50 | p99 | between tokens, ms: p50 | p99"
 
