@@ -85,7 +85,7 @@ def test_a_request_with_good_drafts_is_served_before_one_with_bad_ones() -> None
     assert counts[0] == 7 and counts[1] <= 1
     policy.forget(good)
     policy.forget(bad)
-    assert not policy._followed
+    assert not policy._records
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -132,7 +132,7 @@ def test_a_draft_that_is_drawn_is_charged_for_it() -> None:
     drawn.is_drawn = True
     few, many = policy.keep([drawn, greedy], [draft] * 2, StepSize(2, 2, 1))
     assert 0 < few < many
-    ratio = policy._followed[drawn].debt / few / (policy._followed[greedy].debt / many)
+    ratio = policy._records[drawn].penalty / few / (policy._records[greedy].penalty / many)
     assert ratio == pytest.approx(3, rel=0.01)
     alone = DraftPolicy(costs)
     assert alone.keep([drawn], [draft], StepSize(1, 1, 1))[0] < 7
