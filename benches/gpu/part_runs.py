@@ -129,7 +129,7 @@ def kv_write(spot: Spot) -> Found:
         )
         writer = KVWriter(pools[0])
         writer.write(0, (key, key, value), writer.slots(slots))
-        pools[1].write(0, key, value, torch.where(slots < 0, pools[1].trash_slot, slots))
+        pools[1].write(0, key, value, torch.where(slots < 0, pools[1].null_slot, slots))
         for one, other in zip(
             pools[0].keys + pools[0].values, pools[1].keys + pools[1].values, strict=True
         ):

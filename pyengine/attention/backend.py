@@ -47,7 +47,7 @@ class StepInputs:
     - `seq_lens`: int32 `[B]`, tokens of each sequence after this step.
     - `block_tables`: int32 `[G, B, W]`; a row is valid up to `ceil(seq_len / block_size)`.
       Where a group slides, blocks behind the window of the sequence's first new token read as
-      the trash block.
+      the null block.
     - `logits_indices`: int64 `[S]`, the rows of the T to sample from.
 
     The `host_` arrays hold the same numbers in host memory, so that planning never waits for the
@@ -160,7 +160,7 @@ class AttentionBackend(Protocol):
         In order: `graph_plan`; one pass of the model without a capture, in which what is made at
         first use is made; the capture; then, for each step, the tensors are filled, `refresh` is
         called, and the graph is replayed. All of it under `torch.inference_mode`, or none of it.
-        Rows that pad the batch have length 1, the trash block as their table, and the slot -1.
+        Rows that pad the batch have length 1, the null block as their table, and the slot -1.
 
         Raises `ConfigurationError` where `supports_graphs` is false.
         """

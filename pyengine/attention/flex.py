@@ -107,7 +107,7 @@ def _check_reach(pool: KVPool) -> None:
     if torch_version(torch.__version__) >= _WIDE_OFFSETS:
         return
     block = max(tensor[0].numel() for tensor in (*pool.keys, *pool.values))
-    most = _REACH // block - 1  # the trash block is one more
+    most = _REACH // block - 1  # the null block is one more
     if pool.num_blocks > most:
         raise ConfigurationError(
             f"num_blocks={pool.num_blocks}: FlexAttention of torch {torch.__version__} reckons in "
@@ -200,13 +200,13 @@ class FlexPlan:
         """Where in its sequences each page lies, in blocks; -1: in none. On the device."""
         width = self._inputs.host_block_tables.shape[2]  # of this step; a graph's may be wider
         tables, lens = self._inputs.block_tables[..., :width], self._inputs.seq_lens
-        trash = self._backend.pool.num_blocks
+        null = self._backend.pool.num_blocks
         columns = torch.arange(tables.shape[2], device=tables.device)
         valid = columns < -(-lens[:, None] // self._backend.pool.block_size)
-        pages = torch.where(valid, tables, trash).long().flatten(1)
+        pages = torch.where(valid, tables, null).long().flatten(1)
         self._places.fill_(-1)
         self._places.scatter_(1, pages, columns.repeat(len(lens)).expand_as(pages))
-        self._places[:, trash] = -1
+        self._places[:, null] = -1
 
     def _mask(self, group: int, window: int | None, lanes: int) -> Any:
         mask = self._masks.get((group, window, lanes))

@@ -37,11 +37,11 @@ class KVWriter:
     def slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
         """The slots of a step as `write` takes them, to be asked for once per step.
 
-        The kernel skips the slot -1. Torch's copy cannot: there such rows go to the trash block.
+        The kernel skips the slot -1. Torch's copy cannot: there such rows go to the null block.
         """
         if self._by_kernel:
             return slot_mapping
-        return torch.where(slot_mapping < 0, self._pool.trash_slot, slot_mapping)
+        return torch.where(slot_mapping < 0, self._pool.null_slot, slot_mapping)
 
     def write(
         self, layer: int, rows: Rows, slots: torch.Tensor, rotation: Rotation | None = None

@@ -4,7 +4,7 @@ One key and one value tensor per layer of a layer group (`layer_groups`)::
 
     [num_blocks + 1, block_size, kv_heads, head_dim]
      |           |
-     |           the trash block: rows that must not be kept are written there
+     |           the null block: rows that must not be kept are written there
      the blocks that the manager hands out, by id
 
 A *slot* is a position in this layout seen flat: `block * block_size + offset`. Layers of different
@@ -140,7 +140,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """A pool that fits: its blocks, the bytes of its tensors (trash block included), and why."""
+    """A pool that fits: its blocks, the bytes of its tensors (null block included), and why."""
 
     num_blocks: int
     num_bytes: int
@@ -172,7 +172,7 @@ def resolve_num_blocks(
         if num_blocks < 1:
             raise ConfigurationError(
                 f"{asked} bytes hold no KV pool: two blocks of {settings.block_size} tokens "
-                f"(one of them the trash block) take {2 * per_block} bytes for this model; "
+                f"(one of them the null block) take {2 * per_block} bytes for this model; "
                 "give at least that, or a smaller block_size"
             )
     else:
@@ -282,12 +282,12 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together, the trash block included."""
+        """Bytes of all tensors together, the null block included."""
         return (self.num_blocks + 1) * bytes_per_block(self._tensor_specs, self.block_size)
 
     @property
-    def trash_slot(self) -> int:
-        """First slot of the trash block: where a row that must not be kept is written."""
+    def null_slot(self) -> int:
+        """First slot of the null block: where a row that must not be kept is written."""
         return self.num_blocks * self.block_size
 
     def populate(self) -> bool:

@@ -68,7 +68,7 @@ class Engine(Protocol):
         """The token ids of a conversation, ready for the assistant's answer."""
 
     def stats(self) -> StatsView:
-        """The ledger and the counters as of now."""
+        """The usage and the counters as of now."""
 
     def describe(self) -> Mapping[str, object]:
         """Versions, device, dtype, attention backend and why, pool size."""

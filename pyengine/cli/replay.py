@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pyengine.cache import Divergence, Ledger, ReplayReport, Stats, TraceError, replay
+from pyengine.cache import Divergence, PoolUsage, ReplayReport, Stats, TraceError, replay
 from pyengine.cli.display import note, print_rows, write
 from pyengine.cli.status import FAILED, report
 from pyengine.core.errors import InvalidRequestError
@@ -34,7 +34,7 @@ def show_recording(file: Path) -> int:
     figures = _grouped(_figures(replayed.stats))
     rate = _hit_rate(replayed.stats)
     print_rows("figures", {**figures, "hit rate": rate, "seconds": f"{seconds:.3f}"})
-    print_rows("ledger at the end", _grouped(_ledger(replayed.ledger)))
+    print_rows("usage at the end", _grouped(_usage(replayed.usage)))
     if replayed.failed_check is not None:
         note(f"check() failed: {replayed.failed_check}")
     if replayed.divergence is not None:
@@ -73,12 +73,12 @@ def _hit_rate(stats: Stats) -> str:
     return f"{stats.cached_tokens / prompt:.1%}" if prompt else "no prompt was computed"
 
 
-def _ledger(ledger: Ledger) -> dict[str, int]:
+def _usage(usage: PoolUsage) -> dict[str, int]:
     return {
-        "free": ledger.free,
-        "idle": ledger.idle,
-        "active": ledger.active,
-        "leased": ledger.leased,
+        "free": usage.free,
+        "evictable": usage.evictable,
+        "active": usage.active,
+        "pinned": usage.pinned,
     }
 
 

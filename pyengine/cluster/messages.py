@@ -32,7 +32,7 @@ class Load:
     """Requests."""
     num_active: int = 0
     """Blocks in the tables of sequences."""
-    num_idle: int = 0
+    num_evictable: int = 0
     """Blocks that are cache."""
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -163,7 +163,7 @@ def _lines(router: PrefixRouter | None) -> list[dict[str, Any]]:
             "is_current": one.is_current,
             "blocks": one.num_blocks,
             "active": one.load.num_active,
-            "idle": one.load.num_idle,
+            "evictable": one.load.num_evictable,
             "prompt_tokens": one.load.prompt_tokens,
             "cached_tokens": one.load.cached_tokens,
             "running": one.load.num_running,

@@ -212,15 +212,15 @@ class CudaMeter:
 class LargestStep:
     """A plan of as many sequences and tokens as a step may have, all of them new prompts.
 
-    Their tables are full of the trash block and no token is kept, so a pool of one block will do.
+    Their tables are full of the null block and no token is kept, so a pool of one block will do.
     """
 
-    def __init__(self, limits: RunnerLimits, arrays: HostArrays, trash_block: int) -> None:
+    def __init__(self, limits: RunnerLimits, arrays: HostArrays, null_block: int) -> None:
         self.num_tokens = limits.max_num_batched_tokens
         self.num_sequences = min(limits.max_num_seqs, self.num_tokens)
         self.num_samples = min(limits.max_num_samples, self.num_tokens)
         self._arrays = arrays
-        self._trash_block = trash_block
+        self._null_block = null_block
 
     def copies(self) -> list[tuple[int, int]]:
         """None."""
@@ -230,7 +230,7 @@ class LargestStep:
         """Write the step into the arrays; `buffers` stand over the same memory."""
         arrays, tokens, count = self._arrays, self.num_tokens, self.num_sequences
         arrays.slot_mapping[:, :tokens] = -1
-        arrays.block_tables[:, :count] = self._trash_block
+        arrays.block_tables[:, :count] = self._null_block
         row = 0
         for sequence in range(count):
             length = tokens // count + (sequence < tokens % count)
@@ -245,14 +245,14 @@ class LargestStep:
 
 
 def activation_bytes(
-    runner: ModelRunner, limits: RunnerLimits, trash_block: int, vocab_size: int, meter: MemoryMeter
+    runner: ModelRunner, limits: RunnerLimits, null_block: int, vocab_size: int, meter: MemoryMeter
 ) -> int:
     """Bytes that the largest step takes: forward pass, logits, and sampling at its most costly.
 
-    `runner` may stand over a pool of a single block, whose trash block is `trash_block`. Raises
+    `runner` may stand over a pool of a single block, whose null block is `null_block`. Raises
     `ConfigurationError` where that is more than there is.
     """
-    plan = LargestStep(limits, runner.buffers.arrays, trash_block)
+    plan = LargestStep(limits, runner.buffers.arrays, null_block)
     params = SamplingParams(temperature=1, top_p=0.9, logprobs=1, frequency_penalty=0.1)
     states = [
         SamplingState(params, [0], seed=row, vocab_size=vocab_size)

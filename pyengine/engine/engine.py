@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from pyengine.cache import BlockManager, Ledger
+from pyengine.cache import BlockManager, PoolUsage
 from pyengine.core.errors import (
     BrokenLogitsError,
     DeviceMemoryError,
@@ -61,7 +61,7 @@ class StepResult:
 class EngineStats:
     """A look at the engine. `counters` only grow: the block manager's, and what forks share."""
 
-    ledger: Ledger
+    usage: PoolUsage
     counters: dict[str, int]
     num_running: int
     num_waiting: int
@@ -528,12 +528,12 @@ class Engine:
         return view_of(self.stats(), self._manager, self._scheduler, unfinished, most_requests)
 
     def stats(self) -> EngineStats:
-        """The ledger and the counters as of now."""
+        """The usage and the counters as of now."""
         counters = self._manager.stats().as_dict()
         for name, number in self._scheduler.reuse.as_dict().items():
             counters[name] = counters.get(name, 0) + number
         return EngineStats(
-            ledger=self._manager.ledger(),
+            usage=self._manager.usage(),
             counters=counters,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,

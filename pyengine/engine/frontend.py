@@ -87,7 +87,7 @@ class Frontend:
         return self._engine.intake.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> EngineStats:
-        """The block manager's ledger and counters, and what the scheduler is at."""
+        """The block manager's usage and counters, and what the scheduler is at."""
         return self._shared.stats()
 
     def observe(self, observer: EngineObserver) -> None:

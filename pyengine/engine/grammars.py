@@ -123,7 +123,7 @@ class Grammars:
         """`llguidance.LLTokenizer`, once it was needed."""
         self._told: dict[str, Any] = {}
         """What checkers are told of it."""
-        self._idle: list[_Checker] = []
+        self._evictable: list[_Checker] = []
 
     def matcher(self, structured_outputs: StructuredOutputs, tenant: bytes = b"") -> TokenMatcher:
         """Return a matcher at the beginning of an answer.
@@ -143,7 +143,7 @@ class Grammars:
         A good part of it is done under the interpreter's lock, where no step goes on.
         """
         checker = self._threads.submit(self._checker).result()
-        self._idle.append(checker)
+        self._evictable.append(checker)
 
     def compile(
         self, structured_outputs: StructuredOutputs, tenant: bytes = b""
@@ -200,7 +200,7 @@ class Grammars:
         checker = self._checker()
         answer = checker.ask([asked.kind, asked.text], _SECONDS)
         if checker.is_alive:
-            self._idle.append(checker)
+            self._evictable.append(checker)
         if answer.get("error"):
             reason = answer["error"]
             shown = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ..."
@@ -216,7 +216,7 @@ class Grammars:
     def _checker(self) -> "_Checker":
         """One that has nothing to do."""
         with suppress(IndexError):
-            return self._idle.pop()
+            return self._evictable.pop()
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyengine.cache import BlockManager, Survey
+from pyengine.cache import BlockManager, PoolSnapshot
 from pyengine.engine.request import RequestState
 from pyengine.scheduler import Scheduler
 
@@ -35,14 +35,14 @@ class RequestView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """Everything of one moment: the counts of `pool` are those of `stats.ledger`.
+    """Everything of one moment: the counts of `pool` are those of `stats.usage`.
 
     `requests` are those that run, in their order, then as many that wait as were asked for, in the
     order in which they came.
     """
 
     stats: "EngineStats"
-    pool: Survey
+    pool: PoolSnapshot
     requests: list[RequestView]
 
 
@@ -60,7 +60,7 @@ def view_of(
     waiting = islice((one for one in unfinished if one not in running), room)
     requests = [_view(one, is_running=True) for one in states[:most_requests]]
     requests += [_view(one, is_running=False) for one in waiting]
-    return EngineView(stats, manager.survey(), requests)
+    return EngineView(stats, manager.snapshot(), requests)
 
 
 def _view(state: RequestState, *, is_running: bool) -> RequestView:

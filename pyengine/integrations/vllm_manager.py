@@ -67,7 +67,7 @@ class BlockPool:
 
     def get_num_free_blocks(self) -> int:
         """Blocks that no request holds, cached or not."""
-        return self._manager.ledger().available
+        return self._manager.usage().available
 
     def get_usage(self) -> float:
         """Share of the blocks that requests hold."""
@@ -215,7 +215,7 @@ class KVCacheManager:
         if num_external_computed_tokens or delay_cache_blocks:
             raise NotImplementedError("blocks that a connector fills are not ours to manage")
         if num_new_tokens == 0 and num_new_computed_tokens == 0:
-            raise ValueError("num_new_tokens must be greater than 0 when nothing is adopted")
+            raise ValueError("num_new_tokens must be greater than 0 when nothing is reused")
         tables = self.tables
         whole = min(request.num_tokens, self.max_model_len) if full_sequence_must_fit else 0
         waits = has_scheduled_reqs and request.status in self._not_running

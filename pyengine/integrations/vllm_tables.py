@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.cache import BlockManager, Extended, Lease, Redirect, Sequence, TokenError
+from pyengine.cache import BlockManager, Extended, Pin, Remapping, Sequence, TokenError
 from pyengine.integrations.vllm_contents import EventWriter, PseudoTokens, namespace_of
 
 NEVER = math.inf
@@ -54,7 +54,7 @@ class Lookup:
     """What a request would find, held until it is admitted or somebody else looks.
 
     Its sequence has the first `known` tokens. Where all are cached, `source` is the last block, to
-    be copied, and `lease` holds it. What does not share is not registered either.
+    be copied, and `pin` holds it. What does not share is not registered either.
     """
 
     request_id: str
@@ -64,12 +64,12 @@ class Lookup:
     blocks: list[int]
     shares: bool
     source: int | None = None
-    lease: Lease | None = None
+    pin: Pin | None = None
 
     def drop(self) -> None:
         """Let go of the blocks."""
-        if self.lease is not None:
-            self.lease.release()
+        if self.pin is not None:
+            self.pin.release()
         self.sequence.free()
 
 
@@ -110,7 +110,7 @@ class Tables:
         self.events: EventWriter | None = None
         self._lookup: Lookup | None = None
         self._due: dict[str, tuple[Row, Any, int]] = {}
-        self._copies: dict[str, tuple[int, int, Lease]] = {}
+        self._copies: dict[str, tuple[int, int, Pin]] = {}
         self._merged: dict[str, Row] = {}
         self._fresh: set[int] = set()
         self._step = 0
@@ -149,21 +149,21 @@ class Tables:
     def _search(self, request: Any) -> Lookup:
         size, tokens = self.block_size, request.num_tokens
         sequence, shares = self._sequence(request, tokens)
-        hit = sequence.adopt()
+        hit = sequence.reuse_cached()
         blocks = sequence.block_table if hit else []
         if len(blocks) * size == hit:
             return Lookup(request.request_id, sequence, tokens, hit, blocks, shares)
         # Every token is cached. The last block is written to (the last token is computed again), so
         # it is copied: the sequence leaves that token out, and with it the block.
         *before, source = blocks
-        lease = None if source in self._fresh else sequence.lease()
+        pin = None if source in self._fresh else sequence.pin()
         sequence.free()
         sequence, shares = self._sequence(request, tokens - 1)
-        adopted = sequence.adopt()
-        if lease is None:  # there is nothing to copy before this step has run
-            return Lookup(request.request_id, sequence, tokens - 1, adopted, before, shares)
+        reused = sequence.reuse_cached()
+        if pin is None:  # there is nothing to copy before this step has run
+            return Lookup(request.request_id, sequence, tokens - 1, reused, before, shares)
         found = (request.request_id, sequence, tokens - 1, hit, before, shares)
-        return Lookup(*found, source, lease)
+        return Lookup(*found, source, pin)
 
     def _sequence(self, request: Any, num_tokens: int) -> tuple[Sequence, bool]:
         """A sequence of its first tokens, without blocks; and whether others may share them.
@@ -216,9 +216,9 @@ class Tables:
             capacity=len(blocks) * self.block_size,
             next_publish=published + self.block_size if found.shares else NEVER,
         )
-        if found.source is not None and found.lease is not None:
+        if found.source is not None and found.pin is not None:
             # Its last content is registered already; the copy is, when the source may have gone.
-            self._copies[request.request_id] = (found.source, new[0], found.lease)
+            self._copies[request.request_id] = (found.source, new[0], found.pin)
         elif known >= row.next_publish:
             self._publish(row, request, known)
         return new
@@ -228,7 +228,7 @@ class Tables:
     ) -> list[int] | None:
         new = max(wanted.slots - have, 0)
         if wanted.whole or wanted.spare or wanted.reserved:
-            available = self.kv.ledger().available - wanted.spare
+            available = self.kv.usage().available - wanted.spare
             if max(wanted.whole - have, 0) > available or new > available - wanted.reserved:
                 return None
         if new == 0:
@@ -248,9 +248,9 @@ class Tables:
         else:
             tokens = min(hit + 1, request.num_tokens) if hit else request.num_tokens
             sequence, shares = self._sequence(request, tokens)
-            adopted = sequence.adopt() if hit else 0
-            blocks = sequence.block_table if adopted else []
-            found = Lookup(request.request_id, sequence, tokens, adopted, blocks, shares)
+            reused = sequence.reuse_cached() if hit else 0
+            blocks = sequence.block_table if reused else []
+            found = Lookup(request.request_id, sequence, tokens, reused, blocks, shares)
         if found.hit != hit:
             found.drop()
             raise RuntimeError(
@@ -287,7 +287,7 @@ class Tables:
             self.events.collect(self.kv.take_events())
         try:
             tokens = self._tokens(request, row.known, end) if end > row.known else None
-            redirects = row.sequence.publish(end - row.published, tokens)
+            remappings = row.sequence.publish(end - row.published, tokens)
         except (OverflowError, TokenError):
             row.next_publish = NEVER
             return
@@ -298,14 +298,14 @@ class Tables:
             self._fresh.update(row.blocks[first:last])
         row.published, row.known = end, max(row.known, end)
         row.next_publish = end + self.block_size
-        if redirects:
-            self._keep(request.request_id, row, redirects)
+        if remappings:
+            self._keep(request.request_id, row, remappings)
 
     # -- merges and copies --------------------------------------------------------------------
 
-    def _keep(self, request_id: str, row: Row, redirects: list[Redirect]) -> None:
+    def _keep(self, request_id: str, row: Row, remappings: list[Remapping]) -> None:
         """Takes the merged blocks back: the workers still use them. Freed last, they come first."""
-        missing = {redirect.old_block for redirect in redirects}
+        missing = {remapping.old_block for remapping in remappings}
         others: list[Sequence] = []  # that became free with them
         while missing:
             taken = self.kv.sequence([0])
@@ -317,7 +317,7 @@ class Tables:
             missing.discard(block)
         for each in reversed(others):
             each.free()
-        row.merges += [(redirect.index, redirect.new_block) for redirect in redirects]
+        row.merges += [(remapping.index, remapping.new_block) for remapping in remappings]
         row.merged_in_step = self._step
         self._merged[request_id] = row
 
@@ -344,8 +344,8 @@ class Tables:
     def take_copies(self) -> list[tuple[int, int]]:
         """Pairs of blocks (source, copy) to copy before the step, whose sources are let go."""
         copies = [(source, copy) for source, copy, _ in self._copies.values()]
-        for _, _, lease in self._copies.values():
-            lease.release()
+        for _, _, pin in self._copies.values():
+            pin.release()
         self._copies.clear()
         return copies
 
@@ -365,9 +365,9 @@ class Tables:
     def clear(self) -> int:
         """Forget all contents. Returns how many blocks requests hold: if any, nothing is done."""
         self.drop_lookup()
-        ledger = self.kv.ledger()
-        used = ledger.active + ledger.leased - 1
+        usage = self.kv.usage()
+        used = usage.active + usage.pinned - 1
         if used == 0:
-            self.kv.evict_idle()
+            self.kv.evict_all()
             self.images.clear()
         return used

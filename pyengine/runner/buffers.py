@@ -87,7 +87,7 @@ class Padding:
     """What a decode step is padded to for a graph: so many sequences of length 1, in this block."""
 
     num_sequences: int
-    trash_block: int
+    null_block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +247,7 @@ class InputBuffers:
             staged = self._filled.inputs.host_block_tables
             np.copyto(staged, self.arrays.block_tables[:, :sequences, :width])
             if padding is not None:
-                staged[:, plan.num_sequences :, 0] = padding.trash_block
+                staged[:, plan.num_sequences :, 0] = padding.null_block
         return self._filled
 
     def start_upload(self, pairs: Pairs) -> None:
@@ -266,7 +266,7 @@ class InputBuffers:
         self._wait_for_upload()
         tables = self._fixed_tables[:, :size]
         if self._copies_tables:
-            tables[..., 0] = padding.trash_block
+            tables[..., 0] = padding.null_block
         host = self.arrays.block_tables[:, :size, :1]
         return replace(filled.inputs, block_tables=tables, host_block_tables=host)
 

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: the launches of a forward pass, captured once per batch size.
 
 A step of B sequences that all decode is replayed in the graph of the next larger size. What pads it
-has length 1, reads the trash block and writes nowhere. Inputs stand in tensors that never move;
+has length 1, reads the null block and writes nowhere. Inputs stand in tensors that never move;
 the graphs share one memory pool, so the largest is captured first.
 """
 
@@ -86,12 +86,12 @@ class DecodeGraphs:
         forward: Callable[[StepInputs, AttentionPlan], torch.Tensor],
         backend: AttentionBackend,
         buffers: InputBuffers,
-        trash_block: int,
+        null_block: int,
     ) -> None:
         self._forward = forward
         self._backend = backend
         self._buffers = buffers
-        self._trash_block = trash_block
+        self._null_block = null_block
         self._graphs: dict[int, _Graph] = {}
         self._sizes: list[int] = []
         self._logits: torch.Tensor | None = None
@@ -119,7 +119,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _captured(self, size: int, recorder: Recorder) -> _Graph:
-        inputs = self._buffers.fixed_inputs(Padding(size, self._trash_block))
+        inputs = self._buffers.fixed_inputs(Padding(size, self._null_block))
         plan = self._backend.graph_plan(inputs)
         found = self._forward(inputs, plan)  # what is made at first use is made now
         if self._logits is None:
@@ -137,7 +137,7 @@ class DecodeGraphs:
         if not plan.num_tokens == count == plan.num_samples:
             return None
         at = bisect_left(self._sizes, count)
-        return Padding(self._sizes[at], self._trash_block) if at < len(self._sizes) else None
+        return Padding(self._sizes[at], self._null_block) if at < len(self._sizes) else None
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs) -> torch.Tensor:

@@ -164,7 +164,7 @@ class ScheduledStep:
             job.num_tokens += 1
 
     def add_prefill(self, job: Job, num_tokens: int, num_cached: int) -> Entry:
-        """Note a job of whose known tokens the plan computes some and adopts others."""
+        """Note a job of whose known tokens the plan computes some and reuses others."""
         start = job.num_computed + num_cached
         samples = start + num_tokens == job.num_tokens
         entry = Entry(job, start, num_tokens, num_cached, samples)

@@ -46,7 +46,7 @@ FINISH_REASONS = ("error", "abort", "length", "stop")
 """The worst one first."""
 _MOST_TOKENS = 1 << 17
 """Of a request, where the engine does not say."""
-_SHARED_BLOCKS = ("hit_blocks", "present_blocks", "merged_blocks", "forked_blocks")
+_SHARED_BLOCKS = ("hit_blocks", "already_cached_blocks", "merged_blocks", "forked_blocks")
 _CUT_SHORT = FINISH_REASONS[:2]
 _COUNTERS = {
     **COUNTERS,
@@ -68,7 +68,7 @@ def reason_of(request: RequestState) -> str:
 
 
 def bytes_per_block(about: Mapping[str, object]) -> int | None:
-    """Bytes of KV in a block, by an engine's `describe`; its pool has a trash block besides."""
+    """Bytes of KV in a block, by an engine's `describe`; its pool has a null block besides."""
     num_bytes, num_blocks = about.get("kv_cache_bytes"), about.get("num_blocks")
     if isinstance(num_bytes, int) and isinstance(num_blocks, int):
         return num_bytes // (num_blocks + 1)
@@ -303,8 +303,8 @@ class EngineMetrics:
             yield histogram.family(self._labels)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        ledger = stats.ledger
-        used = 1 - ledger.available / ledger.num_blocks
+        usage = stats.usage
+        used = 1 - usage.available / usage.num_blocks
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
         )
@@ -320,7 +320,7 @@ class EngineMetrics:
         )
         about = {
             **{name: str(self._about.get(name)) for name in _CONFIG if name in self._about},
-            "num_gpu_blocks": str(ledger.num_blocks),
+            "num_gpu_blocks": str(usage.num_blocks),
         }
         labels = {**self._labels, **about}
         info = GaugeMetricFamily(
@@ -335,8 +335,8 @@ class EngineMetrics:
             "Blocks by state; together the pool.",
             labels=[*self._labels, "state"],
         )
-        for state in ("free", "idle", "active", "leased"):
-            blocks.add_metric([*self._labels.values(), state], getattr(ledger, state))
+        for state in ("free", "evictable", "active", "pinned"):
+            blocks.add_metric([*self._labels.values(), state], getattr(usage, state))
         yield blocks
 
     def _of_vllm(self, stats: EngineStats) -> Iterator[Metric]:

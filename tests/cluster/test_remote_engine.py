@@ -71,7 +71,7 @@ async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) ->
     assert router is not None
     async with asyncio.timeout(10):
         for one in replicas:
-            while router.contents(one.info.name) != set(one.engine.contents()):
+            while router.contents(one.info.name) != set(one.engine.cached_hashes()):
                 await asyncio.sleep(0.01)
 
 
@@ -252,7 +252,7 @@ def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> N
         assert ended.json()["aborted"] == ["mine"]
         assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
         async with asyncio.timeout(20):
-            while any(one.engine.stats().ledger.active for one in two):
+            while any(one.engine.stats().usage.active for one in two):
                 await asyncio.sleep(0.01)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
         router = local.fleet.router

@@ -67,13 +67,13 @@ def drive(world: World, seed: int, count: int) -> World:
 
 
 def check_nothing_is_held(world: World) -> None:
-    """The ledger, when everybody is gone: the null block alone is in use."""
+    """The usage, when everybody is gone: the null block alone is in use."""
     kv = world.manager.tables.kv
     kv.check()
-    ledger = kv.ledger()
-    assert (ledger.active, ledger.leased) == (1, 0)
+    usage = kv.usage()
+    assert (usage.active, usage.pinned) == (1, 0)
     assert world.scheduler.reset_prefix_cache()
-    assert kv.ledger().free == world.settings.num_blocks - 1
+    assert kv.usage().free == world.settings.num_blocks - 1
 
 
 CASES = {

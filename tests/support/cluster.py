@@ -39,7 +39,7 @@ class Cache:
 
     def take(self) -> Events:
         events = self.log.take(Load())
-        self.held[events.end] = set(self.manager.contents())
+        self.held[events.end] = set(self.manager.cached_hashes())
         return events
 
 
@@ -71,8 +71,8 @@ class World:
             run(self.caches[name].manager, prompt)
         self.mail[name].append(self.caches[name].take())
 
-    def forget_idle(self, name: str) -> None:
-        self.caches[name].manager.evict_idle()
+    def forget_evictable(self, name: str) -> None:
+        self.caches[name].manager.evict_all()
         self.mail[name].append(self.caches[name].take())
 
     def picture(self, name: str) -> None:
@@ -187,7 +187,7 @@ class World:
                 self.router.join(self.info(name))
             if self.router.apply(name, cache.take()) is Taken.GAP:
                 assert self.router.restore(name, cache.log.snapshot(Load())) is Taken.APPLIED
-            assert self.router.contents(name) == set(cache.manager.contents())
+            assert self.router.contents(name) == set(cache.manager.cached_hashes())
         assert all(one.is_current for one in self.router.replicas())
         while self.tickets:
             self.end()
@@ -197,7 +197,7 @@ class World:
         """One random operation."""
         kinds = {
             **{self.compute: 30, self.deliver: 40, self.lose: 2, self.repeat: 3, self.swap: 2},
-            **{self.merge: 4, self.picture: 2, self.forget_idle: 1, self.restart: 1},
+            **{self.merge: 4, self.picture: 2, self.forget_evictable: 1, self.restart: 1},
             **{self.come_and_go: 1},
         }
         if self.random.random() < 0.2:

@@ -119,8 +119,8 @@ class Bench:
         return [done[str(i)] for i in range(len(prompts))]
 
     def assert_all_free(self) -> None:
-        ledger = self.manager.ledger()
-        assert (ledger.active, ledger.leased) == (0, 0), ledger
+        usage = self.manager.usage()
+        assert (usage.active, usage.pinned) == (0, 0), usage
         self.manager.check()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.cache import BlockManager, Redirect
+from pyengine.cache import BlockManager, Remapping
 from pyengine.engine import Engine, Executor, ModelFacts
 from pyengine.engine.capacity import longest_sequence
 from pyengine.runner import Forward, StepLogits
@@ -107,7 +107,7 @@ class WatchedScheduler(Scheduler):
             warm.add(namespace)
         return step
 
-    def commit(self, step: ScheduledStep, sampled: Any, counts: Any = None) -> list[Redirect]:
+    def commit(self, step: ScheduledStep, sampled: Any, counts: Any = None) -> list[Remapping]:
         self._warm.update(self._namespaces_of(step))
         return super().commit(step, sampled, counts)
 

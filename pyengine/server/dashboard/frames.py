@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import Survey
+from pyengine.cache import PoolSnapshot
 from pyengine.engine import EngineView, RequestState, RequestView
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ class Tree:
     """The contents of the pool, cut where they part: every piece is shared as a whole.
 
     `starts` are where pieces begin in the order of `_key`; `parents` the piece before each, -1 at
-    the beginning of a namespace; `depths` the contents before each; `roots` the branch of its
+    the beginning of a namespace; `depths` the contents before each; `roots` the node of its
     namespace; `block_pieces` the piece of each block, -1 without content, and `block_depths` the
     contents before that of the block.
     """
@@ -60,42 +60,42 @@ class Tree:
     block_depths: Ints
 
     @classmethod
-    def of(cls, pool: Survey) -> "Tree":
-        """Cut the branches of a survey at the rows behind which others hang."""
-        # Branch 0 stands for none; it hangs behind itself.
-        parents, behind, lengths = (
+    def of(cls, pool: PoolSnapshot) -> "Tree":
+        """Cut the nodes of a snapshot where children are attached."""
+        # Node 0 stands for none; it is its own parent.
+        parents, attached, lengths = (
             np.concatenate([[0], _column(each)])
-            for each in (pool.parents, pool.behind, pool.lengths)
+            for each in (pool.parents, pool.parent_indices, pool.lengths)
         )
-        depths, roots = _depths(parents, behind)
-        branches, rows = _column(pool.branches), _column(pool.rows)
-        inner = (behind > 0) & (behind < lengths[parents])
+        depths, roots = _depths(parents, attached)
+        nodes, indices = _column(pool.nodes), _column(pool.node_indices)
+        inner = (attached > 0) & (attached < lengths[parents])
         full = np.flatnonzero(lengths > 0)
-        keys = np.unique(np.concatenate([_key(full, 0), _key(parents[inner], behind[inner])]))
+        keys = np.unique(np.concatenate([_key(full, 0), _key(parents[inner], attached[inner])]))
         own, start = keys >> 32, keys & 0xFFFFFFFF
         is_same = np.append(own[1:] == own[:-1], False) if len(keys) else np.zeros(0, bool)
         ends = np.where(is_same, np.append(start[1:], 0), lengths[own])
-        above = np.searchsorted(keys, _key(parents[own], behind[own] - 1), "right") - 1
-        above[behind[own] == 0] = -1  # at the beginning of a namespace
-        blocks = np.searchsorted(keys, _key(branches, rows - 1), "right") - 1
+        above = np.searchsorted(keys, _key(parents[own], attached[own] - 1), "right") - 1
+        above[attached[own] == 0] = -1  # at the beginning of a namespace
+        blocks = np.searchsorted(keys, _key(nodes, indices - 1), "right") - 1
         return cls(
             keys=keys,
             parents=np.where(start > 0, np.arange(len(keys)) - 1, above),
             lengths=ends - start,
             depths=depths[own] + start,
             roots=roots[own],
-            block_pieces=np.where(branches > 0, blocks, -1),
-            block_depths=np.where(branches > 0, depths[branches] + rows - 1, 0),
+            block_pieces=np.where(nodes > 0, blocks, -1),
+            block_depths=np.where(nodes > 0, depths[nodes] + indices - 1, 0),
         )
 
 
-def _key(branches: Ints, rows: Any) -> Ints:
-    return np.asarray((branches << 32) + rows, np.int64)
+def _key(nodes: Ints, indices: Any) -> Ints:
+    return np.asarray((nodes << 32) + indices, np.int64)
 
 
-def _depths(parents: Ints, behind: Ints) -> tuple[Ints, Ints]:
+def _depths(parents: Ints, attached: Ints) -> tuple[Ints, Ints]:
     """Of each branch the rows before it, and the branch of its namespace."""
-    depths, above = behind.copy(), parents.copy()
+    depths, above = attached.copy(), parents.copy()
     roots = np.where(parents == 0, np.arange(len(parents)), parents)
     while above.any():  # each goes twice as far as in the round before
         depths += depths[above]
@@ -128,12 +128,12 @@ class FrameMaker:
         root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
         if self._decode is not None:
             self._prompts = {one.state: self._prompt(one.state) for one in view.requests}
-        ledger = stats.ledger
+        usage = stats.usage
         message = {
             "time": time(),
             "about": self._about,
-            "ledger": {
-                name: getattr(ledger, name) for name in ("free", "idle", "active", "leased")
+            "usage": {
+                name: getattr(usage, name) for name in ("free", "evictable", "active", "pinned")
             },
             "counters": stats.counters,
             "running": stats.num_running,
@@ -195,7 +195,7 @@ _KEY = np.random.default_rng().bytes(16)
 """New in every process: a digest cannot be looked up."""
 
 
-def _namespaces(pool: Survey, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
+def _namespaces(pool: PoolSnapshot, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
     """Namespaces, most blocks first, and the number of each by its branch: 0 without one, then
     from 1; those without a colour share the last."""
     names = pool.namespaces
@@ -224,7 +224,7 @@ def _nodes(
     the number of each piece: 0 if it is not shown, then from 1.
 
     A node is its parent's number (0: none), its namespace's, contents before it, contents in it,
-    blocks that hold them, sequences that stand on it, the pieces behind it that are not shown
+    blocks that hold them, sequences that stand on it, the pieces below it that are not shown
     with all their blocks, and its first block, by which it is known again.
     """
     count = len(tree.keys)
@@ -267,7 +267,7 @@ def _nodes(
 
 
 def _hidden(tree: Tree, number_of: Ints, blocks: Ints) -> tuple[Ints, Ints]:
-    """By the number of a shown piece (0: none): pieces behind it that are not, and their blocks."""
+    """By the number of a shown piece (0: none): pieces below it that are not, and their blocks."""
     count = len(tree.keys)
     above = np.where(tree.parents >= 0, tree.parents, count)
     # Up to the nearest piece that is shown, or past the beginning: each round goes twice as far.

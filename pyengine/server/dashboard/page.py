@@ -150,7 +150,7 @@ class PoolWatch(Watch):
         """See `Watch`. Nothing is new where no counter has changed."""
         view = await self._engine.view(MOST_REQUESTS)
         stats = view.stats
-        now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.ledger))
+        now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.usage))
         if now == self._last and not is_wanted():
             return None, 0.0
         self._last = now

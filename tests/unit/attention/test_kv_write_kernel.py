@@ -42,7 +42,7 @@ def compare() -> None:
         writer.write(0, (rows[0], *rows), writer.slots(slots))
         for got, expected in zip(caches, (by_torch.keys[0], by_torch.values[0]), strict=True):
             assert torch.equal(got[:-1].float(), expected[:-1].float()), (dtype, stored)
-            assert not got[-1].float().any()  # nothing goes to the trash block
+            assert not got[-1].float().any()  # nothing goes to the null block
             assert got.float().any()
     write_rows(tuple(rows), caches, slots[:0])
 

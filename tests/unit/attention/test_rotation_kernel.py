@@ -132,7 +132,7 @@ def compare(case: Case) -> None:
     close(query, expected, ULP[case.dtype])
     close(by_kernel.keys[0][:-1], by_torch.keys[0][:-1], ULP[case.dtype] if not case.stored else 0)
     close(by_kernel.values[0][:-1], by_torch.values[0][:-1], 0)
-    assert not by_kernel.keys[0][-1].float().any()  # nothing goes to the trash block
+    assert not by_kernel.keys[0][-1].float().any()  # nothing goes to the null block
     untouched = torch.ones(24, dtype=torch.bool)
     untouched[slots[slots >= 0]] = False
     assert not by_kernel.keys[0][:-1].float().flatten(0, 1)[untouched].any()

@@ -89,7 +89,7 @@ def test_the_number_asked_for_is_given_with_its_bytes(memory):
     assert (size.num_blocks, size.num_bytes) == (9, 10 * 8192)
 
 
-def test_a_budget_pays_for_the_trash_block_too(memory):
+def test_a_budget_pays_for_the_null_block_too(memory):
     settings = PoolSettings(block_size=16, kv_cache_memory=10 * 8192 + 1)
     assert resolve_num_blocks(settings, LAYERS, CPU).num_blocks == 9
 
@@ -167,7 +167,7 @@ def test_the_pool_has_one_block_more_and_starts_as_zeros():
     assert [t.shape for t in pool.values] == [(4, 2, 2, 8), (4, 2, 1, 4)]
     assert pool.values[1].dtype == torch.bfloat16
     assert not any(t.any() for t in (*pool.keys, *pool.values))
-    assert pool.trash_slot == 6
+    assert pool.null_slot == 6
     assert pool.num_bytes == sum(t.nbytes for t in (*pool.keys, *pool.values))
 
 
@@ -254,7 +254,7 @@ def test_8_bit_floats_halve_the_memory_and_double_what_fits(memory):
         resolve_num_blocks(PoolSettings(block_size=16, kv_cache_memory=GIB), specs, CPU).num_blocks
         for specs in (wide, narrow)
     ]
-    assert (sizes[1] + 1) // 2 == sizes[0] + 1  # the trash block is paid for, too
+    assert (sizes[1] + 1) // 2 == sizes[0] + 1  # the null block is paid for, too
     pools = [KVPool(specs, 3, 16, CPU) for specs in (wide, narrow)]
     assert 2 * pools[1].num_bytes == pools[0].num_bytes
     assert pools[1].num_bytes == sum(t.nbytes for t in (*pools[1].keys, *pools[1].values))

@@ -41,7 +41,7 @@ def loaded_model() -> LoadedModel:
 
 def test_the_step_is_as_large_as_a_step_may_be() -> None:
     buffers = InputBuffers(LIMITS, 16, torch.device("cpu"))
-    step = LargestStep(LIMITS, buffers.arrays, trash_block=9)
+    step = LargestStep(LIMITS, buffers.arrays, null_block=9)
     inputs = buffers.fill(step).upload()
     assert (step.num_tokens, step.num_sequences, step.num_samples) == (50, 8, 8)
     assert inputs.query_start_loc.diff().tolist() == inputs.seq_lens.tolist() == [7, 7, *[6] * 6]
@@ -58,7 +58,7 @@ def test_it_is_run_and_leaves_the_pool_as_it_was() -> None:
     taken = activation_bytes(runner, LIMITS, pool.num_blocks, 97, meter)
     assert meter.runs == 1
     assert taken >= 50 * 96 * 4  # the widest layer's activations, float32
-    assert not pool.keys[0][0].any(), "only the trash block may be written"
+    assert not pool.keys[0][0].any(), "only the null block may be written"
 
 
 class Counting:

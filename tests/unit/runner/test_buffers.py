@@ -55,7 +55,7 @@ def test_every_layer_group_has_its_own_tables_and_slots():
     assert inputs.block_tables.shape == (2, 1, 4)
     assert inputs.block_tables[0, 0].tolist() == tables[0]
     assert inputs.block_tables[1, 0].tolist() == [
-        manager.trash_block,
+        manager.null_block,
         *inputs.block_tables[1, 0, 1:],
     ]
     assert inputs.slot_mapping.tolist() == [
@@ -211,7 +211,7 @@ def test_a_step_is_padded_on_the_host_and_costs_no_further_copy(reads_tables: bo
     buffers = InputBuffers(LIMITS, 4, torch.device("cpu"), needs)
     buffers.arrays.slot_mapping[:] = 9  # stale
     buffers._upload = recording = Recording()
-    padding = Padding(3, trash_block=8)
+    padding = Padding(3, null_block=8)
     inputs = buffers.fill(Decodes([5], buffers, 4), padding).upload()
     assert inputs.input_ids.tolist() == [5, 0, 0]
     assert inputs.positions.tolist()[1:] == [0, 0]

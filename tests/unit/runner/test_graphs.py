@@ -124,7 +124,7 @@ def test_a_padded_batch_gives_the_bits_of_the_same_launches_without_a_capture() 
     assert torch.equal(*results)
 
 
-def test_padding_reads_the_trash_block_and_writes_nowhere() -> None:
+def test_padding_reads_the_null_block_and_writes_nowhere() -> None:
     run = PagedRun(random_model("llama"), backend=StaticBackend, recorder=StubRecorder())
     entries, _ = decode(run, [5, 3, 7], Random(2))
     run.step(entries, all_rows=False)

@@ -156,7 +156,7 @@ def test_a_shared_prefix_and_a_full_hit_need_no_second_computation(family):
     (again,), _ = run.step([Entry(first, len(first) - 1, len(first), tables, writes=False)])
     torch.testing.assert_close(again, expected_first[-1:], atol=TOLERANCE, rtol=TOLERANCE)
     for tensor, was in zip((*run.pool.keys, *run.pool.values), before, strict=True):
-        assert torch.equal(tensor[:-1], was[:-1]), "a full hit wrote outside of the trash block"
+        assert torch.equal(tensor[:-1], was[:-1]), "a full hit wrote outside of the null block"
 
     shared = run.tables(len(second), shared=[table[:4] for table in tables])
     (rest,), _ = run.step([Entry(second, 16, len(second), shared)])

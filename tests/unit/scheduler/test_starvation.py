@@ -1,16 +1,16 @@
 """Requests that wait for ever beside a pool that could take them (xLLM pull request 1264).
 
-With prefix caching on, blocks of ended requests stay idle instead of free. A rule that admits by
-"blocks not in the free list" takes them for use: nothing runs, so nothing allocates, so nothing is
-evicted, and the rule says no for ever. The lookahead slots of a multi-token-prediction head add
-to that use, come and go, and must cost nobody a seat either.
+With prefix caching on, blocks of ended requests stay evictable instead of free. A rule that
+admits by "blocks not in the free list" takes them for use: nothing runs, so nothing allocates, so
+nothing is evicted, and the rule says no for ever. The lookahead slots of a multi-token-prediction
+head add to that use, come and go, and must cost nobody a seat either.
 """
 
 from collections.abc import Collection, Iterable
 
 import pytest
 
-from pyengine.cache import BlockManager, Ledger
+from pyengine.cache import BlockManager, PoolUsage
 from pyengine.core.request import Request
 from pyengine.scheduler import Job, ScheduledStep, Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
@@ -26,7 +26,7 @@ class UsageScheduler(Scheduler):
     """Admits while the pool looks less than `THRESHOLD` used: the rule that starves."""
 
     def _admit(self, step: ScheduledStep, without: Collection[Job]) -> None:
-        used = NUM_BLOCKS - self._manager.ledger().free
+        used = NUM_BLOCKS - self._manager.usage().free
         if used / NUM_BLOCKS < THRESHOLD:
             super()._admit(step, without)
 
@@ -74,13 +74,13 @@ def test_a_rule_that_reads_blocks_not_in_the_free_list_starves(lookahead: int) -
         service.run()
     assert 0 < len(service.admitted) < 20
     assert service.scheduler.num_running == 0
-    before = service.manager.ledger()
+    before = service.manager.usage()
     assert before.available == NUM_BLOCKS, "every block is there to be taken"
     assert before.free / NUM_BLOCKS <= 1 - THRESHOLD
     for _ in range(1000):
         with pytest.raises(StalledError):
             service.step()
-        assert service.manager.ledger() == before  # a fixed point: the same answer for ever
+        assert service.manager.usage() == before  # a fixed point: the same answer for ever
 
 
 @pytest.mark.parametrize("lookahead", [0, 3, 8])
@@ -97,18 +97,18 @@ def test_ours_admits_the_same_requests_in_bounded_time(lookahead: int) -> None:
         assert service.admitted[str(name)] <= bound
         bound += -(-length // chunk) + NUM_TOKENS - 1
     assert service.manager.stats().evicted_blocks > 0
-    assert service.manager.ledger().available == NUM_BLOCKS
+    assert service.manager.usage().available == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("lookahead", [0, 3, 8])
-def test_ours_admits_into_a_pool_of_idle_blocks_at_once(lookahead: int) -> None:
+def test_ours_admits_into_a_pool_of_evictable_blocks_at_once(lookahead: int) -> None:
     service = Service(Scheduler, lookahead)
     for name in range(8):  # one by one, until the pool is full of what they left
         service.add([name])
         service.run()
-    ledger: Ledger = service.manager.ledger()
-    assert (ledger.free + ledger.idle, ledger.available) == (NUM_BLOCKS, NUM_BLOCKS)
-    assert ledger.free / NUM_BLOCKS <= 1 - THRESHOLD
+    usage: PoolUsage = service.manager.usage()
+    assert (usage.free + usage.evictable, usage.available) == (NUM_BLOCKS, NUM_BLOCKS)
+    assert usage.free / NUM_BLOCKS <= 1 - THRESHOLD
     service.add([100], length=NUM_BLOCKS * BLOCK_SIZE - NUM_TOKENS - lookahead)  # all but its end
     service.step()
     assert service.admitted["100"] == service.num_steps

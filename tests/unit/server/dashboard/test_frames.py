@@ -14,7 +14,7 @@ from pyengine.engine import EngineView, Prompt
 from pyengine.server.dashboard.frames import MOST_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, make_bench
 
-STATES = ["free", "idle", "active", "leased"]
+STATES = ["free", "evictable", "active", "pinned"]
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
 
 
@@ -25,7 +25,7 @@ class Shown:
         self.text = FrameMaker({"model": "tiny"}, **settings).frame(view)
         self.message = json.loads(self.text)
         flat = zlib.decompress(base64.b64decode(self.message["blocks"]))
-        n = sum(self.message["ledger"].values())
+        n = sum(self.message["usage"].values())
         assert len(flat) == 11 * n
         wide = np.frombuffer(flat, "<u2", 4 * n).reshape(4, n)
         narrow = np.frombuffer(flat, np.uint8, 3 * n, 8 * n).reshape(3, n)
@@ -49,7 +49,7 @@ def test_columns_are_those_of_the_manager() -> None:
     bench.submit({str(at): [*common, at, 50, 51, 52] for at in range(3)}, LONG)
     bench.submit({"gone": [60, 61, 62, 63, 64]}, SamplingParams(temperature=0, max_tokens=1))
     shown, manager = Shown(decoded(bench)), bench.manager
-    assert shown.message["ledger"] == {name: getattr(manager.ledger(), name) for name in STATES}
+    assert shown.message["usage"] == {name: getattr(manager.usage(), name) for name in STATES}
     for block in range(40):
         assert STATES[shown.states[block]] == manager.state(block)
         assert shown.refs[block] == manager.refs(block)
@@ -76,19 +76,24 @@ def test_the_tree_is_cut_where_prefixes_part() -> None:
 
 
 def naive_pieces(manager: BlockManager) -> dict[int, int]:
-    """Of each block with a content the contents before it, going up branch by branch."""
-    survey = manager.survey()
-    branches, rows, parents, behind = (
+    """Of each block with a content the contents before it, going up node by node."""
+    snapshot = manager.snapshot()
+    nodes, indices, parents, attached = (
         np.frombuffer(each, np.uint32).tolist()
-        for each in (survey.branches, survey.rows, survey.parents, survey.behind)
+        for each in (
+            snapshot.nodes,
+            snapshot.node_indices,
+            snapshot.parents,
+            snapshot.parent_indices,
+        )
     )
     found = {}
-    for block, branch in enumerate(branches):
-        depth, at = rows[block] - 1, branch
+    for block, node in enumerate(nodes):
+        depth, at = indices[block] - 1, node
         while at:
-            depth += behind[at - 1]
+            depth += attached[at - 1]
             at = parents[at - 1]
-        if branch:
+        if node:
             found[block] = depth
     return found
 
@@ -102,7 +107,7 @@ def test_any_tree_is_cut_right(seed: int) -> None:
         namespace = bytes([int(random.integers(0, 3))])
         bench.engine.add_request(str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
         bench.step()
-        tree = Tree.of(bench.manager.survey())
+        tree = Tree.of(bench.manager.snapshot())
         held = np.flatnonzero(tree.block_pieces >= 0).tolist()
         depths = naive_pieces(bench.manager)
         assert {block: int(tree.block_depths[block]) for block in held} == depths
