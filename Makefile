@@ -101,7 +101,7 @@ soak: $(DEV) $(BUILT) ## the long runs: ten million random operations, the full 
 	KV_OPS=10000000 cargo test --release --workspace
 	$(BIN)/pytest -m soak
 
-loom: ## every interleaving of a lease's drop with the manager's work
+loom: ## every interleaving of a pin's drop with the manager's work
 	RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom --target-dir target/loom
 
 fuzz: ## SECONDS=600 of operations that a fuzzer chooses, and of recordings; needs a C++ compiler

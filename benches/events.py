@@ -41,7 +41,7 @@ def serve(manager: BlockManager, prompt: Prompt) -> None:
 def full(events: bool) -> BlockManager:
     """A manager without a free block, whose events were read."""
     manager = BlockManager(BLOCKS, BLOCK, events=events, hash_seed=1)
-    while manager.ledger().free:
+    while manager.usage().free:
         for prompt in prompts():
             serve(manager, prompt)
     manager.take_packed_events()

@@ -86,12 +86,12 @@ def walk(groups: LayerGroups, specs: list[KVCacheSpec], context: int) -> Held:
     while sequence.num_computed_tokens < context:
         plan = manager.begin_step(CHUNK)
         plan.prefill(sequence, CHUNK)
-        prefill = max(prefill, manager.ledger().active)
+        prefill = max(prefill, manager.usage().active)
         plan.commit([0] * plan.num_samples)
     for _ in range(DECODES):
         plan = manager.begin_step(1)
         plan.decode([sequence])
-        decode = max(decode, manager.ledger().active)
+        decode = max(decode, manager.usage().active)
         plan.commit([0])
     manager.check()
     size = bytes_per_block(groups.tensor_shapes(specs), BLOCK_SIZE)
@@ -142,7 +142,7 @@ def run(folder: Path, *, layer_groups: bool) -> Run:
     prepare = runner.prepare
 
     def watched(plan: Any, **rows: Any) -> Any:
-        peaks.append(llm.stats().ledger.active)
+        peaks.append(llm.stats().usage.active)
         return prepare(plan, **rows)
 
     runner.prepare = watched  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyengine.kv_cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import BlockManager, Pin, Sequence, StepBuffers, StepPlan
 
 pytest.importorskip("pytest_benchmark")
 
@@ -70,9 +70,9 @@ class World:
         return self.computed(self.prompt)
 
     @cached_property
-    def retained(self) -> Lease:
-        """A lease on the same prompt."""
-        return self.holder.lease()
+    def retained(self) -> Pin:
+        """A pin on the same prompt."""
+        return self.holder.pin()
 
     @cached_property
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
@@ -267,14 +267,14 @@ def _(world: World) -> Iterator[Timed]:
 
 @case("Sequence.attach", "blocks", "64 blocks")
 def _(world: World) -> Iterator[Timed]:
-    lease, sequence = world.retained, world.manager.sequence(world.prompt)
-    yield lambda: sequence.attach(lease)
+    pin, sequence = world.retained, world.manager.sequence(world.prompt)
+    yield lambda: sequence.attach(pin)
 
 
-@case("Sequence.adopt", "tokens", "1,024, all cached")
+@case("Sequence.reuse_cached", "tokens", "1,024, all cached")
 def _(world: World) -> Iterator[Timed]:
     _ = world.holder
-    yield world.manager.sequence(world.prompt).adopt
+    yield world.manager.sequence(world.prompt).reuse_cached
 
 
 @case("Sequence.extend", "new blocks", "1 block")
@@ -290,9 +290,9 @@ def _(world: World) -> Iterator[Timed]:
     yield lambda: sequence.publish(BLOCK, tokens)
 
 
-@case("Sequence.lease", "blocks", "64 blocks")
+@case("Sequence.pin", "blocks", "64 blocks")
 def _(world: World) -> Iterator[Timed]:
-    yield world.holder.lease
+    yield world.holder.pin
 
 
 @case("Sequence.fork", "tokens + blocks", "1,024 tokens")
@@ -330,12 +330,12 @@ look("Sequence.tokens", "tokens", "1,024 tokens", lambda world: world.holder.tok
 look("Sequence.block_table", "blocks", "64 blocks", lambda world: world.holder.block_table)
 
 
-@case("Lease.release", "blocks", "64 blocks")
+@case("Pin.release", "blocks", "64 blocks")
 def _(world: World) -> Iterator[Timed]:
-    yield world.holder.lease().release
+    yield world.holder.pin().release
 
 
-look("BlockManager.ledger", "1", "", lambda world: world.manager.ledger())
+look("BlockManager.usage", "1", "", lambda world: world.manager.usage())
 look("BlockManager.stats", "1", "", lambda world: world.manager.stats())
 look(
     "BlockManager.preview", "blocks", "64 blocks", lambda world: world.manager.preview(world.holder)
@@ -345,17 +345,17 @@ look("BlockManager.refs", "1", "", lambda world: world.manager.refs(0))
 look("BlockManager.seq_refs", "1", "", lambda world: world.manager.seq_refs(0))
 look("BlockManager.state", "1", "", lambda world: world.manager.state(0))
 look(
-    "BlockManager.survey",
+    "BlockManager.snapshot",
     "blocks + contents",
     "16,384 blocks",
-    lambda world: world.manager.survey(),
+    lambda world: world.manager.snapshot(),
 )
 
 
-@case("BlockManager.evict_idle", "idle blocks", "64 idle, 8,128 free")
+@case("BlockManager.evict_all", "evictable blocks", "64 evictable, 8,128 free")
 def _(world: World) -> Iterator[Timed]:
     world.computed(world.tokens(PROMPT)).free()
-    yield world.manager.evict_idle
+    yield world.manager.evict_all
 
 
 @case("BlockManager.take_events", "events", "64 stored", events=True)
@@ -372,9 +372,9 @@ def _(world: World) -> Iterator[Timed]:
     yield world.manager.take_packed_events
 
 
-@case("BlockManager.contents", "contents", "8,192 contents")
+@case("BlockManager.cached_hashes", "contents", "8,192 contents")
 def _(world: World) -> Iterator[Timed]:
-    yield world.manager.contents
+    yield world.manager.cached_hashes
 
 
 @case("BlockManager.record", "1", "a new manager, to /dev/null")

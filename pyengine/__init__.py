@@ -2,7 +2,7 @@
 
 Two doors, and the first does not open the second; what is behind them is loaded when it is used:
 
-- `BlockManager` and its handles (`Sequence`, `StepPlan`, `Lease`, ...): for people who
+- `BlockManager` and its handles (`Sequence`, `StepPlan`, `Pin`, ...): for people who
   build engines. Needs NumPy only.
 - `LLM` and `SamplingParams`: for people who run models. `LLM` imports torch and transformers, the
   distribution's extra `engine`.
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
         BlockManager,
         Extended,
         KvError,
-        Lease,
-        Ledger,
         NoBudget,
         NoRoom,
+        Pin,
+        PoolUsage,
         Prefilled,
-        Redirect,
+        Remapping,
         ReplayReport,
         Sequence,
         SharedPrefixes,
@@ -43,12 +43,12 @@ __all__ = [
     "CompletionOutput",
     "Extended",
     "KvError",
-    "Lease",
-    "Ledger",
     "NoBudget",
     "NoRoom",
+    "Pin",
+    "PoolUsage",
     "Prefilled",
-    "Redirect",
+    "Remapping",
     "ReplayReport",
     "RequestOutput",
     "RequestOutputKind",

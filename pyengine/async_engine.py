@@ -238,9 +238,9 @@ class AsyncEngine(EngineClient):
         """
         return self._manager.take_packed_events()
 
-    def contents(self) -> list[bytes]:
-        """The names of what is cached now. O(contents). See `BlockManager.contents`."""
-        return self._manager.contents()
+    def cached_hashes(self) -> list[bytes]:
+        """The hashes of all cached blocks. O(cached blocks). See `BlockManager.cached_hashes`."""
+        return self._manager.cached_hashes()
 
     async def view(self, most_requests: int = 1000) -> EngineView:
         """The pool block by block, who runs and who waits, as they are between two steps.

@@ -139,7 +139,7 @@ class EngineSettings:
     )
     eviction: str = setting(
         "lru",
-        "which idle block goes first: by lru, or by 2q, where what comes back outlives what "
+        "which evictable block goes first: by lru, or by 2q, where what comes back outlives what "
         "does not",
     )
     event_hash_seed: int | None = setting(

@@ -62,7 +62,7 @@ class _IdleEngine:
     def stats(self) -> EngineStats:
         manager = BlockManager(1, 1)
         counters = {**manager.stats().as_dict(), "forked_tokens": 0, "forked_blocks": 0}
-        return EngineStats(manager.ledger(), counters, 0, 0, 0, 0)
+        return EngineStats(manager.usage(), counters, 0, 0, 0, 0)
 
     def describe(self) -> dict[str, object]:
         return {}

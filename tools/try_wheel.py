@@ -25,10 +25,10 @@ plan = manager.begin_step(16)
 outcome = plan.prefill(sequence, 16)
 assert isinstance(outcome, pyengine.Prefilled), outcome
 plan.commit([6])
-assert manager.ledger().active == 2, manager.ledger()
+assert manager.usage().active == 2, manager.usage()
 sequence.free()
 manager.check()
-assert manager.ledger().available == 8, manager.ledger()
+assert manager.usage().available == 8, manager.usage()
 assert "torch" not in sys.modules
 print(f"Python {sys.version.split()[0]}: pyengine {pyengine.__version__}, BlockManager works")
 """

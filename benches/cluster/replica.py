@@ -118,8 +118,8 @@ class SimReplica:
 
     def hits(self, tokens: np.ndarray[Any, Any]) -> int:
         """Tokens that it has cached now."""
-        with self.manager.match_prefix(tokens) as lease:
-            return min(lease.num_tokens, len(tokens) - 1)
+        with self.manager.match_prefix(tokens) as pin:
+            return min(pin.num_tokens, len(tokens) - 1)
 
     def take(self, job: Job) -> None:
         """A request has come."""

@@ -34,7 +34,7 @@ def resident() -> int:
 def use_every_block(manager: BlockManager) -> None:
     """Prompts that no two share, one after the other, until nothing is free."""
     rng = np.random.default_rng(0)
-    while manager.ledger().free:
+    while manager.usage().free:
         sequence = manager.sequence(rng.integers(0, 2**32, PROMPT))
         plan = manager.begin_step(PROMPT)
         plan.prefill(sequence, PROMPT)

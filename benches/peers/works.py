@@ -20,7 +20,7 @@ from benches.peers.adapters.base import (
     DECODE,
     FILL,
     FORK,
-    LEASE,
+    PIN,
     PREFILL,
     STEPS,
     Manager,
@@ -303,16 +303,16 @@ def fork(world: World) -> Stream:
         yield (took,)
 
 
-def lease(world: World) -> Stream:
-    """The last lease on 512 blocks is released on another thread; then the next call of any kind,
+def pin(world: World) -> Stream:
+    """The last pin on 512 blocks is released on another thread; then the next call of any kind,
     which takes the blocks back."""
     manager: Any = world.manager
     with ThreadPoolExecutor(1) as thread:
         while True:
-            held = manager.lease(world.prompt(LONG))
+            held = manager.pin(world.prompt(LONG))
             released = thread.submit(timed_release, held).result()
             start = clock()
-            manager.manager.ledger()
+            manager.manager.usage()
             yield released, clock() - start
 
 
@@ -344,5 +344,5 @@ def works() -> list[Work]:
         Work(f"agents-{REQUEST}", STEPS, took, agents),
         Work(f"abort-{LONG}", ABORT, took, abort),
         Work(f"fork-{LONG}", FORK, took, fork),
-        Work(f"lease-drop-{LONG}", LEASE, ("release", "next call"), lease),
+        Work(f"pin-drop-{LONG}", PIN, ("release", "next call"), pin),
     ]

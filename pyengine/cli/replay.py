@@ -8,7 +8,7 @@ from pathlib import Path
 from pyengine.cli.display import note, print_rows, write
 from pyengine.cli.status import FAILED, report
 from pyengine.errors import InvalidRequestError
-from pyengine.kv_cache import Divergence, Ledger, ReplayReport, Stats, TraceError, replay
+from pyengine.kv_cache import Divergence, PoolUsage, ReplayReport, Stats, TraceError, replay
 
 
 def run_bare(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def show_recording(file: Path) -> int:
     figures = _grouped(_figures(replayed.stats))
     rate = _hit_rate(replayed.stats)
     print_rows("figures", {**figures, "hit rate": rate, "seconds": f"{seconds:.3f}"})
-    print_rows("usage at the end", _grouped(_usage(replayed.ledger)))
+    print_rows("usage at the end", _grouped(_usage(replayed.usage)))
     if replayed.failed_check is not None:
         note(f"check() failed: {replayed.failed_check}")
     if replayed.divergence is not None:
@@ -70,8 +70,8 @@ def _hit_rate(stats: Stats) -> str:
     return f"{stats.cached_tokens / prompt:.1%}" if prompt else "no prompts"
 
 
-def _usage(usage: Ledger) -> dict[str, int]:
-    return {name: getattr(usage, name) for name in ("free", "idle", "active", "leased")}
+def _usage(usage: PoolUsage) -> dict[str, int]:
+    return {name: getattr(usage, name) for name in ("free", "evictable", "active", "pinned")}
 
 
 def _grouped(counts: Mapping[str, int]) -> dict[str, str]:

@@ -22,8 +22,8 @@ class EventSource(Protocol):
         """See `BlockManager.take_packed_events`."""
         ...
 
-    def contents(self) -> Sequence[bytes]:
-        """See `BlockManager.contents`."""
+    def cached_hashes(self) -> Sequence[bytes]:
+        """See `BlockManager.cached_hashes`."""
         ...
 
 
@@ -44,7 +44,7 @@ class EventLog:
 
     def snapshot(self, load: Load) -> Snapshot:
         """All cached blocks. Call `take` just before."""
-        return Snapshot(self.epoch, self._next, b"".join(self._source.contents()), load)
+        return Snapshot(self.epoch, self._next, b"".join(self._source.cached_hashes()), load)
 
 
 class EventFeed:

@@ -32,7 +32,7 @@ class Load:
     """Waiting requests."""
     num_active: int = 0
     """Blocks in block tables."""
-    num_idle: int = 0
+    num_evictable: int = 0
     """Cached blocks that are not in use."""
     prompt_tokens: int = 0
     cached_tokens: int = 0

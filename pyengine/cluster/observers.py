@@ -150,7 +150,7 @@ def _rows(router: PrefixRouter | None) -> list[dict[str, Any]]:
             "is_current": replica.is_current,
             "blocks": replica.num_blocks,
             "active": replica.load.num_active,
-            "idle": replica.load.num_idle,
+            "evictable": replica.load.num_evictable,
             "prompt_tokens": replica.load.prompt_tokens,
             "cached_tokens": replica.load.cached_tokens,
             "running": replica.load.num_running,

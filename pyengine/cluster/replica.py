@@ -40,12 +40,12 @@ class Replica:
 
     def _load(self) -> Load:
         stats = self.engine.stats()
-        usage, counters = stats.ledger, stats.counters
+        usage, counters = stats.usage, stats.counters
         return Load(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_active=usage.active,
-            num_idle=usage.idle,
+            num_evictable=usage.evictable,
             prompt_tokens=counters["prompt_tokens"],
             cached_tokens=counters["cached_tokens"],
         )

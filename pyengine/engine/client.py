@@ -86,7 +86,7 @@ class EngineClient:
         return self._engine.input_processor.grammars.compile(structured_outputs, tenant)
 
     def stats(self) -> EngineStats:
-        """The block manager's ledger and counters, and what the scheduler is at."""
+        """The block manager's usage and counters, and what the scheduler is at."""
         return self._engine_loop.stats()
 
     def observe(self, observer: EngineObserver) -> None:

@@ -27,7 +27,7 @@ from pyengine.errors import (
 )
 from pyengine.executor.executor import Executor, SubmittedStep
 from pyengine.executor.input_batch import InputBatch
-from pyengine.kv_cache import BlockManager, Ledger
+from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.outputs import RequestOutput
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, StalledError
@@ -60,7 +60,7 @@ class StepResult:
 class EngineStats:
     """A look at the engine. `counters` only grow: the block manager's, and what forks share."""
 
-    ledger: Ledger
+    usage: PoolUsage
     counters: dict[str, int]
     num_running: int
     num_waiting: int
@@ -544,12 +544,12 @@ class Engine:
         return view_of(self.stats(), self._manager, self._scheduler, unfinished, most_requests)
 
     def stats(self) -> EngineStats:
-        """The ledger and the counters as of now."""
+        """The usage and the counters as of now."""
         counters = self._manager.stats().as_dict()
         for name, number in self._scheduler.reuse.as_dict().items():
             counters[name] = counters.get(name, 0) + number
         return EngineStats(
-            ledger=self._manager.ledger(),
+            usage=self._manager.usage(),
             counters=counters,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,

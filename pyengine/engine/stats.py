@@ -6,7 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyengine.engine.request import Request
-from pyengine.kv_cache import BlockManager, Survey
+from pyengine.kv_cache import BlockManager, PoolSnapshot
 from pyengine.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class RequestView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """Everything of one moment: the counts of `pool` are those of `stats.ledger`.
+    """Everything of one moment: the counts of `pool` are those of `stats.usage`.
 
     `requests` are those that run, in their order, then as many that wait as were asked for, in the
     order in which they came.
     """
 
     stats: "EngineStats"
-    pool: Survey
+    pool: PoolSnapshot
     requests: list[RequestView]
 
 
@@ -59,7 +59,7 @@ def view_of(
     waiting = islice((request for request in unfinished if request not in running), room)
     requests = [_view(request, is_running=True) for request in islice(running, most_requests)]
     requests += [_view(request, is_running=False) for request in waiting]
-    return EngineView(stats, manager.survey(), requests)
+    return EngineView(stats, manager.snapshot(), requests)
 
 
 def _view(request: Request, *, is_running: bool) -> RequestView:

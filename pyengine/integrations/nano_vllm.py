@@ -65,10 +65,10 @@ class BlockManager:
         known = seq.num_tokens - (seq.num_tokens % self.block_size == 0)
         tokens = seq.token_ids if known == seq.num_tokens else seq.token_ids[:known]
         blocks = self.kv.sequence(tokens)
-        hit = blocks.adopt()
+        hit = blocks.reuse_cached()
         cached = hit // self.block_size
         self._found = Row(seq, blocks, known, hit)
-        if seq.num_blocks - cached > self.kv.ledger().available:
+        if seq.num_blocks - cached > self.kv.usage().available:
             self._drop_found()
             return NO_ROOM
         return cached
@@ -92,7 +92,7 @@ class BlockManager:
         if seq.num_tokens % self.block_size != 1:
             return True
         self._drop_found()
-        return self.kv.ledger().available > 0
+        return self.kv.usage().available > 0
 
     def may_append(self, seq: Any) -> None:
         """Allocate a block for the next token if it needs one."""
@@ -132,10 +132,10 @@ class BlockManager:
         if end <= row.published:
             return
         tokens = seq.token_ids[row.known : end] if end > row.known else None
-        redirects = row.blocks.publish(end - row.published, tokens)
+        remappings = row.blocks.publish(end - row.published, tokens)
         row.published, row.known = end, max(row.known, end)
-        for redirect in redirects:
-            seq.block_table[redirect.index] = redirect.new_block
+        for remapping in remappings:
+            seq.block_table[remapping.index] = remapping.new_block
 
     def _drop_found(self) -> None:
         if self._found is not None:

@@ -67,7 +67,7 @@ class BlockPool:
 
     def get_num_free_blocks(self) -> int:
         """Blocks that no request holds, cached or not."""
-        return self._manager.ledger().available
+        return self._manager.usage().available
 
     def get_usage(self) -> float:
         """Share of the blocks that requests hold."""

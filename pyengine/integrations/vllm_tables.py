@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyengine.integrations.vllm_keys import EventWriter, PseudoTokens, namespace_of
-from pyengine.kv_cache import BlockManager, Extended, Lease, Redirect, Sequence, TokenError
+from pyengine.kv_cache import BlockManager, Extended, Pin, Remapping, Sequence, TokenError
 
 NEVER = math.inf
 
@@ -54,7 +54,7 @@ class Lookup:
     """The cached blocks of a request, held until it is admitted or the next look-up.
 
     The sequence has the first `known` tokens. If all tokens are cached, `source` is the last block,
-    which must be copied, and `lease` pins it. Without `shares`, blocks are not registered either.
+    which must be copied, and `pin` pins it. Without `shares`, blocks are not registered either.
     """
 
     request_id: str
@@ -64,12 +64,12 @@ class Lookup:
     blocks: list[int]
     shares: bool
     source: int | None = None
-    lease: Lease | None = None
+    pin: Pin | None = None
 
     def drop(self) -> None:
         """Release the blocks."""
-        if self.lease is not None:
-            self.lease.release()
+        if self.pin is not None:
+            self.pin.release()
         self.sequence.free()
 
 
@@ -110,7 +110,7 @@ class Tables:
         self.events: EventWriter | None = None
         self._lookup: Lookup | None = None
         self._due: dict[str, tuple[RequestBlocks, Any, int]] = {}
-        self._copies: dict[str, tuple[int, int, Lease]] = {}
+        self._copies: dict[str, tuple[int, int, Pin]] = {}
         self._merged: dict[str, RequestBlocks] = {}
         self._fresh: set[int] = set()
         self._step = 0
@@ -149,21 +149,21 @@ class Tables:
     def _search(self, request: Any) -> Lookup:
         size, tokens = self.block_size, request.num_tokens
         sequence, shares = self._sequence(request, tokens)
-        hit = sequence.adopt()
+        hit = sequence.reuse_cached()
         blocks = sequence.block_table if hit else []
         if len(blocks) * size == hit:
             return Lookup(request.request_id, sequence, tokens, hit, blocks, shares)
         # Every token is cached. The last token is computed again, which writes to the last block,
         # so that is copied: the sequence gets all tokens but the last.
         *before, source = blocks
-        lease = None if source in self._fresh else sequence.lease()
+        pin = None if source in self._fresh else sequence.pin()
         sequence.free()
         sequence, shares = self._sequence(request, tokens - 1)
-        cached = sequence.adopt()
-        if lease is None:  # the block is not computed before this step has run
+        cached = sequence.reuse_cached()
+        if pin is None:  # the block is not computed before this step has run
             return Lookup(request.request_id, sequence, tokens - 1, cached, before, shares)
         lookup = (request.request_id, sequence, tokens - 1, hit, before, shares)
-        return Lookup(*lookup, source, lease)
+        return Lookup(*lookup, source, pin)
 
     def _sequence(self, request: Any, num_tokens: int) -> tuple[Sequence, bool]:
         """A sequence of the first tokens without blocks, and whether its blocks may be shared.
@@ -220,9 +220,9 @@ class Tables:
             capacity=len(blocks) * self.block_size,
             next_publish=published + self.block_size if lookup.shares else NEVER,
         )
-        if lookup.source is not None and lookup.lease is not None:
+        if lookup.source is not None and lookup.pin is not None:
             # The last block is registered already; the copy exists before the source is released.
-            self._copies[request.request_id] = (lookup.source, new[0], lookup.lease)
+            self._copies[request.request_id] = (lookup.source, new[0], lookup.pin)
         elif known >= row.next_publish:
             self._publish(row, request, known)
         return new
@@ -232,7 +232,7 @@ class Tables:
     ) -> list[int] | None:
         new = max(required.slots - have, 0)
         if required.whole or required.spare or required.reserved:
-            available = self.kv.ledger().available - required.spare
+            available = self.kv.usage().available - required.spare
             if max(required.whole - have, 0) > available or new > available - required.reserved:
                 return None
         if new == 0:
@@ -252,7 +252,7 @@ class Tables:
         else:
             tokens = min(hit + 1, request.num_tokens) if hit else request.num_tokens
             sequence, shares = self._sequence(request, tokens)
-            cached = sequence.adopt() if hit else 0
+            cached = sequence.reuse_cached() if hit else 0
             blocks = sequence.block_table if cached else []
             lookup = Lookup(request.request_id, sequence, tokens, cached, blocks, shares)
         if lookup.hit != hit:
@@ -291,7 +291,7 @@ class Tables:
             self.events.collect(self.kv.take_events())
         try:
             tokens = self._tokens(request, row.known, end) if end > row.known else None
-            redirects = row.sequence.publish(end - row.published, tokens)
+            remappings = row.sequence.publish(end - row.published, tokens)
         except (OverflowError, TokenError):
             row.next_publish = NEVER
             return
@@ -302,12 +302,12 @@ class Tables:
             self._fresh.update(row.blocks[first:last])
         row.published, row.known = end, max(row.known, end)
         row.next_publish = end + self.block_size
-        if redirects:
-            self._keep(request.request_id, row, redirects)
+        if remappings:
+            self._keep(request.request_id, row, remappings)
 
     # -- merges and copies --------------------------------------------------------------------
 
-    def _keep(self, request_id: str, row: RequestBlocks, redirects: list[Redirect]) -> None:
+    def _keep(self, request_id: str, row: RequestBlocks, redirects: list[Remapping]) -> None:
         """Allocate the merged blocks again: the workers still use them.
 
         They were freed last, so they are allocated first.
@@ -350,8 +350,8 @@ class Tables:
     def take_copies(self) -> list[tuple[int, int]]:
         """Pairs (source, copy) of blocks to copy before the step. Unpins the sources."""
         copies = [(source, copy) for source, copy, _ in self._copies.values()]
-        for _, _, lease in self._copies.values():
-            lease.release()
+        for _, _, pin in self._copies.values():
+            pin.release()
         self._copies.clear()
         return copies
 
@@ -371,9 +371,9 @@ class Tables:
     def clear(self) -> int:
         """Evict all cached blocks, if no request holds any. Returns the number of held blocks."""
         self.drop_lookup()
-        usage = self.kv.ledger()
-        used = usage.active + usage.leased - 1
+        usage = self.kv.usage()
+        used = usage.active + usage.pinned - 1
         if used == 0:
-            self.kv.evict_idle()
+            self.kv.evict_all()
             self.images.clear()
         return used

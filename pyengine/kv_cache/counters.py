@@ -8,7 +8,7 @@ COUNTERS: Mapping[str, str] = {
     "computed_tokens": "Tokens computed, prefill and decode.",
     "hit_blocks": "Cached blocks reused: matched at admission or at a later block boundary.",
     "in_flight_blocks": "Blocks shared while an open step computed them.",
-    "present_blocks": "Blocks cached already while their tokens were computed again.",
+    "already_cached_blocks": "Blocks cached already while their tokens were computed again.",
     "rematches": "Prefills that matched something although their sequences had begun before.",
     "partial_hits": "Prefills that began inside a block, after copied tokens.",
     "partial_tokens": "Tokens that partial hits copied; `cached_tokens` counts them too.",

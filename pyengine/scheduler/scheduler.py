@@ -3,7 +3,7 @@
 Its promises (the tests carry the numbers):
 
 1. The prefix is matched before the budget is charged.
-2. An idle block that a match revives counts like a fresh one; an active one costs nothing.
+2. An evictable block that a match revives counts like a fresh one; an active one costs nothing.
 3. Blocks are taken for this step's tokens only; a request is admitted only if its whole prompt
    fits beside what the admitted ones still need.
 4. Prefill chunks and decodes share one step and one token budget, decodes first.
@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.errors import ConfigurationError, PyEngineError
-from pyengine.kv_cache import BlockManager, Lease, NoBudget, NoRoom, Prefilled, Redirect
+from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, Prefilled, Remapping
 from pyengine.kv_cache import Sequence as KVSequence
 from pyengine.scheduler.batch import ReuseCounters, ScheduledStep
 from pyengine.scheduler.waiting_queue import WaitingQueue
@@ -118,7 +118,7 @@ class Scheduler:
         """The newest step decoded all running sequences, and none has come or gone since."""
         self._arrivals = 0
         self._num_preemptions = 0
-        self._reuse = ReuseCounters(manager.block_size, manager.trash_block)
+        self._reuse = ReuseCounters(manager.block_size, manager.null_block)
 
     @property
     def num_waiting(self) -> int:
@@ -191,7 +191,7 @@ class Scheduler:
 
         Sequences in `without` take no part.
 
-        Raises `StalledError` if requests wait and nothing can run: blocks are held by leases.
+        Raises `StalledError` if requests wait and nothing can run: blocks are held by pins.
         """
         if not self.has_work:
             return None
@@ -367,25 +367,25 @@ class Scheduler:
             return _Attached()
         size = self._manager.block_size
         tokens = request.prompt_token_ids[: -(-most // size) * size]
-        with self._manager.match_prefix(tokens, namespace=request.namespace) as lease:
-            if lease.num_tokens > most:
-                self._attach_all_but_one(sequence, lease)
+        with self._manager.match_prefix(tokens, namespace=request.namespace) as pin:
+            if pin.num_tokens > most:
+                self._attach_all_but_one(sequence, pin)
             else:
-                sequence.kv.attach(lease)
-            num_blocks = self._reuse.num_blocks(lease.blocks)
+                sequence.kv.attach(pin)
+            num_blocks = self._reuse.num_blocks(pin.blocks)
         return _Attached(sequence.kv.num_computed_tokens, num_blocks)
 
-    def _attach_all_but_one(self, sequence: "SequenceState", lease: Lease) -> None:
-        """Attach the blocks of a lease and let the last of their tokens be computed, not written.
+    def _attach_all_but_one(self, sequence: "SequenceState", pin: Pin) -> None:
+        """Attach the blocks of a pin and let the last of their tokens be computed, not written.
 
         So it is where a prompt is cached as a whole: the handle has what follows only then.
         """
-        request, end = sequence.request, lease.num_tokens
+        request, end = sequence.request, pin.num_tokens
         tokens = sequence.kv.tokens()
         kv = self._manager.sequence(
             tokens[:end], namespace=request.namespace, read_cache=request.read_cache
         )
-        kv.attach(lease)
+        kv.attach(pin)
         if end < len(tokens):
             kv.append(tokens[end:])
         sequence.kv, before = kv, sequence.kv
@@ -477,7 +477,7 @@ class Scheduler:
             )
         raise StalledError(
             f"request {sequence.request.request_id!r} of {sequence.num_tokens} tokens cannot be "
-            f"admitted although nothing runs: {self._manager.ledger()!r}; release leases to go on",
+            f"admitted although nothing runs: {self._manager.usage()!r}; release pins to go on",
             sequence,
         )
 
@@ -486,13 +486,13 @@ class Scheduler:
         step: ScheduledStep,
         sampled: Sequence[int] | npt.NDArray[np.int64],
         counts: Sequence[int] | None = None,
-    ) -> list[Redirect]:
+    ) -> list[Remapping]:
         """Take the step as computed; `sampled` holds one token per sampling sequence, in order.
 
         With drafts `counts` says how many tokens each of them got: the drafts that were right, and
         one more.
         """
-        redirects = step.plan.commit(sampled, counts)
+        remappings = step.plan.commit(sampled, counts)
         if counts is not None:
             step.accept(counts)
         for entry in step.chunks:
@@ -503,7 +503,7 @@ class Scheduler:
                 request.num_cached_tokens += entry.num_cached
             if entry.num_attached:
                 self._reuse.add_attached(entry.num_attached, entry.num_attached_blocks)
-        return redirects
+        return remappings
 
     def rollback(self, step: ScheduledStep) -> None:
         """Undo a step that did not run: sequences it admitted wait again. The newest one goes

@@ -35,7 +35,7 @@ FINISH_REASONS = ("error", "abort", "length", "stop")
 """From worst to best."""
 _MAX_TOKENS = 1 << 17
 """Largest bucket of token counts if the engine does not name a context length."""
-_SHARED_BLOCKS = ("hit_blocks", "present_blocks", "merged_blocks", "forked_blocks")
+_SHARED_BLOCKS = ("hit_blocks", "already_cached_blocks", "merged_blocks", "forked_blocks")
 _EARLY_ENDS = FINISH_REASONS[:2]
 _COUNTERS = {
     **COUNTERS,
@@ -215,7 +215,7 @@ class EngineMetrics:
             yield histogram.family(self._labels)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        usage = stats.ledger
+        usage = stats.usage
         used = 1 - usage.available / usage.num_blocks
         yield self._gauge(
             "vllm:num_requests_running", "Samples that hold blocks.", stats.num_running
@@ -247,7 +247,7 @@ class EngineMetrics:
             "Blocks by state; together the pool.",
             labels=[*self._labels, "state"],
         )
-        for state in ("free", "idle", "active", "leased"):
+        for state in ("free", "evictable", "active", "pinned"):
             blocks.add_metric([*self._labels.values(), state], getattr(usage, state))
         yield blocks
 

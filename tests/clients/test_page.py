@@ -25,13 +25,13 @@ pytestmark = [
     pytest.mark.clients,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
 ]
-STATES = ("free", "idle", "active", "leased")
+STATES = ("free", "evictable", "active", "pinned")
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
 SHOWN = """() => ({
     frame: document.documentElement.dataset.frame,
     states: Object.fromEntries([...document.querySelectorAll("[data-state]")].map(
         item => [item.dataset.state, Number(item.textContent.replaceAll(",", ""))])),
-    cells: ["free", "idle", "active", "leased"].map(
+    cells: ["free", "evictable", "active", "pinned"].map(
         (_, at) => blocks?.state.reduce((sum, one) => sum + (one === at), 0)),
     running: Number(document.getElementById("running").textContent.replaceAll(",", "")),
 })"""
@@ -120,7 +120,7 @@ def test_the_counts_on_it_are_those_of_the_pool(chromium: Any) -> None:
                 continue
             frames.add(shown["frame"])
             view = page_server.seen[shown["frame"]]
-            usage = {name: getattr(view.stats.ledger, name) for name in STATES}
+            usage = {name: getattr(view.stats.usage, name) for name in STATES}
             assert shown["states"] == usage
             assert shown["cells"] == [usage[name] for name in STATES]
             assert sum(usage.values()) == 900
@@ -130,8 +130,9 @@ def test_the_counts_on_it_are_those_of_the_pool(chromium: Any) -> None:
         assert len(frames) > 5 and running > 8
         page.wait_for_function(
             f"() => Number(document.querySelector('[data-state=active]').textContent) === 0"
-            f" && {engine.stats().ledger.idle} === "
-            "Number(document.querySelector('[data-state=idle]').textContent.replaceAll(',', ''))"
+            f" && {engine.stats().usage.evictable} === "
+            "Number(document.querySelector('[data-state=evictable]')"
+            ".textContent.replaceAll(',', ''))"
         )
         assert errors == []
         page.close()
@@ -195,16 +196,20 @@ def test_keys_and_tables_say_what_the_pictures_show(
         page.locator("#blocks").focus()
         for _ in range(2):
             page.keyboard.press("ArrowRight")
-        assert page.locator("#said").inner_text().startswith("Block 1: state idle, sequences on")
+        assert (
+            page.locator("#said").inner_text().startswith("Block 1: state evictable, sequences on")
+        )
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
         page.locator("summary").click()
-        usage = engine.stats().ledger
+        usage = engine.stats().usage
         rows = page.locator("#table-states tbody tr").all_inner_texts()
         assert [row.split() for row in rows] == [
             [name, str(getattr(usage, name))] for name in STATES
         ]
-        assert f"{usage.idle} idle" in (page.locator("#blocks").get_attribute("aria-label") or "")
+        assert f"{usage.evictable} idle" in (
+            page.locator("#blocks").get_attribute("aria-label") or ""
+        )
         polls = page_server.broadcaster.num_polls
         page.locator("#pause").click()
         page.wait_for_timeout(800)
@@ -276,9 +281,9 @@ def test_replicas_stand_side_by_side(
         for at, replica in enumerate(replicas):
             current = page.locator("#replicas tbody tr[aria-current=true]")
             assert current.inner_text().split()[0] == names[at]
-            held = f"{replica.engine.stats().ledger.idle}"
+            held = f"{replica.engine.stats().usage.evictable}"
             page.wait_for_function(
-                f"() => document.querySelector('[data-state=idle]').textContent === '{held}'"
+                f"() => document.querySelector('[data-state=evictable]').textContent === '{held}'"
             )
             page.locator("#replicas tbody tr:nth-child(2) a").click()
             page.wait_for_function("() => frame && frame.replica === 'b'")

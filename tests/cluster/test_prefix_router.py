@@ -48,7 +48,7 @@ def test_what_is_evicted_is_missed() -> None:
     router, caches = router_of("a", "b")
     compute(router, "a", caches["a"], PROMPT)
     assert router.choose(PROMPT).replica == "a"
-    caches["a"].manager.evict_idle()
+    caches["a"].manager.evict_all()
     compute(router, "b", caches["b"], PROMPT[:8])
     router.apply("a", caches["a"].take())
     assert (router.choose(PROMPT).replica, router.choose(PROMPT).num_hits) == ("b", 2)
@@ -140,7 +140,7 @@ def test_events_out_of_order_twice_and_of_nobody() -> None:
     assert router.restore("a", cache.log.snapshot(Load())) is UpdateResult.APPLIED
     for known in (first, second):
         assert router.apply("a", known) is UpdateResult.DUPLICATE
-    assert router.cached_hashes("a") == set(cache.manager.contents())
+    assert router.cached_hashes("a") == set(cache.manager.cached_hashes())
     assert (router.stats.num_gaps, router.stats.num_snapshots) == (1, 2)
 
 

@@ -66,7 +66,7 @@ async def until_followed(local: LocalReplicas, replicas: tuple[Replica, ...]) ->
     assert router is not None
     async with asyncio.timeout(10):
         for replica in replicas:
-            while router.cached_hashes(replica.info.name) != set(replica.engine.contents()):
+            while router.cached_hashes(replica.info.name) != set(replica.engine.cached_hashes()):
                 await asyncio.sleep(0.01)
 
 
@@ -249,7 +249,7 @@ def test_whoever_stops_reading_ends_what_runs(two: tuple[Replica, Replica]) -> N
         assert ended.json()["aborted"] == ["mine"]
         assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
         async with asyncio.timeout(20):
-            while any(replica.engine.stats().ledger.active for replica in two):
+            while any(replica.engine.stats().usage.active for replica in two):
                 await asyncio.sleep(0.01)
         assert engine.stats().num_running == engine.stats().num_waiting == 0
         router = local.fleet.router

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from pyengine._kv import BlockManager, KvError, Lease, Sequence, StepBuffers, StepPlan
+from pyengine._kv import BlockManager, KvError, Pin, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import computed, step_arrays
 
 PROMPT = list(range(9))
 GROUPS: list[int | None] = [None, *range(8, 32)]
 """More than 20: shorter tuples come from a free list, and the collector sleeps."""
 BLOCKS = 64 * len(GROUPS)
-WALKED = (BlockManager, Sequence, Lease, StepPlan)
+WALKED = (BlockManager, Sequence, Pin, StepPlan)
 
 
 class Walk:
@@ -60,23 +60,23 @@ class Finalizer:
     def __init__(self, walk: Walk) -> None:
         self.cycle, self.walk = self, walk
         self.sequence = walk.manager.sequence([1, 2, 3, 4, 5])
-        self.lease = walk.manager.match_prefix(PROMPT)
+        self.pin = walk.manager.match_prefix(PROMPT)
 
     def __del__(self) -> None:
         self.walk.interrupted.add(self.walk.running)
         manager = self.walk.manager
         manager.check()
-        manager.ledger()
+        manager.usage()
         manager.sequence([1, 2, 3])
         self.sequence.free()
-        self.lease.release()
+        self.pin.release()
 
 
 def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
     manager = walk.manager
-    for getter in ("num_blocks", "block_size", "groups", "trash_block"):
+    for getter in ("num_blocks", "block_size", "groups", "null_block"):
         walk(manager, getter)
-    for method in ("ledger", "stats", "survey", "evict_idle", "contents", "check"):
+    for method in ("usage", "stats", "snapshot", "evict_all", "cached_hashes", "check"):
         walk(manager, method)
     walk(manager, "sequence", PROMPT)
     walk(manager, "sequence", [-1])
@@ -99,25 +99,25 @@ def walk_manager(walk: Walk, keep: Sequence, folder: str) -> None:
 
 def walk_sequence(walk: Walk, keep: Sequence) -> None:
     getters = ("id", "is_live", "num_tokens", "num_computed_tokens", "num_cached_tokens")
-    for name in (*getters, "block_table", "block_tables", "tokens", "lease", "__repr__"):
+    for name in (*getters, "block_table", "block_tables", "tokens", "pin", "__repr__"):
         walk(keep, name)
     walk(keep, "fork", 5)
     walk(keep, "fork", 5000)
-    other, lease = walk.manager.sequence(PROMPT), walk.manager.match_prefix(PROMPT)
-    walk(other, "attach", lease)
+    other, pin = walk.manager.sequence(PROMPT), walk.manager.match_prefix(PROMPT)
+    walk(other, "attach", pin)
     walk(other, "append", [1])
     walk(other, "reset")
-    walk(other, "adopt")
+    walk(other, "reuse_cached")
     walk(other, "extend", len(PROMPT))
     walk(other, "publish", len(PROMPT))
     walk(other, "trim", 100)
     walk(other, "free")
     walk(other, "tokens")
     for name in ("num_tokens", "blocks", "is_released", "__repr__", "__enter__"):
-        walk(lease, name)
-    walk(lease, "__exit__", None, None, None)
-    walk(lease, "release")
-    walk(keep, "attach", lease)
+        walk(pin, name)
+    walk(pin, "__exit__", None, None, None)
+    walk(pin, "release")
+    walk(keep, "attach", pin)
 
 
 def walk_plan(walk: Walk, keep: Sequence) -> None:

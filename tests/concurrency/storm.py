@@ -29,7 +29,7 @@ class Storm:
     def __init__(self, seconds: float) -> None:
         self.manager = BlockManager(NUM_BLOCKS, BLOCK, groups=[None, 6], events=True)
         self.deadline = monotonic() + seconds
-        self.handles: dict[str, list[Any]] = {"sequence": [], "plan": [], "lease": []}
+        self.handles: dict[str, list[Any]] = {"sequence": [], "plan": [], "pin": []}
         self.calls: Counter[str] = Counter()
         self.wrong: list[BaseException] = []
 
@@ -92,19 +92,19 @@ class Storm:
         count = rng.randrange(20)
         return {
             "sequence": lambda: self.keep("sequence", manager.sequence(self.tokens(rng))),
-            "match": lambda: self.keep("lease", manager.match_prefix(self.tokens(rng))),
+            "match": lambda: self.keep("pin", manager.match_prefix(self.tokens(rng))),
             "begin": lambda: self.keep("plan", manager.begin_step(count)),
-            "ledger": manager.ledger,
+            "usage": manager.usage,
             "events": manager.take_events,
-            "contents": manager.contents,
-            "evict": manager.evict_idle,
+            "cached_hashes": manager.cached_hashes,
+            "evict": manager.evict_all,
             "check": manager.check,
             "groups": lambda: manager.groups,
             "fork": lambda: self.keep("sequence", handle("sequence", rng).fork(count)),
             "append": lambda: handle("sequence", rng).append(self.tokens(rng)),
-            "lease": lambda: self.keep("lease", handle("sequence", rng).lease()),
-            "attach": lambda: handle("sequence", rng).attach(handle("lease", rng)),
-            "release": lambda: handle("lease", rng).release(),
+            "pin": lambda: self.keep("pin", handle("sequence", rng).pin()),
+            "attach": lambda: handle("sequence", rng).attach(handle("pin", rng)),
+            "release": lambda: handle("pin", rng).release(),
             "reset": lambda: handle("sequence", rng).reset(),
             "free": lambda: handle("sequence", rng).free(),
             "trim": lambda: handle("sequence", rng).trim(count),
@@ -170,10 +170,10 @@ def main(seconds: float) -> None:
     gc.collect()
     manager = storm.manager
     manager.check()
-    ledger = manager.ledger()
-    assert (ledger.active, ledger.leased, ledger.available) == (0, 0, NUM_BLOCKS), ledger
+    usage = manager.usage()
+    assert (usage.active, usage.pinned, usage.available) == (0, 0, NUM_BLOCKS), usage
     succeeded = {name for name in storm.calls if "refused" not in name}
-    wanted = {"commit", "fill", "attach", "fork", "decode", "lease", "finalizer"}
+    wanted = {"commit", "fill", "attach", "fork", "decode", "pin", "finalizer"}
     assert wanted <= succeeded, storm.calls
     print(f"{storm.calls.total()} calls of {len(succeeded)} kinds succeeded or were refused")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pyengine._kv import Holders
-from pyengine.kv_cache import BlockManager, Lease, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import BlockManager, Pin, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import step_arrays
 
 BLOCKS = 2_000_000
@@ -27,7 +27,7 @@ class Pool(NamedTuple):
     manager: BlockManager
     sequence: Sequence
     planned: Sequence
-    lease: Lease
+    pin: Pin
     plan: StepPlan
     buffers: StepBuffers
     check_takes: float
@@ -41,7 +41,7 @@ def pool() -> Pool:
     plan = manager.begin_step(CONTENTS)
     plan.prefill(sequence, CONTENTS)
     plan.commit([0])
-    lease = manager.match_prefix(np.arange(1000))
+    pin = manager.match_prefix(np.arange(1000))
     planned = manager.sequence([1])
     plan = manager.begin_step(8)
     plan.prefill(planned, 8)
@@ -49,7 +49,7 @@ def pool() -> Pool:
     manager.check()
     took = perf_counter() - start
     buffers = StepBuffers(**step_arrays())
-    return Pool(manager, sequence, planned, lease, plan, buffers, took)
+    return Pool(manager, sequence, planned, pin, plan, buffers, took)
 
 
 class Timed(threading.Thread):
@@ -72,14 +72,14 @@ class Timed(threading.Thread):
 
 
 WAITING: dict[str, Callable[[Pool], object]] = {
-    "ledger": lambda p: p.manager.ledger(),
+    "usage": lambda p: p.manager.usage(),
     "stats": lambda p: p.manager.stats(),
     "refs": lambda p: p.manager.refs(0),
     "preview": lambda p: p.manager.preview(p.planned),
     "sequence": lambda p: p.manager.sequence([1, 2]),
     "match_prefix": lambda p: p.manager.match_prefix([0, 1, 2]),
     "block_table": lambda p: p.planned.block_table,
-    "lease": lambda p: p.planned.lease(),
+    "pin": lambda p: p.planned.pin(),
     "num_tokens of a plan": lambda p: p.plan.num_tokens,
     "decode": lambda p: p.plan.decode([]),
     "fill": lambda p: p.plan.fill(p.buffers),
@@ -124,17 +124,17 @@ def test_a_thread_that_keeps_the_gil_would_be_seen(pool: Pool) -> None:
 
 
 def test_letting_go_needs_no_lock(pool: Pool) -> None:
-    """Leases and handles go while another thread is in `check()`, which stays content."""
+    """Pins and handles go while another thread is in `check()`, which stays content."""
     for _ in range(5):
-        leases = [pool.manager.match_prefix(np.arange(1000)) for _ in range(100)]
+        pins = [pool.manager.match_prefix(np.arange(1000)) for _ in range(100)]
         sequences = [pool.manager.sequence([1]) for _ in range(100)]
         checking = Timed(pool.manager.check)
         checking.start()
         sleep(pool.check_takes / 10)
         before = perf_counter()
-        for lease in leases:
-            lease.release()
-        assert all(lease.is_released and lease.blocks == [] for lease in leases)
+        for pin in pins:
+            pin.release()
+        assert all(pin.is_released and pin.blocks == [] for pin in pins)
         del sequences
         after = perf_counter()
         in_time = checking.is_alive()
@@ -144,7 +144,7 @@ def test_letting_go_needs_no_lock(pool: Pool) -> None:
             break
     else:
         pytest.fail(f"letting go took {after - before:.3f} s: it waited for check()")
-    assert pool.manager.refs(0) == 2  # the sequence and the pool's own lease
+    assert pool.manager.refs(0) == 2  # the sequence and the pool's own pin
 
 
 def test_an_open_plan_may_be_dropped_during_a_check() -> None:
@@ -158,7 +158,7 @@ def test_an_open_plan_may_be_dropped_during_a_check() -> None:
     del plan
     checking.join(PATIENCE)
     assert checking.error is None
-    assert manager.ledger().free == BLOCKS
+    assert manager.usage().free == BLOCKS
     assert sequence.block_table == []
 
 
@@ -191,7 +191,7 @@ def pauses() -> Iterator[list[float]]:
 
 
 def filled() -> list[Any]:
-    """A pool whose every block is idle and holds a content of which no event was taken."""
+    """A pool whose every block is evictable and holds a content of which no event was taken."""
     manager = BlockManager(MANY, 1, events=True)
     sequence = manager.sequence(np.arange(MANY))
     plan = manager.begin_step(MANY)
@@ -210,11 +210,11 @@ def holders() -> list[Any]:
 
 LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] = {
     "BlockManager": (list, lambda own: own.append(BlockManager(2 * MANY, 1))),
-    "contents": (filled, lambda own: own[0].contents()),
-    "evict_idle": (filled, lambda own: own[0].evict_idle()),
+    "cached_hashes": (filled, lambda own: own[0].cached_hashes()),
+    "evict_all": (filled, lambda own: own[0].evict_all()),
     "take_events": (filled, lambda own: own[0].take_events()),
     "take_packed_events": (filled, lambda own: own[0].take_packed_events()),
-    "survey": (lambda: [BlockManager(4 * MANY, 1)], lambda own: own[0].survey()),
+    "snapshot": (lambda: [BlockManager(4 * MANY, 1)], lambda own: own[0].snapshot()),
     "tokens": (
         lambda: [BlockManager(1, 1).sequence(np.arange(MANY))],
         lambda own: own[0].tokens(),
@@ -257,7 +257,7 @@ def test_no_python_code_runs_under_the_lock() -> None:
     class Nested:
         def __index__(self) -> int:
             manager.check()
-            return manager.ledger().free
+            return manager.usage().free
 
     tokens: Any = [Nested(), Nested()]
     done = Timed(lambda: manager.sequence(tokens))

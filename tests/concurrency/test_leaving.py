@@ -43,9 +43,9 @@ class Stage:
             return logits
 
         def told_commit(*step: Any) -> Any:
-            redirects = commit(*step)
+            remappings = commit(*step)
             self.at("after commit")
-            return redirects
+            return remappings
 
         scheduler.schedule = told_schedule  # type: ignore[method-assign]
         runner.run = told_run  # type: ignore[method-assign]

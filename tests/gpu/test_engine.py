@@ -133,7 +133,7 @@ def equal_prompts(place: Place, is_used: bool, shares: bool) -> Numbers:
     llm = mode.llm(**settings)
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate([prompt] * count, once, use_tqdm=False)
-    seen, ledger = llm.stats().counters, llm.stats().ledger
+    seen, usage = llm.stats().counters, llm.stats().usage
     full = length // int(str(llm.describe()["block_size"]))
     expected = {
         "computed_tokens": length + count - 1 if shares else count * length,
@@ -142,7 +142,7 @@ def equal_prompts(place: Place, is_used: bool, shares: bool) -> Numbers:
         "merged_blocks": 0 if shares else (count - 1) * full,
     }
     assert {name: seen[name] for name in expected} == expected
-    assert not ledger.active and not ledger.leased
+    assert not usage.active and not usage.pinned
     together = mode.llm(**settings).generate([prompt] * count, GREEDY, use_tqdm=False)
     alone = mode.llm(in_flight_sharing=shares).generate([prompt], GREEDY, use_tqdm=False)
     return expected | mode.same_tokens(together, alone * count)

@@ -62,8 +62,8 @@ def test_the_tokens_are_those_of_one_step_at_a_time(folder: Path) -> None:
         )
         assert llm.describe()["async_scheduling"] is ahead
         outputs.append(llm.generate(prompts, params, use_tqdm=False))
-        ledger = llm.stats().ledger
-        assert (ledger.active, ledger.leased) == (0, 0)
+        usage = llm.stats().usage
+        assert (usage.active, usage.pinned) == (0, 0)
         assert llm.stats().num_preemptions > 0
     for plain, overlapped in zip(*outputs, strict=True):
         assert plain.outputs == overlapped.outputs
@@ -75,7 +75,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(folder: Path) -> None
     for output in llm.stream([5, 6, 7], params):
         if len(output.outputs[0].token_ids) == 5:
             break
-    assert llm.stats().ledger.active == 0
+    assert llm.stats().usage.active == 0
     (whole,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert whole.outputs[0].token_ids[:5] == output.outputs[0].token_ids
 
@@ -105,7 +105,7 @@ def run_by_hand(folder: Path, *, graphs: bool, depth: int) -> dict[str, RequestO
     while engine.has_work:
         done.update((item.request_id, item.output()) for item in engine.step().finished)
         manager.check()
-    assert manager.ledger().active == 0
+    assert manager.usage().active == 0
     return done
 
 

@@ -208,7 +208,7 @@ def test_sampling_parameters_out_of_range(settings: dict[str, Any]) -> None:
 
 def all_free(llm: LLM) -> bool:
     stats = llm.stats()
-    held = (stats.ledger.active, stats.ledger.leased, stats.num_running, stats.num_waiting)
+    held = (stats.usage.active, stats.usage.pinned, stats.num_running, stats.num_waiting)
     return held == (0, 0, 0, 0)
 
 

@@ -108,11 +108,11 @@ def test_content_in_parts(template: str, content: Any, tmp_path: Path) -> None:
 
 def test_what_a_template_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
     llm = make(save(tmp_path, chat.NO_SYSTEM))
-    before = llm.stats().ledger
+    before = llm.stats().usage
     system = {"role": "system", "content": "Be brief."}
     with pytest.raises(InvalidRequestError, match="System role not supported"):
         llm.chat([[USER], [system, USER]], SHORT, use_tqdm=False)
-    assert llm.stats().ledger == before, "the other one was run"
+    assert llm.stats().usage == before, "the other one was run"
     (output,) = llm.chat([USER], SHORT, use_tqdm=False)
     assert output.prompt_token_ids == as_transformers(llm.tokenizer, [USER])
 
@@ -223,8 +223,8 @@ def test_two_threads(llm: LLM, alone: list[RequestOutput]) -> None:
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(generate, QUESTIONS))
     assert [item.outputs for (item,) in outputs] == [item.outputs for item in alone]
-    ledger = llm.stats().ledger
-    assert (ledger.active, ledger.leased) == (0, 0)
+    usage = llm.stats().usage
+    assert (usage.active, usage.pinned) == (0, 0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 
 from benches.test_block_manager import CASES
 from pyengine import _kv
-from pyengine.kv_cache import BlockManager, Lease, Sequence, StepPlan, Stored
+from pyengine.kv_cache import BlockManager, Pin, Sequence, StepPlan, Stored
 from pyengine.kv_cache.counters import COUNTERS
 from tests.support.docs import ROOT, table
 
@@ -61,7 +61,7 @@ def test_every_counter_is_listed_and_exists() -> None:
 
 
 def test_every_call_has_its_cost() -> None:
-    kinds = (BlockManager, Sequence, StepPlan, Lease)
+    kinds = (BlockManager, Sequence, StepPlan, Pin)
     real = {f"{kind.__name__}.{name}" for kind in kinds for name in methods(kind)}
     named = {row[0] for row in table(COSTS, "call", "O(...)")}
     assert named == real | {"BlockManager()", "StepBuffers()", "Sequence.block_table"}

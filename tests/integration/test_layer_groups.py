@@ -96,7 +96,7 @@ class Watched:
         prepare = runner.prepare
 
         def watched(plan: Any, **rows: Any) -> Any:
-            self.peak = max(self.peak, self.llm.stats().ledger.active)
+            self.peak = max(self.peak, self.llm.stats().usage.active)
             return prepare(plan, **rows)
 
         runner.prepare = watched  # type: ignore[method-assign]
@@ -108,8 +108,8 @@ class Watched:
 
     def generate(self, asked: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
         outputs = self.llm.generate(asked, params, use_tqdm=False)
-        ledger = self.llm.stats().ledger
-        assert (ledger.active, ledger.leased) == (0, 0)
+        usage = self.llm.stats().usage
+        assert (usage.active, usage.pinned) == (0, 0)
         self.llm._engine._manager.check()
         return outputs
 

@@ -187,11 +187,11 @@ def test_a_hit_costs_one_row_a_head_and_never_a_block(made: Any) -> None:
     llm = mtp(folder)
     engine, prompt = llm._engine, list(range(3, 23))  # five blocks of four
     llm.generate([prompt], GREEDY, use_tqdm=False)
-    before = llm.stats().ledger
+    before = llm.stats().usage
     state = add_request(engine, "hit", Prompt(token_ids=prompt), GREEDY)
     assert engine.step().num_tokens == mtp_layers
-    ledger = llm.stats().ledger
-    assert ledger.active == 5 and ledger.free == before.free
+    usage = llm.stats().usage
+    assert usage.active == 5 and usage.free == before.free
     assert state.num_cached_tokens == len(prompt) - mtp_layers
     engine.abort([state])
 
@@ -208,8 +208,8 @@ def test_stale_heads_cost_acceptance_only(made: Any) -> None:
         pool.values[layer].normal_(std=9)
     same(plain, llm.generate(asked, GREEDY, use_tqdm=False))
     assert llm.stats().counters["cached_tokens"] > 0
-    ledger = llm.stats().ledger
-    assert (ledger.active, ledger.leased) == (0, 0)
+    usage = llm.stats().usage
+    assert (usage.active, usage.pinned) == (0, 0)
 
 
 def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def waited(llm: LLM) -> list[int]:
     engine, random = llm._engine, Random(4)
     known = [[random.randrange(3, VOCAB) for _ in range(21)] for _ in range(ARRIVALS // 2)]
     for at in range(10_000):
-        free = llm.stats().ledger.free
+        free = llm.stats().usage.free
         if not free:
             break
         tokens = [3 + at // 200, 3 + at % 200, *([5] * 200)][: 4 * free]

@@ -60,8 +60,8 @@ def generate(folder: Path, *, partial_reuse: bool, **settings: Any) -> tuple[lis
     outputs = [llm.generate([request], GREEDY, use_tqdm=False)[0] for request in asked[:8]]
     outputs += llm.generate(asked[8:], GREEDY, use_tqdm=False)
     llm._engine._manager.check()
-    ledger = llm.stats().ledger
-    assert (ledger.active, ledger.leased) == (0, 0)
+    usage = llm.stats().usage
+    assert (usage.active, usage.pinned) == (0, 0)
     return [output.outputs for output in outputs], llm
 
 

@@ -74,8 +74,8 @@ def served(folder: Path, **settings: Any) -> LLM:
 
 def answers(llm: LLM) -> list[RequestOutput]:
     outputs = llm.generate(*asked(), use_tqdm=False)
-    ledger = llm.stats().ledger
-    assert (ledger.active, ledger.leased) == (0, 0)
+    usage = llm.stats().usage
+    assert (usage.active, usage.pinned) == (0, 0)
     return outputs
 
 
@@ -176,8 +176,8 @@ def test_a_second_model_can_draft(pair: tuple[Path, Path], is_ahead: bool) -> No
                 counters = llm.stats().counters
                 assert counters["draft_tokens"] - drafted == 50
                 assert counters["accepted_draft_tokens"] - accepted == 50
-            ledger = drafter._manager.ledger()
-            assert not drafter._sequences and (ledger.active, ledger.leased) == (0, 0)
+            usage = drafter._manager.usage()
+            assert not drafter._sequences and (usage.active, usage.pinned) == (0, 0)
             drafter._manager.check()
 
 

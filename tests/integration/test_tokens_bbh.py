@@ -108,7 +108,7 @@ def run(setup: Setup, prompts: list[str], max_tokens: int) -> tuple[LLM, Counts]
     reference = the_reference(str(llm.model_path), str(llm.describe()["device"]))
     counts = reference.compare(outputs, limits, batch_size=8)
     stats = llm.stats()
-    assert (stats.ledger.active, stats.ledger.leased) == (0, 0)
+    assert (stats.usage.active, stats.usage.pinned) == (0, 0)
     assert (sum(output.num_cached_tokens for output in outputs) > 0) == setup.caching
     return llm, counts
 

@@ -116,7 +116,7 @@ def test_generations_are_the_reference_s(
             elif again and setup.pool == ROOMY:
                 assert cached >= sum(map(len, prompts())) // 2
             stats = llm.stats()
-            assert (stats.ledger.active, stats.ledger.leased) == (0, 0)
+            assert (stats.usage.active, stats.usage.pinned) == (0, 0)
         assert (stats.num_preemptions > 0) == (setup.pool == TIGHT)
 
 

@@ -23,7 +23,7 @@ SHORTER = "other requests had full hits and took fewer blocks and steps"
 
 def one_copy() -> type:
     """vLLM's manager, that caches a content once: what is cached and in use stays, and whoever has
-    a copy holds it too; an idle one is free as soon as there is a newer one."""
+    a copy holds it too; an evictable one is free as soon as there is a newer one."""
     own: Any = managers()[0]
 
     class OneCopy(own):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def without_full_hits(world: World) -> World:
     def search(request: Any) -> Lookup:
         tokens = request.num_tokens - (request.num_tokens % tables.block_size == 0)
         sequence, shares = tables._sequence(request, tokens)
-        hit = sequence.adopt()
+        hit = sequence.reuse_cached()
         blocks = sequence.block_table if hit else []
         return Lookup(request.request_id, sequence, tokens, hit, blocks, shares)
 

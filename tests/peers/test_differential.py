@@ -70,10 +70,10 @@ def check_nothing_is_held(world: World) -> None:
     """Without requests, only the null block is in use."""
     kv = world.manager.tables.kv
     kv.check()
-    usage = kv.ledger()
-    assert (usage.active, usage.leased) == (1, 0)
+    usage = kv.usage()
+    assert (usage.active, usage.pinned) == (1, 0)
     assert world.scheduler.reset_prefix_cache()
-    assert kv.ledger().free == world.settings.num_blocks - 1
+    assert kv.usage().free == world.settings.num_blocks - 1
 
 
 CASES = {

@@ -48,7 +48,7 @@ class Index:
 def contents(world: World) -> set[Any]:
     """The blocks that a look-up finds now."""
     if world.settings.ours:
-        return set(world.manager.tables.kv.contents())
+        return set(world.manager.tables.kv.cached_hashes())
     from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
     found = world.manager.block_pool.cached_block_hash_to_block._cache

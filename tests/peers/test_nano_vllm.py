@@ -83,8 +83,8 @@ class World:
 
 def nothing_is_held(world: World) -> None:
     world.manager.kv.check()
-    usage = world.manager.kv.ledger()
-    assert (usage.active, usage.leased) == (0, 0)
+    usage = world.manager.kv.usage()
+    assert (usage.active, usage.pinned) == (0, 0)
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
@@ -173,4 +173,4 @@ def test_a_dangling_mapping_is_taken_over() -> None:
     stats = world.manager.kv.stats()
     assert (stats.taken_over_blocks, stats.merged_blocks) == (1, 0)
     nothing_is_held(world)
-    assert world.manager.kv.ledger().idle == 2
+    assert world.manager.kv.usage().evictable == 2

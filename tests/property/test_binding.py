@@ -1,6 +1,6 @@
 """Random operations through Python against an oracle of contents.
 
-After every one, each position that a block table or a lease leads to must hold the KV of exactly
+After every one, each position that a block table or a pin leads to must hold the KV of exactly
 its tokens, whatever was shared, merged, taken over, evicted or rolled back before.
 """
 
@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pyengine.kv_cache import BlockManager, Lease, LeaseError, NoBudget, NoRoom, Prefilled, StepPlan
+from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, Pin, PinError, Prefilled, StepPlan
 from tests.support.contents import Contents, Kept, Known, Planned
 
 # Few families of prompts, so that most have a prefix in common with some other.
@@ -55,13 +55,13 @@ class Binding(RuleBasedStateMachine):
             block_size,
             hash_bits=hash_bits,
             prefix_caching=prefix_caching,
-            in_flight_sharing=False,  # this oracle looks at the KV when a block is adopted
+            in_flight_sharing=False,  # this oracle looks at the KV when a block is reused
             hash_seed=1,
         )
         self.block_size = block_size
         self.kv = Contents(block_size, num_blocks)
         self.live: list[Known] = []
-        self.leases: list[Kept] = []
+        self.pins: list[Kept] = []
         self.plan: StepPlan | None = None
         self.entries: list[Planned] = []
         self.sources: list[int] = []
@@ -72,10 +72,10 @@ class Binding(RuleBasedStateMachine):
     def in_plan(self, known: Known) -> bool:
         return any(entry.known is known for entry in self.entries)
 
-    def idle_ones(self) -> list[Known]:
+    def evictable_ones(self) -> list[Known]:
         return [known for known in self.live if not self.in_plan(known)]
 
-    # ---- sequences and leases
+    # ---- sequences and pins
 
     @precondition(lambda self: len(self.live) < MAX_LIVE)
     @rule(tokens=TOKENS, namespace=NAMESPACES, read_cache=st.booleans())
@@ -89,7 +89,7 @@ class Binding(RuleBasedStateMachine):
         known = self.live.pop(pick % len(self.live))
         if not self.in_plan(known):
             available, promised = (
-                self.manager.ledger().available,
+                self.manager.usage().available,
                 self.manager.preview(known.handle),
             )
         if not forget:
@@ -97,49 +97,49 @@ class Binding(RuleBasedStateMachine):
             assert not known.handle.is_live
         known.held.clear()
         if not self.in_plan(known):
-            assert self.manager.ledger().available == available + promised
+            assert self.manager.usage().available == available + promised
 
-    @precondition(lambda self: self.idle_ones())
+    @precondition(lambda self: self.evictable_ones())
     @rule(pick=PICK)
     def reset(self, pick: int) -> None:
-        candidates = self.idle_ones()
+        candidates = self.evictable_ones()
         known = candidates[pick % len(candidates)]
         known.handle.reset()
         known.computed, known.table = 0, []
 
     @rule(tokens=TOKENS, namespace=NAMESPACES)
     def match(self, tokens: list[int], namespace: bytes) -> None:
-        lease = self.manager.match_prefix(tokens, namespace=namespace)
-        self.keep(lease, namespace, tokens)
+        pin = self.manager.match_prefix(tokens, namespace=namespace)
+        self.keep(pin, namespace, tokens)
 
     @precondition(lambda self: self.live)
     @rule(pick=PICK)
-    def lease(self, pick: int) -> None:
+    def pin(self, pick: int) -> None:
         known = self.live[pick % len(self.live)]
-        self.keep(known.handle.lease(), known.namespace, known.tokens)
+        self.keep(known.handle.pin(), known.namespace, known.tokens)
 
-    def keep(self, lease: Lease, namespace: bytes, tokens: list[int]) -> None:
-        assert lease.num_tokens == len(lease.blocks) * self.block_size <= len(tokens)
-        self.leases.append(Kept(lease, namespace, tokens[: lease.num_tokens], lease.blocks))
+    def keep(self, pin: Pin, namespace: bytes, tokens: list[int]) -> None:
+        assert pin.num_tokens == len(pin.blocks) * self.block_size <= len(tokens)
+        self.pins.append(Kept(pin, namespace, tokens[: pin.num_tokens], pin.blocks))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.pins)
     @rule(pick=PICK, forget=st.booleans())
-    def drop_lease(self, pick: int, forget: bool) -> None:
-        kept = self.leases.pop(pick % len(self.leases))
+    def drop_pin(self, pick: int, forget: bool) -> None:
+        kept = self.pins.pop(pick % len(self.pins))
         if not forget:
             kept.handle.release()
 
-    @precondition(lambda self: self.leases and any(not k.table for k in self.idle_ones()))
+    @precondition(lambda self: self.pins and any(not k.table for k in self.evictable_ones()))
     @rule(pick=PICK, which=PICK)
     def attach(self, pick: int, which: int) -> None:
-        candidates = [known for known in self.idle_ones() if not known.table]
-        known, kept = candidates[pick % len(candidates)], self.leases[which % len(self.leases)]
+        candidates = [known for known in self.evictable_ones() if not known.table]
+        known, kept = candidates[pick % len(candidates)], self.pins[which % len(self.pins)]
         covered = len(kept.tokens)
         fits = known.tokens[:covered] == kept.tokens
         fits = not kept.blocks or (fits and known.namespace == kept.namespace)
         try:
             known.handle.attach(kept.handle)
-        except LeaseError:
+        except PinError:
             assert not fits
             return
         assert fits
@@ -147,9 +147,9 @@ class Binding(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        idle = self.manager.ledger().idle
-        assert self.manager.evict_idle() == idle
-        assert self.manager.ledger().idle == 0
+        evictable = self.manager.usage().evictable
+        assert self.manager.evict_all() == evictable
+        assert self.manager.usage().evictable == 0
 
     # ---- steps
 
@@ -159,18 +159,18 @@ class Binding(RuleBasedStateMachine):
             self.plan = self.manager.begin_step(budget)
         return self.plan
 
-    @precondition(lambda self: self.idle_ones())
+    @precondition(lambda self: self.evictable_ones())
     @rule(budget=st.sampled_from([5, 60]), first=PICK, sampled=SAMPLED)
     def step(self, budget: int, first: int, sampled: int) -> None:
         self.begun(budget)
-        for known in self.idle_ones():
+        for known in self.evictable_ones():
             self.plan_prefill(known, first % 7 + 1, None)
         self.commit(sampled)
 
-    @precondition(lambda self: self.idle_ones())
+    @precondition(lambda self: self.evictable_ones())
     @rule(pick=PICK, most=st.integers(0, 20), reserve=st.sampled_from([None, None, 0, 2]))
     def prefill(self, pick: int, most: int, reserve: int | None) -> None:
-        candidates = self.idle_ones()
+        candidates = self.evictable_ones()
         self.plan_prefill(candidates[pick % len(candidates)], most, reserve)
 
     def plan_prefill(self, known: Known, most: int, reserve: int | None) -> None:
@@ -192,7 +192,7 @@ class Binding(RuleBasedStateMachine):
             self.kv.assert_holds(known, [sources.get(b, b) for b in known.table], start)
             self.entries.append(entry)
         elif isinstance(answer, NoRoom):
-            assert answer.needed > answer.available == self.manager.ledger().available
+            assert answer.needed > answer.available == self.manager.usage().available
         else:
             assert isinstance(answer, NoBudget)
             assert min(most, left) == 0
@@ -202,9 +202,9 @@ class Binding(RuleBasedStateMachine):
     @rule(pick=PICK)
     def decode(self, pick: int) -> None:
         plan = self.begun(40)
-        ready = [k for k in self.idle_ones() if len(k.tokens) - k.computed == 1]
+        ready = [k for k in self.evictable_ones() if len(k.tokens) - k.computed == 1]
         ready = ready[pick % (len(ready) + 1) :]
-        left, available = plan.budget_left, self.manager.ledger().available
+        left, available = plan.budget_left, self.manager.usage().available
         rejected = plan.decode([known.handle for known in ready])
         for position, known in enumerate(ready):
             grows = known.computed // self.block_size >= len(known.table)
@@ -251,13 +251,13 @@ class Binding(RuleBasedStateMachine):
             entry.known.handle.id: entry.known for entry in self.entries if entry.known.held
         }
         tokens = [sampled >> bit & 1 for bit in range(self.plan.num_samples)]
-        for redirect in self.plan.commit(tokens):
-            known = sequences.get(redirect.sequence_id)
+        for remapping in self.plan.commit(tokens):
+            known = sequences.get(remapping.sequence_id)
             if known is None:
                 continue  # a dropped one
-            assert known.table[redirect.index] == redirect.old_block != redirect.new_block
+            assert known.table[remapping.index] == remapping.old_block != remapping.new_block
             known.table = [*known.table]
-            known.table[redirect.index] = redirect.new_block
+            known.table[remapping.index] = remapping.new_block
         for entry in self.entries:
             entry.known.computed = entry.end
             if entry.samples:
@@ -282,7 +282,7 @@ class Binding(RuleBasedStateMachine):
             if not self.in_plan(known):
                 assert handle.num_computed_tokens == known.computed
                 self.kv.assert_holds(known, known.table, known.computed)
-        for kept in self.leases:
+        for kept in self.pins:
             assert kept.handle.blocks == kept.blocks
             self.kv.assert_holds(kept, kept.blocks, len(kept.tokens))
         self.counters_agree()
@@ -290,20 +290,22 @@ class Binding(RuleBasedStateMachine):
     def counters_agree(self) -> None:
         dropped = [e.known for e in self.entries if not e.known.held]
         in_tables = Counter(block for known in [*self.live, *dropped] for block in known.table)
-        held = [*(block for kept in self.leases for block in kept.blocks), *self.sources]
-        in_leases = Counter(held)
+        held = [*(block for kept in self.pins for block in kept.blocks), *self.sources]
+        in_pins = Counter(held)
         states: Counter[str] = Counter()
         for block in range(self.manager.num_blocks):
             assert self.manager.seq_refs(block) == in_tables[block]
-            assert self.manager.refs(block) == in_tables[block] + in_leases[block]
+            assert self.manager.refs(block) == in_tables[block] + in_pins[block]
             state = self.manager.state(block)
             states[state] += 1
             assert (state == "active") == (in_tables[block] > 0)
-            assert (state == "leased") == (in_leases[block] > 0 == in_tables[block])
-        now = self.manager.ledger()
-        assert states == Counter(free=now.free, idle=now.idle, active=now.active, leased=now.leased)
+            assert (state == "pinned") == (in_pins[block] > 0 == in_tables[block])
+        now = self.manager.usage()
+        assert states == Counter(
+            free=now.free, evictable=now.evictable, active=now.active, pinned=now.pinned
+        )
         for known in self.live:
-            alone = [b for b in known.table if in_tables[b] + in_leases[b] == 1]
+            alone = [b for b in known.table if in_tables[b] + in_pins[b] == 1]
             assert self.manager.preview(known.handle) == len(alone)
         stats = self.manager.stats().as_dict()
         assert all(stats[name] >= count for name, count in self.last_stats.items())
@@ -314,9 +316,9 @@ class Binding(RuleBasedStateMachine):
             return
         self.plan, self.entries, self.sources = None, [], []
         self.live.clear()
-        self.leases.clear()
-        now = self.manager.ledger()
-        assert (now.active, now.leased) == (0, 0)
+        self.pins.clear()
+        now = self.manager.usage()
+        assert (now.active, now.pinned) == (0, 0)
         self.manager.check()
 
 

@@ -161,9 +161,9 @@ class Case:
         bench.assert_all_free()
         assert not bench.engine.unfinished and bench.engine._unread is None
         assert not bench.engine._faults.is_searching
-        bench.manager.evict_idle()
-        assert bench.manager.ledger().free == bench.manager.num_blocks
-        assert bench.manager.contents() == []
+        bench.manager.evict_all()
+        assert bench.manager.usage().free == bench.manager.num_blocks
+        assert bench.manager.cached_hashes() == []
 
 
 def run_cases(num_requests: int) -> None:

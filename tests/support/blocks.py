@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import BlockManager, Lease, Redirect, Sequence
+from pyengine.kv_cache import BlockManager, Pin, Remapping, Sequence
 
 
-def compute(manager: BlockManager, *sequences: Sequence, sampled: int = 0) -> list[Redirect]:
+def compute(manager: BlockManager, *sequences: Sequence, sampled: int = 0) -> list[Remapping]:
     """One step that prefills every token of these sequences; each gets `sampled` as the next."""
     budget = sum(sequence.num_tokens for sequence in sequences)
     plan = manager.begin_step(budget)
@@ -26,20 +26,20 @@ def computed(manager: BlockManager, tokens: Any, **settings: Any) -> Sequence:
     return sequence
 
 
-def leave_idle(manager: BlockManager, tokens: Any, **settings: Any) -> list[int]:
-    """Compute tokens and free the sequence: its full blocks, now idle."""
+def leave_evictable(manager: BlockManager, tokens: Any, **settings: Any) -> list[int]:
+    """Compute tokens and free the sequence: its full blocks, now evictable."""
     sequence = computed(manager, tokens, **settings)
     blocks = sequence.block_table[: len(tokens) // manager.block_size]
     sequence.free()
     return blocks
 
 
-def retain(manager: BlockManager, tokens: Any) -> Lease:
-    """A lease on computed tokens that no sequence holds."""
+def retain(manager: BlockManager, tokens: Any) -> Pin:
+    """A pin on computed tokens that no sequence holds."""
     sequence = computed(manager, tokens)
-    lease = sequence.lease()
+    pin = sequence.pin()
     sequence.free()
-    return lease
+    return pin
 
 
 def counts(manager: BlockManager, block: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def snapshot(manager: BlockManager, *, without: str = "") -> tuple[Any, ...]:
     blocks = [(*counts(manager, b), manager.state(b)) for b in range(manager.num_blocks)]
     stats = manager.stats().as_dict()
     stats.pop(without, None)
-    return repr(manager.ledger()), stats, blocks
+    return repr(manager.usage()), stats, blocks
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Cache:
 
     def take(self) -> Events:
         events = self.log.take(Load())
-        self.held[events.end] = set(self.manager.contents())
+        self.held[events.end] = set(self.manager.cached_hashes())
         return events
 
 
@@ -72,7 +72,7 @@ class World:
         self.queues[name].append(self.caches[name].take())
 
     def forget_idle(self, name: str) -> None:
-        self.caches[name].manager.evict_idle()
+        self.caches[name].manager.evict_all()
         self.queues[name].append(self.caches[name].take())
 
     def picture(self, name: str) -> None:
@@ -187,7 +187,7 @@ class World:
                 self.router.join(self.info(name))
             if self.router.apply(name, cache.take()) is UpdateResult.GAP:
                 assert self.router.restore(name, cache.log.snapshot(Load())) is UpdateResult.APPLIED
-            assert self.router.cached_hashes(name) == set(cache.manager.contents())
+            assert self.router.cached_hashes(name) == set(cache.manager.cached_hashes())
         assert all(replica.is_current for replica in self.router.replicas())
         while self.tickets:
             self.end()
@@ -197,7 +197,7 @@ class World:
         """One random operation."""
         kinds = {
             **{self.compute: 30, self.deliver: 40, self.lose: 2, self.repeat: 3, self.swap: 2},
-            **{self.merge: 4, self.picture: 2, self.forget_idle: 1, self.restart: 1},
+            **{self.merge: 4, self.picture: 2, self.forget_evictable: 1, self.restart: 1},
             **{self.come_and_go: 1},
         }
         if self.random.random() < 0.2:

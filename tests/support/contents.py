@@ -8,7 +8,7 @@ row is read.
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyengine.kv_cache import Lease, Sequence, StepBuffers, StepPlan
+from pyengine.kv_cache import Pin, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import step_arrays
 
 Chain = tuple[bytes, tuple[int, ...]]
@@ -48,7 +48,7 @@ class Planned:
 
 @dataclass(eq=False)
 class Kept:
-    handle: Lease
+    handle: Pin
     namespace: bytes
     tokens: list[int]
     blocks: list[int]

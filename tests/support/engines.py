@@ -140,8 +140,8 @@ class Bench:
         return [done[str(i)] for i in range(len(prompts))]
 
     def assert_all_free(self) -> None:
-        usage = self.manager.ledger()
-        assert (usage.active, usage.leased) == (0, 0), usage
+        usage = self.manager.usage()
+        assert (usage.active, usage.pinned) == (0, 0), usage
         self.manager.check()
 
 

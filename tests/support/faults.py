@@ -15,7 +15,7 @@ from pyengine.engine.request import SequenceState
 from pyengine.executor.executor import Executor
 from pyengine.executor.memory_profile import longest_sequence
 from pyengine.executor.model_runner import Forward, StepLogits
-from pyengine.kv_cache import BlockManager, Redirect
+from pyengine.kv_cache import BlockManager, Remapping
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.support.drafters import MixedDrafter, speculate
@@ -111,7 +111,7 @@ class WatchedScheduler(Scheduler):
             warm.add(namespace)
         return step
 
-    def commit(self, step: ScheduledStep, sampled: Any, counts: Any = None) -> list[Redirect]:
+    def commit(self, step: ScheduledStep, sampled: Any, counts: Any = None) -> list[Remapping]:
         self._warm.update(self._namespaces_of(step))
         return super().commit(step, sampled, counts)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pyengine.kv_cache import BlockManager, Redirect, Sequence, StepPlan
+from pyengine.kv_cache import BlockManager, Remapping, Sequence, StepPlan
 
 
 class LookaheadPlan:
@@ -20,12 +20,12 @@ class LookaheadPlan:
         self._decoded += sequences if self._lookahead else []
         return self._plan.decode(sequences, lookahead=self._lookahead)
 
-    def commit(self, sampled: Any, counts: Any = None) -> list[Redirect]:
-        redirects = self._plan.commit(sampled, counts)
+    def commit(self, sampled: Any, counts: Any = None) -> list[Remapping]:
+        remappings = self._plan.commit(sampled, counts)
         for sequence in self._decoded:
             if sequence.is_live:
                 sequence.trim(sequence.num_tokens)
-        return redirects
+        return remappings
 
 
 class LookaheadManager:

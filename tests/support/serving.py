@@ -136,7 +136,7 @@ def assert_nothing_runs(engine: AsyncEngine) -> None:
     end = monotonic() + 60
     while True:
         stats = engine.stats()
-        left = (stats.num_running, stats.num_waiting, stats.ledger.active, stats.ledger.leased)
+        left = (stats.num_running, stats.num_waiting, stats.usage.active, stats.usage.pinned)
         if left == (0, 0, 0, 0):
             return
         assert monotonic() < end, stats

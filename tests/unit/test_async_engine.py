@@ -168,7 +168,7 @@ def test_a_caller_that_goes_away_takes_its_request_along(items: int, model: Fake
                     await task
             output = await other
             assert output.outputs[0].token_ids == continued([7], 190)
-            assert engine.stats().ledger.active == 0
+            assert engine.stats().usage.active == 0
 
     asyncio.run(main())
 

@@ -303,10 +303,10 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
 def test_what_is_no_prompt_is_refused_and_nothing_ran(
     prompt: Any, message: str, model: FakeModel
 ) -> None:
-    before = model.bench.manager.ledger()
+    before = model.bench.manager.usage()
     with pytest.raises(InvalidRequestError, match=message):
         model.llm().generate(prompt, GREEDY, use_tqdm=False)
-    assert model.bench.manager.ledger() == before
+    assert model.bench.manager.usage() == before
     assert model.bench.runner.computed == []
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int64]
 
 PREFILL, DECODE, FILL, STEPS, ABORT = "prefill", "decode", "fill", "steps", "abort"
-FORK, LEASE = "fork", "lease"
+FORK, PIN = "fork", "pin"
 
 
 class Manager(ABC):
@@ -35,7 +35,7 @@ class Manager(ABC):
         """A prompt of which nothing is cached: matched, allocated, registered, freed."""
 
     def hot(self, prompt: Any) -> None:
-        """A prompt that is cached: matched, adopted, the rest computed and registered, freed."""
+        """A prompt that is cached: matched, reused, the rest computed and registered, freed."""
         self.cold(prompt)
 
     def room(self) -> None:  # noqa: B027 (most have nothing to do)

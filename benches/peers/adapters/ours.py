@@ -12,14 +12,14 @@ from benches.peers.adapters.base import (
     DECODE,
     FILL,
     FORK,
-    LEASE,
+    PIN,
     PREFILL,
     STEPS,
     Manager,
     Tokens,
 )
 from pyengine import BlockManager, Prefilled, StepBuffers, _kv
-from pyengine.kv_cache import Lease, Sequence, StepPlan
+from pyengine.kv_cache import Pin, Sequence, StepPlan
 
 VERSION = _kv.__version__
 MAX_BLOCKS_PER_SEQUENCE = 1024
@@ -38,7 +38,7 @@ class Ours(Manager):
     """Tokens from an int64 array, as a tokenizer or a sampler gives them."""
 
     name = "pyengine"
-    works = frozenset({PREFILL, DECODE, FILL, STEPS, ABORT, FORK, LEASE})
+    works = frozenset({PREFILL, DECODE, FILL, STEPS, ABORT, FORK, PIN})
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.manager = BlockManager(num_blocks, block_size, partial_reuse=False)
@@ -125,18 +125,18 @@ class Ours(Manager):
 
     # What the others do not have.
 
-    def lease(self, prompt: Any) -> Lease:
+    def pin(self, prompt: Any) -> Pin:
         """The last holder of a computed prompt's blocks."""
         sequence = self.held(prompt)
-        lease = sequence.lease()
+        pin = sequence.pin()
         sequence.free()
-        return lease
+        return pin
 
 
-def timed_release(lease: Lease) -> int:
+def timed_release(pin: Pin) -> int:
     """Nanoseconds of a release, for another thread to take."""
     start = perf_counter_ns()
-    lease.release()
+    pin.release()
     return perf_counter_ns() - start
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pyengine.engine.request import Request
 from pyengine.engine.stats import EngineView, RequestView
-from pyengine.kv_cache import Survey
+from pyengine.kv_cache import PoolSnapshot
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ class Tree:
     """The prefix tree of the pool, split at every branching point into pieces.
 
     `keys` identify the pieces (`_key`) in order. `parents` is each one's parent piece, -1 at the
-    root of a namespace; `depths` the number of block positions before it; `roots` the branch of its
+    root of a namespace; `depths` the number of block positions before it; `roots` the node of its
     namespace. `block_pieces` is the piece of each block, -1 without a hash; `block_depths` the
     number of positions before the block.
     """
@@ -61,42 +61,42 @@ class Tree:
     block_depths: Ints
 
     @classmethod
-    def of(cls, pool: Survey) -> "Tree":
-        """Split the branches of a snapshot at the positions to which children are attached."""
-        # Branch 0 means none; it is its own parent.
-        parents, behind, lengths = (
+    def of(cls, pool: PoolSnapshot) -> "Tree":
+        """Split the nodes of a snapshot at the positions to which children are attached."""
+        # Node 0 means none; it is its own parent.
+        parents, attached, lengths = (
             np.concatenate([[0], _column(each)])
-            for each in (pool.parents, pool.behind, pool.lengths)
+            for each in (pool.parents, pool.parent_indices, pool.lengths)
         )
-        depths, roots = _depths(parents, behind)
-        branches, rows = _column(pool.branches), _column(pool.rows)
-        inner = (behind > 0) & (behind < lengths[parents])
+        depths, roots = _depths(parents, attached)
+        nodes, indices = _column(pool.nodes), _column(pool.node_indices)
+        inner = (attached > 0) & (attached < lengths[parents])
         full = np.flatnonzero(lengths > 0)
-        keys = np.unique(np.concatenate([_key(full, 0), _key(parents[inner], behind[inner])]))
+        keys = np.unique(np.concatenate([_key(full, 0), _key(parents[inner], attached[inner])]))
         own, start = keys >> 32, keys & 0xFFFFFFFF
         is_same = np.append(own[1:] == own[:-1], False) if len(keys) else np.zeros(0, bool)
         ends = np.where(is_same, np.append(start[1:], 0), lengths[own])
-        above = np.searchsorted(keys, _key(parents[own], behind[own] - 1), "right") - 1
-        above[behind[own] == 0] = -1  # the root of a namespace
-        blocks = np.searchsorted(keys, _key(branches, rows - 1), "right") - 1
+        above = np.searchsorted(keys, _key(parents[own], attached[own] - 1), "right") - 1
+        above[attached[own] == 0] = -1  # the root of a namespace
+        blocks = np.searchsorted(keys, _key(nodes, indices - 1), "right") - 1
         return cls(
             keys=keys,
             parents=np.where(start > 0, np.arange(len(keys)) - 1, above),
             lengths=ends - start,
             depths=depths[own] + start,
             roots=roots[own],
-            block_pieces=np.where(branches > 0, blocks, -1),
-            block_depths=np.where(branches > 0, depths[branches] + rows - 1, 0),
+            block_pieces=np.where(nodes > 0, blocks, -1),
+            block_depths=np.where(nodes > 0, depths[nodes] + indices - 1, 0),
         )
 
 
-def _key(branches: Ints, rows: Any) -> Ints:
-    return np.asarray((branches << 32) + rows, np.int64)
+def _key(nodes: Ints, indices: Any) -> Ints:
+    return np.asarray((nodes << 32) + indices, np.int64)
 
 
-def _depths(parents: Ints, behind: Ints) -> tuple[Ints, Ints]:
-    """The number of positions before each branch, and the branch of its namespace."""
-    depths, above = behind.copy(), parents.copy()
+def _depths(parents: Ints, attached: Ints) -> tuple[Ints, Ints]:
+    """The number of positions before each node, and the node of its namespace."""
+    depths, above = attached.copy(), parents.copy()
     roots = np.where(parents == 0, np.arange(len(parents)), parents)
     while above.any():  # pointer doubling
         depths += depths[above]
@@ -128,12 +128,16 @@ class FrameMaker:
         pieces = tree.block_pieces
         root_of_block = np.where(pieces >= 0, tree.roots[pieces] if len(tree.roots) else 0, 0)
         if self._decode is not None:
-            self._prompts = {view.request: self._prompt(view.request) for view in view.requests}
-        usage = stats.ledger
+            self._prompts = {
+                request.request: self._prompt(request.request) for request in view.requests
+            }
+        usage = stats.usage
         message = {
             "time": time(),
             "about": self._about,
-            "usage": {name: getattr(usage, name) for name in ("free", "idle", "active", "leased")},
+            "usage": {
+                name: getattr(usage, name) for name in ("free", "evictable", "active", "pinned")
+            },
             "counters": stats.counters,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -150,7 +154,7 @@ class FrameMaker:
             "spaces": spaces,
             "tree": nodes,
             "hidden": hidden,
-            "requests": [self._request(view) for view in view.requests],
+            "requests": [self._request(request) for request in view.requests],
         }
         return json.dumps(message, separators=(",", ":"))
 
@@ -194,8 +198,8 @@ _KEY = np.random.default_rng().bytes(16)
 """Random per process, so digests cannot be looked up."""
 
 
-def _namespaces(pool: Survey, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
-    """The namespaces, most blocks first, and their numbers by branch.
+def _namespaces(pool: PoolSnapshot, tree: Tree) -> tuple[list[dict[str, Any]], Ints]:
+    """The namespaces, most blocks first, and their numbers by node.
 
     Numbers start at 1; 0 means none. Namespaces without a colour share the last number.
     """

@@ -152,7 +152,7 @@ class EngineBroadcaster(FrameBroadcaster):
         """See `FrameBroadcaster`. A frame changes only if a counter does."""
         view = await self._engine.view(MAX_REQUESTS)
         stats = view.stats
-        now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.ledger))
+        now = (stats.counters, stats.num_running, stats.num_waiting, str(stats.usage))
         if now == self._last and not is_wanted():
             return None, 0.0
         self._last = now

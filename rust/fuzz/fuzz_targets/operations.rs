@@ -64,11 +64,11 @@ fn op(u: &mut Unstructured) -> Result<Op> {
             pattern: u.int_in_range(0..=3)?,
             len: u.int_in_range(1..=13)?,
         },
-        6 => Op::Lease(at(u)?),
+        6 => Op::Pin(at(u)?),
         7 => Op::Attach(at(u)?, at(u)?),
         8 => Op::Fork(at(u)?, at(u)?),
         9 => Op::Append(at(u)?, u.arbitrary()?),
-        10 => Op::DropLease(at(u)?),
+        10 => Op::DropPin(at(u)?),
         11 | 12 => Op::Begin(u.int_in_range(0..=64)?),
         13 | 14 => Op::Prefill {
             seq: at(u)?,
@@ -93,11 +93,11 @@ fn op(u: &mut Unstructured) -> Result<Op> {
         21 => Op::WrongCommit,
         22 => Op::Rollback,
         23 => match u.int_in_range(0..=2)? {
-            0 => Op::EvictIdle,
+            0 => Op::EvictAll,
             oldest => Op::DropPlan(oldest == 1),
         },
         24 => Op::Launch,
-        25 => Op::Adopt(at(u)?),
+        25 => Op::Reuse(at(u)?),
         26 => Op::Extend(at(u)?, u.int_in_range(0..=11)?),
         _ => Op::Publish(at(u)?, u.arbitrary()?),
     })

@@ -116,9 +116,9 @@ pub const OPERATIONS: [Operation; 14] = [
         run: |world| world.fork(GROUP),
     },
     Operation {
-        name: "lease-drop-8192",
-        prepare: |world| world.take_lease(LONG),
-        run: World::drop_lease,
+        name: "pin-drop-8192",
+        prepare: |world| world.take_pin(LONG),
+        run: World::drop_pin,
     },
     Operation {
         name: "empty-step-x100",

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use crate::Outcome;
 use kv_core::{
-    BlockManager, Config, Error, IntArray, Lease, PlanHandle, SeqHandle, SeqKey, StepArrays,
+    BlockManager, Config, Error, IntArray, Pin, PlanHandle, SeqHandle, SeqKey, StepArrays,
     TableRows,
 };
 
@@ -30,7 +30,7 @@ pub struct World {
     running: Vec<SeqHandle>,
     keys: Vec<SeqKey>,
     plan: Option<PlanHandle>,
-    lease: Option<Lease>,
+    pin: Option<Pin>,
     arrays: [Vec<Cell<i64>>; 7],
     written: TableRows,
 }
@@ -63,11 +63,11 @@ impl World {
             running: Vec::new(),
             keys: Vec::new(),
             plan: None,
-            lease: None,
+            pin: None,
             arrays: widths.map(|width| vec![Cell::new(0); width]),
             written: TableRows::default(),
         };
-        while world.manager.ledger().free > 0 {
+        while world.manager.usage().free > 0 {
             world.received = vec![world.new_tokens(known)];
             world.known.clone_from(&world.received[0]);
             world.serve()?;
@@ -129,7 +129,7 @@ impl World {
     pub(crate) fn stop_all(&mut self) -> Outcome {
         self.running.clear();
         self.keys.clear();
-        self.manager.ledger();
+        self.manager.usage();
         Ok(())
     }
 
@@ -201,17 +201,17 @@ impl World {
     }
 
     /// On a prompt that is cached.
-    pub(crate) fn take_lease(&mut self, len: usize) -> Outcome {
-        let lease = self.manager.match_prefix(&self.known[..len], b"")?;
-        assert_eq!(lease.num_tokens(), len, "all of it is cached");
-        self.lease = Some(lease);
+    pub(crate) fn take_pin(&mut self, len: usize) -> Outcome {
+        let pin = self.manager.match_prefix(&self.known[..len], b"")?;
+        assert_eq!(pin.num_tokens(), len, "all of it is cached");
+        self.pin = Some(pin);
         Ok(())
     }
 
     /// With the manager's next call, which takes the blocks back.
-    pub(crate) fn drop_lease(&mut self) -> Outcome {
-        self.lease = None;
-        self.manager.ledger();
+    pub(crate) fn drop_pin(&mut self) -> Outcome {
+        self.pin = None;
+        self.manager.usage();
         Ok(())
     }
 

@@ -1,7 +1,7 @@
 //! The worst case of every call, beside its median: `worst BLOCKS STEPS ROUNDS`.
 //!
 //! A million steps of a steady load on a pool that fills and then evicts: a new prompt each step, sixteen
-//! sequences that decode, some forks and leases, events taken now and then. The load is the same in every
+//! sequences that decode, some forks and pins, events taken now and then. The load is the same in every
 //! round, so each call has its least time over the rounds: what the machine did beside is not in it, and
 //! what the call itself does, such as to grow a table, is.
 
@@ -26,7 +26,7 @@ const KINDS: [&str; 11] = [
     "fork",
     "take_events",
     "stats",
-    "ledger",
+    "usage",
 ];
 
 /// The times of each kind of call, in order, and the call that is next.
@@ -100,7 +100,7 @@ fn round(blocks: usize, steps: u32, times: &mut Times) -> Result<(), Error> {
             drop(times.timed(8, || manager.take_events()));
             times.timed(9, || manager.stats());
         }
-        times.timed(10, || manager.ledger());
+        times.timed(10, || manager.usage());
     }
     times.next = Default::default();
     Ok(())

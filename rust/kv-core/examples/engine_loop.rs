@@ -124,7 +124,7 @@ fn main() -> Result<(), Error> {
             "step {step}: {} sampled, {} merged, {:?}",
             sampled.len(),
             merged.len(),
-            manager.ledger()
+            manager.usage()
         );
         let mut still_running = Vec::new();
         for (seq, limit) in running {

@@ -26,7 +26,7 @@ pub struct Config {
     pub partial_reuse: bool,
     /// On: changes of the set of contents are kept for [`take_events`](crate::BlockManager::take_events).
     pub events: bool,
-    /// Which idle blocks go first.
+    /// Which evictable blocks go first.
     pub eviction: Eviction,
     /// Given: hashes are the same in every process. `None`: random per manager.
     pub hash_seed: Option<u64>,

@@ -31,7 +31,7 @@ use crate::events::Event;
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, RunId};
 use crate::names::Names;
-use crate::survey::Branch;
+use crate::snapshot::SnapshotNode;
 use index::Index;
 
 /// Names that are gone and still in the set: no call has more of them to take out than that, and its own.
@@ -703,21 +703,21 @@ impl Contents {
         })
     }
 
-    /// The runs that live, as branches, and the number of each by its slot: 0 where none lives.
-    pub(crate) fn survey(&self) -> (Vec<Branch>, Vec<u32>) {
-        let lives = self.runs.iter().scan(0, |branches, run| {
-            *branches += u32::from(run.lives);
-            Some(*branches * u32::from(run.lives))
+    /// The live nodes, and the number of each by its slot: 0 for vacant slots.
+    pub(crate) fn snapshot(&self) -> (Vec<SnapshotNode>, Vec<u32>) {
+        let lives = self.runs.iter().scan(0, |count, run| {
+            *count += u32::from(run.lives);
+            Some(*count * u32::from(run.lives))
         });
         let numbers: Vec<u32> = lives.collect();
         let living = self.runs.iter().filter(|run| run.lives);
-        let branch = |run: &Run| Branch {
+        let node = |run: &Run| SnapshotNode {
             parent: run.parent.some().map_or(0, |spot| numbers[spot.run.at()]),
-            behind: run.parent.rows,
-            rows: (run.blocks.len() / self.groups) as u32,
+            parent_index: run.parent.rows,
+            len: (run.blocks.len() / self.groups) as u32,
             namespace: run.namespace.clone(),
         };
-        (living.map(branch).collect(), numbers)
+        (living.map(node).collect(), numbers)
     }
 
     /// Contents that live, and namespaces.

@@ -41,18 +41,18 @@ pub enum Error {
     /// A handle of another manager.
     #[error("{what} {id} belongs to another BlockManager; use it there")]
     Foreign { what: &'static str, id: u64 },
-    /// A lease of another manager.
-    #[error("this lease of {tokens} tokens belongs to another BlockManager; match the prefix here")]
-    ForeignLease { tokens: usize },
-    /// The lease was released.
-    #[error("this lease was released; match the prefix again")]
-    ReleasedLease,
-    /// The lease's tokens (or namespace) are not a prefix of the sequence's.
+    /// A pin of another manager.
+    #[error("this pin of {tokens} tokens belongs to another BlockManager; match the prefix here")]
+    ForeignPin { tokens: usize },
+    /// The pin was released.
+    #[error("this pin was released; match the prefix again")]
+    ReleasedPin,
+    /// The pin's tokens (or namespace) are not a prefix of the sequence's.
     #[error(
-        "the lease's {lease_tokens} tokens are not a prefix of the sequence's {sequence_tokens} in the same namespace"
+        "the pin's {pin_tokens} tokens are not a prefix of the sequence's {sequence_tokens} in the same namespace"
     )]
-    LeaseMismatch {
-        lease_tokens: usize,
+    PinMismatch {
+        pin_tokens: usize,
         sequence_tokens: usize,
     },
     /// `fork` at more tokens than the sequence has, or at none.
@@ -63,7 +63,7 @@ pub enum Error {
     },
     /// `attach` on a sequence that holds blocks already.
     #[error(
-        "a lease is attached to a sequence without blocks, this one holds {blocks}; reset it first"
+        "a pin is attached to a sequence without blocks, this one holds {blocks}; reset it first"
     )]
     NotFresh { blocks: usize },
     /// The call needs a sequence that no open plan holds.

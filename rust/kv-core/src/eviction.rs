@@ -1,10 +1,10 @@
-//! Which idle block goes first: small policies, chosen by name.
+//! Which evictable block goes first: small policies, chosen by name.
 
 use std::collections::{HashSet, VecDeque};
 
 use crate::queue::{FreeQueue, List};
 
-/// How idle blocks are given up when there are no free ones.
+/// How evictable blocks are given up when there are no free ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Eviction {
     /// Least recently used first.
@@ -14,7 +14,7 @@ pub enum Eviction {
     /// Replacement Algorithm*, VLDB 1994.
     ///
     /// Contents that were used once wait in one list, those that were used again in another; each is
-    /// evicted least recently used first, and the first list keeps at most half of the idle blocks. A
+    /// evicted least recently used first, and the first list keeps at most half of the evictable blocks. A
     /// content that comes back soon after it was evicted counts as used again. One pass of prompts that
     /// never return cannot flush what does return.
     TwoQueue,
@@ -56,7 +56,7 @@ impl Policy {
         }
     }
 
-    /// Where a block waits whose content was adopted, or has come back soon after it was evicted; all others
+    /// Where a block waits whose content was reused, or has come back soon after it was evicted; all others
     /// wait in `Probation`.
     #[inline]
     pub(crate) fn used_again(&self) -> List {
@@ -67,10 +67,10 @@ impl Policy {
     }
 
     /// The list of which the first blocks go, and how many of them before another one may have its turn.
-    /// There is an idle one.
+    /// There is an evictable one.
     #[inline]
     pub(crate) fn victims(&self, queue: &FreeQueue) -> (List, usize) {
-        let [once, again] = List::IDLE.map(|list| queue.len_of(list));
+        let [once, again] = List::EVICTABLE.map(|list| queue.len_of(list));
         if once > again {
             (List::Probation, once - again) // until it has half of them
         } else {
@@ -148,10 +148,10 @@ mod tests {
         assert_eq!((policy.ghosts.len(), policy.known_ghosts.len()), (0, 0));
     }
 
-    /// A queue with so many blocks in each list of idle ones.
+    /// A queue with so many blocks in each list of evictable ones.
     fn queue(once: usize, again: usize) -> FreeQueue {
         let mut queue = FreeQueue::over(32).expect("small");
-        let lists = List::IDLE.into_iter().zip([once, again]);
+        let lists = List::EVICTABLE.into_iter().zip([once, again]);
         let lists = lists.flat_map(|(list, count)| std::iter::repeat_n(list, count));
         let mut joining = queue.joining();
         for (block, list) in lists.enumerate() {

@@ -1,8 +1,8 @@
 //! Layer groups: one sequence, several tables.
 //!
 //! Layers that see the whole past and layers that see a sliding window of it keep different blocks of
-//! the same sequence. Every block belongs to one group at a time and all groups take from one pool, so
-//! there is one ledger; each group has the same number of layers, so there is one size of block.
+//! the same sequence. Every block belongs to one group at a time and all groups take from one pool.
+//! Every group has as many layers, so blocks have one size.
 //! (The idea is that of vLLM's hybrid KV cache manager.)
 //!
 //! A *row* is a block's worth of positions: one table entry per group. Tables are row-major,

@@ -6,14 +6,14 @@
 //! # The contract in short
 //!
 //! * **Two counters per block.** `refs` (atomic) counts every holder, `seq_refs` the live sequences.
-//!   The ledger `free + idle + active + leased = num_blocks` is exact after every call.
+//!   `free + evictable + active + pinned = num_blocks` after every call.
 //! * **An exact index.** Contents form a tree; a match is a hit only if parent and tokens are equal.
 //!   A hash collision costs a miss, never a wrong block.
 //! * **Late merge.** When a step is committed, each block that became full is looked up once more; a
 //!   content never has two registered blocks.
 //! * **All or nothing.** A call that cannot do all of its work changes nothing and says so. Running
 //!   out of blocks is an answer ([`Prefill::NoRoom`]), misuse is an [`Error`].
-//! * **Forgetting never leaks.** Dropping a handle frees its sequence, a lease, a plan; a lease may be
+//! * **Forgetting never leaks.** Dropping a handle frees its sequence, a pin, a plan; a pin may be
 //!   dropped by any thread, without the manager.
 //!
 //! ```
@@ -28,8 +28,8 @@
 //!     let planned = Prefill::Planned { cached_tokens: cached, tokens: 10 - cached, samples: true };
 //!     assert_eq!(answer, planned);
 //!     manager.commit(plan.key(), &[42])?; // the token that the model gave
-//! } // the sequence is dropped: its full blocks stay, idle, for the next one
-//! assert_eq!(manager.ledger().idle, 2);
+//! } // the sequence is dropped: its full blocks stay, evictable, for the next one
+//! assert_eq!(manager.usage().evictable, 2);
 //! # Ok::<(), kv_core::Error>(())
 //! ```
 #![forbid(unsafe_code)]
@@ -45,18 +45,18 @@ mod groups;
 mod handle;
 mod hash;
 mod ids;
-mod lease;
 mod manager;
 mod matching;
 mod names;
+mod pin;
 mod pool;
 mod queue;
 mod sequence;
 mod shared;
+mod snapshot;
 mod state;
 mod stats;
 mod step;
-mod survey;
 mod sync;
 mod table;
 mod trace;
@@ -68,14 +68,14 @@ pub use eviction::Eviction;
 pub use handle::{PlanHandle, SeqHandle};
 pub use hash::ContentHasher;
 pub use ids::{BlockId, PlanKey, SeqKey};
-pub use lease::Lease;
 pub use manager::{BlockManager, SequenceView};
-pub use stats::{BlockState, Ledger, Stats};
+pub use pin::Pin;
+pub use snapshot::{PoolSnapshot, SnapshotNode};
+pub use stats::{BlockState, PoolUsage, Stats};
 pub use step::{
-    Extend, IntArray, PlanView, Prefill, PrefixArrays, Redirect, SharedPrefix, SharedPrefixes,
+    Extend, IntArray, PlanView, Prefill, PrefixArrays, Remapping, SharedPrefix, SharedPrefixes,
     StepArrays, TableRows,
 };
-pub use survey::{Branch, Survey};
 pub use trace::{
     Answer, Call, Divergence, EndedRecording, Limits, Report, TraceError, replay, replay_within,
 };

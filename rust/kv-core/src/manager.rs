@@ -9,23 +9,23 @@ use crate::events::Event;
 use crate::handle::{PlanHandle, SeqHandle};
 use crate::hash::ContentHasher;
 use crate::ids::{BlockId, PlanKey, SeqKey};
-use crate::lease::Lease;
+use crate::pin::Pin;
 use crate::pool::Pool;
 use crate::sequence::Sequences;
 use crate::shared::{Dropped, Shared};
+use crate::snapshot::PoolSnapshot;
 use crate::state::State;
-use crate::stats::{BlockState, Ledger, Stats};
+use crate::stats::{BlockState, PoolUsage, Stats};
 use crate::step::{
-    Asked, Extend, PlanView, Prefill, Redirect, SharedPrefixes, StepArrays, Steps, TableRows,
+    Asked, Extend, PlanView, Prefill, Remapping, SharedPrefixes, StepArrays, Steps, TableRows,
 };
-use crate::survey::Survey;
 use crate::sync::Arc;
 use crate::table::BlockTable;
 use crate::trace::{Call, Recorder, accepted, ids};
 
 static MANAGERS: AtomicU32 = AtomicU32::new(0);
 
-/// The pool's one owner. Single-threaded by type; leases and handles may be dropped anywhere.
+/// The pool's one owner. Single-threaded by type; pins and handles may be dropped anywhere.
 pub struct BlockManager {
     pub(crate) config: Config,
     pub(crate) shared: Arc<Shared>,
@@ -64,7 +64,7 @@ impl BlockManager {
         self.state.pool.contents.hasher()
     }
 
-    /// Does what dropped handles and leases left to do. Every call that changes something begins with
+    /// Does what dropped handles and pins left to do. Every call that changes something begins with
     /// it; before `view`, `stats` or `plan_view` it may be called for their sake.
     #[inline]
     pub fn settle(&mut self) {
@@ -89,21 +89,21 @@ impl BlockManager {
                         self.steps.roll_back_from(&mut self.state, key);
                     }
                 }
-                Dropped::Lease(lease, blocks) => self.end_lease(lease, &blocks),
+                Dropped::Pin(pin, blocks) => self.end_pin(pin, &blocks),
             }
         }
     }
 
-    /// A lease that was granted while recording is gone: lets go of its blocks, last block first, as
+    /// A pin that was granted while recording is gone: lets go of its blocks, last block first, as
     /// it would have done itself.
-    fn end_lease(&mut self, lease: u64, blocks: &[BlockId]) {
-        self.note(|_| Call::drop_lease(lease), ());
+    fn end_pin(&mut self, pin: u64, blocks: &[BlockId]) {
+        self.note(|_| Call::drop_pin(pin), ());
         for &block in blocks.iter().rev() {
             if self.shared.let_go(block) {
                 self.state.pool.settle(&[block]);
             }
         }
-        self.shared.forget_lease_refs(blocks.len());
+        self.shared.forget_pin_refs(blocks.len());
     }
 
     /// Blocks that freeing this sequence would really give back: those that no one else holds.
@@ -121,9 +121,9 @@ impl BlockManager {
     }
 
     /// Where every block is.
-    pub fn ledger(&mut self) -> Ledger {
+    pub fn usage(&mut self) -> PoolUsage {
         self.read_mail();
-        self.state.pool.ledger()
+        self.state.pool.usage()
     }
 
     /// The counters so far.
@@ -136,7 +136,7 @@ impl BlockManager {
         self.state.pool.contents.len()
     }
 
-    /// All holders of a block: table entries and leases.
+    /// All holders of a block: table entries and pins.
     pub fn refs(&mut self, block: u32) -> Result<u32, Error> {
         self.read_mail();
         Ok(self.state.pool.refs(self.known(block)?))
@@ -155,9 +155,9 @@ impl BlockManager {
     }
 
     /// All of this for every block, and the tree of contents: in one call. O(blocks + contents).
-    pub fn survey(&mut self) -> Survey {
+    pub fn snapshot(&mut self) -> PoolSnapshot {
         self.read_mail();
-        self.state.pool.survey(self.steps.made())
+        self.state.pool.snapshot(self.steps.made())
     }
 
     fn known(&self, block: u32) -> Result<BlockId, Error> {
@@ -185,15 +185,15 @@ impl BlockManager {
         })
     }
 
-    /// Forgets every content that nobody holds: idle blocks become free. Returns how many.
-    pub fn evict_idle(&mut self) -> usize {
+    /// Forgets every content that nobody holds: evictable blocks become free. Returns how many.
+    pub fn evict_all(&mut self) -> usize {
         self.read_mail();
-        let gone = self.state.pool.evict_idle();
-        self.note(|_| Call::evict_idle(), gone);
+        let gone = self.state.pool.evict_all();
+        self.note(|_| Call::evict_all(), gone);
         gone
     }
 
-    /// Blocks that nobody holds: the free ones in the order in which they are handed out, then the idle
+    /// Blocks that nobody holds: the free ones in the order in which they are handed out, then the evictable
     /// ones in the order in which `lru` evicts them. O(blocks).
     pub fn queued(&mut self) -> Vec<BlockId> {
         self.read_mail();
@@ -211,18 +211,18 @@ impl BlockManager {
         self.state.pool.num_waiting_events()
     }
 
-    /// The names of all contents whose KV a block holds now, in no order. O(contents).
-    pub fn contents(&mut self) -> Vec<u128> {
+    /// The hashes of all cached blocks, in no order. O(cached blocks).
+    pub fn cached_hashes(&mut self) -> Vec<u128> {
         self.read_mail();
         self.state.pool.names()
     }
 }
 
-/// Sequences and leases.
+/// Sequences and pins.
 impl BlockManager {
     /// A new sequence of at least one token. It holds no block until it is planned.
     ///
-    /// With `read_cache` false nothing is adopted for it: every token gets computed, which is what
+    /// With `read_cache` false nothing is reused for it: every token gets computed, which is what
     /// a caller needs who wants the logits of all prompt tokens.
     pub fn sequence(
         &mut self,
@@ -241,52 +241,49 @@ impl BlockManager {
         Ok(SeqHandle::new(&self.shared, key))
     }
 
-    /// A lease on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
-    pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Lease, Error> {
+    /// A pin on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
+    pub fn match_prefix(&mut self, tokens: &[u32], namespace: &[u8]) -> Result<Pin, Error> {
         self.read_mail();
         check_namespace(namespace)?;
         let found = match self.state.pool.contents.root(namespace) {
             Some(root) => self.state.match_prefix(tokens, root),
-            None => self.state.no_lease(),
+            None => self.state.no_pin(),
         };
-        let lease = self.grant(found);
-        self.note(
-            |_| Call::match_prefix(tokens, namespace),
-            lease.num_blocks(),
-        );
-        Ok(lease)
+        let pin = self.grant(found);
+        self.note(|_| Call::match_prefix(tokens, namespace), pin.num_blocks());
+        Ok(pin)
     }
 
-    /// A lease on the longest prefix of a sequence's registered blocks whose KV is there, and of which
+    /// A pin on the longest prefix of a sequence's registered blocks whose KV is there, and of which
     /// no window lacks a block that a token after it sees; perhaps on none.
-    pub fn lease(&mut self, key: SeqKey) -> Result<Lease, Error> {
+    pub fn pin(&mut self, key: SeqKey) -> Result<Pin, Error> {
         self.read_mail();
-        let found = self.state.lease_on(key)?;
-        let lease = self.grant(found);
-        self.note(|_| Call::lease(key.id), lease.num_blocks());
-        Ok(lease)
+        let found = self.state.pin_on(key)?;
+        let pin = self.grant(found);
+        self.note(|_| Call::pin(key.id), pin.num_blocks());
+        Ok(pin)
     }
 
-    fn grant(&mut self, (table, end, rows): (BlockTable, Spot, usize)) -> Lease {
+    fn grant(&mut self, (table, end, rows): (BlockTable, Spot, usize)) -> Pin {
         let pool = &mut self.state.pool;
         table.blocks().for_each(|block| pool.take_out(block));
         let num_tokens = rows * self.config.block_size;
-        let serial = self.next_lease();
-        Lease::over(&self.shared, serial, table, end, num_tokens)
+        let serial = self.next_pin();
+        Pin::over(&self.shared, serial, table, end, num_tokens)
     }
 
-    /// Puts a lease's blocks into the table of a sequence that has none. The lease stays in force.
-    pub fn attach(&mut self, key: SeqKey, lease: &Lease) -> Result<(), Error> {
+    /// Puts a pin's blocks into the table of a sequence that has none. The pin stays in force.
+    pub fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
         self.read_mail();
         self.state.seqs.get(key)?;
-        if lease.manager() != self.shared.manager {
-            return Err(Error::ForeignLease {
-                tokens: lease.num_tokens(),
+        if pin.manager() != self.shared.manager {
+            return Err(Error::ForeignPin {
+                tokens: pin.num_tokens(),
             });
         }
-        self.state.attach(key, lease)?;
-        if lease.end().is_some() {
-            self.note(|_| Call::attach(key.id, lease.serial()), ());
+        self.state.attach(key, pin)?;
+        if pin.end().is_some() {
+            self.note(|_| Call::attach(key.id, pin.serial()), ());
         }
         Ok(())
     }
@@ -324,7 +321,7 @@ impl BlockManager {
 
     /// Takes a sequence's blocks away and keeps its tokens: preemption by recomputation.
     ///
-    /// Its registered blocks become idle, so it comes back cheaply.
+    /// Its registered blocks become evictable, so it comes back cheaply.
     pub fn reset(&mut self, key: SeqKey) -> Result<(), Error> {
         self.read_mail();
         self.state.reset(key)?;
@@ -348,16 +345,16 @@ impl BlockManager {
     /// that are. They are computed then, and held as its own: [`BlockManager::reset`] gives them back.
     ///
     /// At most all known tokens but one: the last is computed for its logits, and its KV is not written where
-    /// its block was adopted, too. Nothing is adopted between blocks, with slots reserved (see
+    /// its block was reused, too. Nothing is reused between blocks, with slots reserved (see
     /// [`BlockManager::trim`]), or of what an open plan computes.
     ///
     /// # Errors
     /// [`Error::InPlan`]
-    pub fn adopt(&mut self, key: SeqKey) -> Result<usize, Error> {
+    pub fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.read_mail();
-        let adopted = self.state.adopt(key)?;
-        self.note(|_| Call::adopt(key.id), adopted);
-        Ok(adopted)
+        let reused = self.state.reuse_cached(key)?;
+        self.note(|_| Call::reuse_cached(key.id), reused);
+        Ok(reused)
     }
 
     /// Slots for `num_tokens` tokens after those that are computed, for a step of the caller's own.
@@ -377,7 +374,7 @@ impl BlockManager {
     /// The next `num_tokens` tokens of a sequence are computed; `tokens` follow those that were known.
     ///
     /// Registers every block that became full, or merges it into the block that held the content first,
-    /// and reports the latter, as a commit does. From now on others adopt what was published: whatever
+    /// and reports the latter, as a commit does. From now on others reuse what was published: whatever
     /// reads it must come after what computes it on the device.
     ///
     /// # Errors
@@ -387,13 +384,13 @@ impl BlockManager {
         key: SeqKey,
         num_tokens: usize,
         tokens: &[u32],
-    ) -> Result<Vec<Redirect>, Error> {
+    ) -> Result<Vec<Remapping>, Error> {
         self.read_mail();
-        let redirects = self
+        let remappings = self
             .steps
             .publish(&mut self.state, key, num_tokens, tokens)?;
-        self.note(|_| Call::publish(key.id, num_tokens, tokens), &redirects);
-        Ok(redirects)
+        self.note(|_| Call::publish(key.id, num_tokens, tokens), &remappings);
+        Ok(remappings)
     }
 }
 
@@ -482,7 +479,7 @@ impl BlockManager {
     /// Plans up to `max_tokens` of the sequence's uncomputed tokens.
     ///
     /// A chunk that does not reach the last known token ends on a block boundary if it can, because on
-    /// a block boundary the index is asked first: what is cached is adopted, and neither charged
+    /// a block boundary the index is asked first: what is cached is reused, and neither charged
     /// nor computed, including what sequences planned before it in this step compute. A sequence whose
     /// every token is cached computes its last one, takes no block and writes nothing.
     ///
@@ -588,12 +585,12 @@ impl BlockManager {
     /// Registers every block that became full, or merges it into the block that held the content
     /// first, and reports the latter. Appends the sampled tokens to their sequences. In a plan with
     /// drafts use [`BlockManager::commit_accepted`].
-    pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Redirect>, Error> {
+    pub fn commit(&mut self, plan: PlanKey, sampled: &[u32]) -> Result<Vec<Remapping>, Error> {
         self.read_mail();
-        let redirects = self.steps.commit(&mut self.state, plan, sampled)?;
+        let remappings = self.steps.commit(&mut self.state, plan, sampled)?;
         self.shared.close_plan(plan);
-        self.note(|_| Call::commit(plan.serial, sampled, &[][..]), &redirects);
-        Ok(redirects)
+        self.note(|_| Call::commit(plan.serial, sampled, &[][..]), &remappings);
+        Ok(remappings)
     }
 
     /// Takes the step as computed: `counts` says how many tokens each sampling sequence accepted, in
@@ -605,16 +602,16 @@ impl BlockManager {
         plan: PlanKey,
         tokens: &[u32],
         counts: &[usize],
-    ) -> Result<Vec<Redirect>, Error> {
+    ) -> Result<Vec<Remapping>, Error> {
         self.read_mail();
         let state = &mut self.state;
-        let redirects = self.steps.commit_accepted(state, plan, tokens, counts)?;
+        let remappings = self.steps.commit_accepted(state, plan, tokens, counts)?;
         self.shared.close_plan(plan);
         self.note(
             |_| Call::commit(plan.serial, tokens, accepted(counts)),
-            &redirects,
+            &remappings,
         );
-        Ok(redirects)
+        Ok(remappings)
     }
 
     /// Undoes the plan. Sequences are what they were before it; dropped ones end now.
@@ -627,19 +624,19 @@ impl BlockManager {
 
     /// Recounts references, states, the queue, the tree and the plans. O(blocks + tokens).
     ///
-    /// It changes nothing: what dropped handles left to do is still to be done after it. Leases may be
+    /// It changes nothing: what dropped handles left to do is still to be done after it. Pins may be
     /// dropped by other threads meanwhile; everything else must stand still.
     ///
     /// # Errors
     /// The first difference found, in words: a bug in this crate.
     pub fn check(&self) -> Result<(), String> {
-        let leases = self.shared.lease_refs();
+        let pins = self.shared.pin_refs();
         let posted = self.shared.posted_blocks();
         let held = self.state.check()?;
         self.steps.check(&self.state)?;
         self.state
             .pool
-            .check(&held, &self.steps.fences(), leases, &posted)
+            .check(&held, &self.steps.fences(), pins, &posted)
     }
 }
 
@@ -673,7 +670,7 @@ pub struct SequenceView<'a> {
     pub num_planned_tokens: usize,
     /// Tokens after the known ones that open plans sample.
     pub num_pending_tokens: usize,
-    /// Tokens adopted from the cache since it was last without blocks.
+    /// Tokens reused from the cache since it was last without blocks.
     pub num_cached_tokens: usize,
     /// Leading blocks whose contents are registered.
     pub num_registered_blocks: usize,

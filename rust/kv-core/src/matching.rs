@@ -12,7 +12,7 @@ use crate::pool::Pool;
 /// What a match is for.
 #[derive(Clone, Copy)]
 pub(crate) enum Wanted {
-    /// A lease: contents that no open step is to compute.
+    /// A pin: contents that no open step is to compute.
     Ready,
     /// A prefill that computes so many of the tokens found again.
     Replay(usize),

@@ -15,8 +15,8 @@ use crate::hash::ContentHasher;
 use crate::ids::{BlockId, RunId};
 use crate::queue::{FreeQueue, List, Place};
 use crate::shared::Shared;
-use crate::stats::{BlockState, Ledger, Stats};
-use crate::survey::Survey;
+use crate::snapshot::PoolSnapshot;
+use crate::stats::{BlockState, PoolUsage, Stats};
 use crate::sync::Arc;
 
 /// Contents that are stored and not named yet.
@@ -55,7 +55,7 @@ impl OpenSteps {
 }
 
 /// All blocks, and what they hold. The references of a block are the two counts of its place and those of
-/// leases, which alone are atomic (in [`Shared`]): nobody else lets go without the manager.
+/// pins, which alone are atomic (in [`Shared`]): nobody else lets go without the manager.
 pub(crate) struct Pool {
     queue: FreeQueue,
     /// The content that each block holds, if that is registered.
@@ -122,13 +122,13 @@ impl Pool {
         self.queue.len()
     }
 
-    pub(crate) fn ledger(&self) -> Ledger {
+    pub(crate) fn usage(&self) -> PoolUsage {
         let free = self.queue.len_of(List::Free);
-        Ledger {
+        PoolUsage {
             free,
-            idle: self.queue.len() - free,
+            evictable: self.queue.len() - free,
             active: self.active,
-            leased: self.num_blocks() - self.queue.len() - self.active,
+            pinned: self.num_blocks() - self.queue.len() - self.active,
         }
     }
 
@@ -148,16 +148,16 @@ impl Pool {
             self.seq_refs(block),
         ) {
             (true, None, _) => BlockState::Free,
-            (true, Some(_), _) => BlockState::Idle,
+            (true, Some(_), _) => BlockState::Evictable,
             (false, _, 1..) => BlockState::Active,
-            (false, _, 0) => BlockState::Leased,
+            (false, _, 0) => BlockState::Pinned,
         }
     }
 
     /// Everything that is known of the blocks, after so many steps.
-    pub(crate) fn survey(&self, steps: u64) -> Survey {
+    pub(crate) fn snapshot(&self, steps: u64) -> PoolSnapshot {
         let ids = || (0..self.num_blocks()).map(BlockId::new);
-        let (tree, numbers) = self.contents.survey();
+        let (tree, numbers) = self.contents.snapshot();
         let of_content = |each: &dyn Fn(Spot, &Place) -> u32| {
             let each = |(&content, place): (&Spot, &Place)| match content {
                 Spot::NONE => 0,
@@ -166,13 +166,13 @@ impl Pool {
             let held = self.held.iter();
             held.zip(self.queue.places()).map(each).collect()
         };
-        Survey {
+        PoolSnapshot {
             states: ids().map(|block| self.state(block) as u8).collect(),
             refs: ids().map(|block| self.refs(block)).collect(),
             seq_refs: ids().map(|block| self.seq_refs(block)).collect(),
             ages: of_content(&|_, place| (steps as u32).wrapping_sub(place.step)),
-            branches: of_content(&|content, _| numbers[content.run.at()]),
-            rows: of_content(&|content, _| content.rows),
+            nodes: of_content(&|content, _| numbers[content.run.at()]),
+            node_indices: of_content(&|content, _| content.rows),
             tree,
         }
     }
@@ -181,7 +181,7 @@ impl Pool {
     #[inline]
     pub(crate) fn refs(&self, block: BlockId) -> u32 {
         let [seq_refs, fences] = self.queue.place(block).counts();
-        seq_refs + fences + self.shared.lease_refs_of(block)
+        seq_refs + fences + self.shared.pin_refs_of(block)
     }
 
     /// Live sequences whose table holds the block.
@@ -201,9 +201,9 @@ impl Pool {
         self.queue.place(block).waits()
     }
 
-    /// The blocks that nobody holds: the free ones, then the idle ones of each list.
+    /// The blocks that nobody holds: the free ones, then the evictable ones of each list.
     pub(crate) fn queued(&self) -> Vec<BlockId> {
-        let lists = [List::Free].into_iter().chain(List::IDLE);
+        let lists = [List::Free].into_iter().chain(List::EVICTABLE);
         lists.flat_map(|list| self.queue.iter(list)).collect()
     }
 
@@ -250,10 +250,10 @@ impl Pool {
         self.active += blocks.iter().map(first).sum::<usize>();
     }
 
-    /// A table entry more of each of these, whose contents are adopted. How many an open step is to
+    /// A table entry more of each of these, whose contents are reused. How many an open step is to
     /// compute.
     #[inline(never)] // among the code of a prefill its loop would not be in registers
-    pub(crate) fn adopt_all(&mut self, blocks: &[BlockId]) -> usize {
+    pub(crate) fn hold_cached(&mut self, blocks: &[BlockId]) -> usize {
         let (open, list) = (self.open, self.policy.used_again());
         let (mut begin, mut in_flight) = (0, 0);
         self.queue.unlink_all(blocks, |place| {
@@ -272,16 +272,16 @@ impl Pool {
     }
 
     /// A table entry less of each of these, the last one first: one after the other into the queue.
-    #[inline(never)] // as `adopt_all`
+    #[inline(never)] // as `hold_cached`
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
         let (mut queue, shared) = (self.queue.joining(), &self.shared);
-        let (mut ended, leased) = (0, shared.has_leases());
+        let (mut ended, pinned) = (0, shared.has_pins());
         for &block in blocks.iter().rev() {
             let [seq_refs, fences] = queue.place_mut(block).counts_mut();
             *seq_refs -= 1;
             if *seq_refs == 0 {
                 ended += 1;
-                if *fences == 0 && !(leased && shared.lease_refs_of(block) > 0) {
+                if *fences == 0 && !(pinned && shared.pin_refs_of(block) > 0) {
                     queue.push(block);
                 }
             }
@@ -290,19 +290,19 @@ impl Pool {
         self.active -= ended;
     }
 
-    /// Before a lease or a plan holds a block: it waits no more.
+    /// Before a pin or a plan holds a block: it waits no more.
     pub(crate) fn take_out(&mut self, block: BlockId) {
         self.queue.unlink(block);
         self.queue.place_mut(block).list = self.policy.used_again();
     }
 
-    /// A lease or a plan let go of these blocks, one after the other: they wait, if that was their last
+    /// A pin or a plan let go of these blocks, one after the other: they wait, if that was their last
     /// holder.
     pub(crate) fn settle(&mut self, blocks: &[BlockId]) {
         let mut queue = self.queue.joining();
         for &block in blocks {
             let place = queue.place_mut(block);
-            let held = place.counts() != [0; 2] || self.shared.lease_refs_of(block) > 0;
+            let held = place.counts() != [0; 2] || self.shared.pin_refs_of(block) > 0;
             if !held && !place.waits() {
                 queue.push(block);
             }
@@ -349,17 +349,17 @@ impl Pool {
     pub(crate) fn take(&mut self, count: usize, taken: &mut Vec<BlockId>) {
         let end = taken.len() + count;
         self.queue.pop_heads(List::Free, count, taken);
-        let idle = taken.len();
+        let evictable = taken.len();
         while taken.len() < end {
             let (list, most) = self.policy.victims(&self.queue);
             self.queue
                 .pop_heads(list, most.min(end - taken.len()), taken);
         }
-        if idle < taken.len() {
+        if evictable < taken.len() {
             self.settle_events();
         }
         let mut gone = Gone::NOTHING;
-        for &block in &taken[idle..] {
+        for &block in &taken[evictable..] {
             self.evict(block, &mut gone);
         }
         self.end_run(gone);
@@ -367,7 +367,7 @@ impl Pool {
         self.stats.allocated_blocks += count as u64;
     }
 
-    /// A block that was idle loses its content. What goes with it of the run before, or of its own, is in
+    /// A block that was evictable loses its content. What goes with it of the run before, or of its own, is in
     /// `gone`.
     #[inline(always)] // every block of a cold prompt comes here
     fn evict(&mut self, block: BlockId, gone: &mut Gone) {
@@ -411,14 +411,14 @@ impl Pool {
     }
 
     /// Forgets every content that nobody holds. How many blocks that are.
-    pub(crate) fn evict_idle(&mut self) -> usize {
-        let idle = List::IDLE.into_iter();
-        let idle: Vec<BlockId> = idle.flat_map(|list| self.queue.iter(list)).collect();
+    pub(crate) fn evict_all(&mut self) -> usize {
+        let evictable = List::EVICTABLE.into_iter();
+        let evictable: Vec<BlockId> = evictable.flat_map(|list| self.queue.iter(list)).collect();
         self.settle_events();
         if let Some(events) = &mut self.events {
             events.mark();
         }
-        for &block in &idle {
+        for &block in &evictable {
             self.queue.unlink(block);
             let mut gone = Gone::NOTHING;
             self.evict(block, &mut gone);
@@ -427,12 +427,12 @@ impl Pool {
         }
         let nothing_held = self.contents.held().next().is_none();
         if let Some(events) = self.events.as_mut()
-            && !idle.is_empty()
+            && !evictable.is_empty()
             && nothing_held
         {
             events.clear();
         }
-        idle.len()
+        evictable.len()
     }
 
     /// The block's content, if it has one, loses this block.
@@ -500,12 +500,18 @@ impl Pool {
         }
     }
 
-    /// An idle block gives its content to the block that computed it again.
-    pub(crate) fn take_over(&mut self, idle: BlockId, group: usize, block: BlockId, step: u32) {
-        let list = self.queue.place(idle).list;
-        self.queue.unlink(idle);
-        let (content, _) = self.clear(idle);
-        self.settle(&[idle]);
+    /// An evictable block gives its content to the block that computed it again.
+    pub(crate) fn take_over(
+        &mut self,
+        evictable: BlockId,
+        group: usize,
+        block: BlockId,
+        step: u32,
+    ) {
+        let list = self.queue.place(evictable).list;
+        self.queue.unlink(evictable);
+        let (content, _) = self.clear(evictable);
+        self.settle(&[evictable]);
         self.store(content, group, block, step);
         if list == List::Protected {
             self.queue.place_mut(block).list = list;

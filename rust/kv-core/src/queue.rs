@@ -5,13 +5,13 @@
 //!   last freed first    least recently used first
 //! ```
 //!
-//! Free blocks are handed out first; then an idle one, from the list that the eviction policy says.
+//! Free blocks are handed out first; then an evictable one, from the list that the eviction policy says.
 //! Every operation is O(1) and allocates nothing.
 
 use crate::check::ensure;
 use crate::ids::BlockId;
 
-/// The lists of the queue. A policy that knows one kind of idle blocks uses `Probation` alone.
+/// The lists of the queue. A policy that knows one kind of evictable blocks uses `Probation` alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum List {
@@ -23,11 +23,11 @@ pub(crate) enum List {
 const LISTS: [List; 3] = [List::Free, List::Probation, List::Protected];
 
 impl List {
-    /// The lists of idle blocks.
-    pub(crate) const IDLE: [Self; 2] = [Self::Probation, Self::Protected];
+    /// The lists of evictable blocks.
+    pub(crate) const EVICTABLE: [Self; 2] = [Self::Probation, Self::Protected];
 }
 
-/// What of a block is read and written whenever it is adopted or released: four of them are a cache line.
+/// What of a block is read and written whenever it is reused or released: four of them are a cache line.
 #[derive(Clone, Copy)]
 #[repr(align(16))]
 pub(crate) struct Place {
@@ -306,7 +306,7 @@ impl Joining<'_> {
         &mut self.places[block.at()]
     }
 
-    /// A free block goes to the head of its list, an idle one to the tail. Nobody holds it.
+    /// A free block goes to the head of its list, an evictable one to the tail. Nobody holds it.
     #[inline(always)] // the end of every sequence comes here for each of its blocks
     pub(crate) fn push(&mut self, block: BlockId) {
         let list = self.place_mut(block).list;

@@ -85,7 +85,7 @@ pub(crate) struct Sequence {
     pub(crate) table_version: u32,
     pub(crate) table: BlockTable,
     pub(crate) root: Spot,
-    /// Tokens adopted from the cache since the sequence was last without blocks.
+    /// Tokens reused from the cache since the sequence was last without blocks.
     pub(crate) cached: usize,
     /// False: always computes its prompt (its blocks are registered all the same).
     pub(crate) read_cache: bool,

@@ -1,7 +1,7 @@
-//! What is shared without the manager's lock: the references of leases, and a mailbox for what was let
+//! What is shared without the manager's lock: the references of pins, and a mailbox for what was let
 //! go.
 //!
-//! A lease may be dropped by any thread at any time. It lowers the counts of its blocks itself; the
+//! A pin may be dropped by any thread at any time. It lowers the counts of its blocks itself; the
 //! blocks that reached zero are named in the mailbox and the manager puts them into its queue at its
 //! next call, before it does anything else. The mailbox has a lock of its own, held for a few
 //! instructions and never while another lock is taken.
@@ -20,8 +20,8 @@ pub(crate) enum Dropped {
     Sequence(SeqKey),
     /// This open plan's handle is gone.
     Plan(PlanKey),
-    /// This lease, granted while recording, is gone; it still holds its blocks.
-    Lease(u64, Vec<BlockId>),
+    /// This pin, granted while recording, is gone; it still holds its blocks.
+    Pin(u64, Vec<BlockId>),
 }
 
 /// One per manager, behind an `Arc` in every handle.
@@ -32,10 +32,10 @@ pub(crate) struct Shared {
     refs: Box<[AtomicU32]>,
     mail: Mutex<Vec<Dropped>>,
     has_mail: AtomicBool,
-    /// Block references of leases: an upper bound while a drop is under way ...
-    pub(crate) lease_refs_ceiling: AtomicUsize,
+    /// Block references of pins: an upper bound while a drop is under way ...
+    pub(crate) pin_refs_ceiling: AtomicUsize,
     /// ... and a lower one.
-    pub(crate) lease_refs_floor: AtomicUsize,
+    pub(crate) pin_refs_floor: AtomicUsize,
     /// Plans are closed in the order in which they were opened; this is the last closed one.
     pub(crate) last_closed_plan: AtomicU64,
 }
@@ -53,36 +53,36 @@ impl Shared {
             refs: refs.into_boxed_slice(),
             mail: Mutex::new(Vec::new()),
             has_mail: AtomicBool::new(false),
-            lease_refs_ceiling: AtomicUsize::new(0),
-            lease_refs_floor: AtomicUsize::new(0),
+            pin_refs_ceiling: AtomicUsize::new(0),
+            pin_refs_floor: AtomicUsize::new(0),
             last_closed_plan: AtomicU64::new(0),
         })
     }
 
-    /// Leases that hold the block.
+    /// Pins that hold the block.
     #[inline]
-    pub(crate) fn lease_refs_of(&self, block: BlockId) -> u32 {
-        // Acquire: what the last lease's holder read of the block happened before its reuse.
+    pub(crate) fn pin_refs_of(&self, block: BlockId) -> u32 {
+        // Acquire: what the last pin's holder read of the block happened before its reuse.
         self.refs[block.at()].load(Ordering::Acquire)
     }
 
-    /// Whether any lease may hold a block.
+    /// Whether any pin may hold a block.
     #[inline]
-    pub(crate) fn has_leases(&self) -> bool {
-        // As `lease_refs_of`: the ceiling is lowered after the counts.
-        self.lease_refs_ceiling.load(Ordering::Acquire) > 0
+    pub(crate) fn has_pins(&self) -> bool {
+        // As `pin_refs_of`: the ceiling is lowered after the counts.
+        self.pin_refs_ceiling.load(Ordering::Acquire) > 0
     }
 
-    /// One lease more. Only the manager, under its lock, makes leases.
+    /// One pin more. Only the manager, under its lock, makes pins.
     #[inline]
     pub(crate) fn hold(&self, block: BlockId) {
         self.refs[block.at()].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// One lease less; true if it was the last.
+    /// One pin less; true if it was the last.
     #[inline]
     pub(crate) fn let_go(&self, block: BlockId) -> bool {
-        // Release: what this lease's holder read of the block happened before its reuse.
+        // Release: what this pin's holder read of the block happened before its reuse.
         // Acquire: the last one sees what all others did before they let go.
         self.refs[block.at()].fetch_sub(1, Ordering::AcqRel) == 1
     }
@@ -119,16 +119,16 @@ impl Shared {
         self.last_closed_plan.store(key.serial, Ordering::Release);
     }
 
-    /// The manager has let go of so many block references of leases.
-    pub(crate) fn forget_lease_refs(&self, count: usize) {
-        self.lease_refs_floor.fetch_sub(count, Ordering::AcqRel);
-        self.lease_refs_ceiling.fetch_sub(count, Ordering::AcqRel);
+    /// The manager has let go of so many block references of pins.
+    pub(crate) fn forget_pin_refs(&self, count: usize) {
+        self.pin_refs_floor.fetch_sub(count, Ordering::AcqRel);
+        self.pin_refs_ceiling.fetch_sub(count, Ordering::AcqRel);
     }
 
-    /// The least and the most block references that leases can hold right now.
-    pub(crate) fn lease_refs(&self) -> (usize, usize) {
-        let ceiling = self.lease_refs_ceiling.load(Ordering::Acquire);
-        (self.lease_refs_floor.load(Ordering::Acquire), ceiling)
+    /// The least and the most block references that pins can hold right now.
+    pub(crate) fn pin_refs(&self) -> (usize, usize) {
+        let ceiling = self.pin_refs_ceiling.load(Ordering::Acquire);
+        (self.pin_refs_floor.load(Ordering::Acquire), ceiling)
     }
 }
 

@@ -8,8 +8,8 @@ use crate::contents::Spot;
 use crate::error::Error;
 use crate::groups::Groups;
 use crate::ids::{BlockId, SeqKey};
-use crate::lease::Lease;
 use crate::matching::{Match, Wanted};
+use crate::pin::Pin;
 use crate::pool::Pool;
 use crate::sequence::{Registered, Seats, Sequence, Sequences};
 use crate::table::BlockTable;
@@ -128,9 +128,9 @@ impl State {
         given_back
     }
 
-    /// The table and the end of a lease on the longest prefix of a sequence's registered rows whose KV
+    /// The table and the end of a pin on the longest prefix of a sequence's registered rows whose KV
     /// is there and of which no window has slid; how many rows that are.
-    pub(crate) fn lease_on(&self, key: SeqKey) -> Result<(BlockTable, Spot, usize), Error> {
+    pub(crate) fn pin_on(&self, key: SeqKey) -> Result<(BlockTable, Spot, usize), Error> {
         let seq = self.seqs.get(key)?;
         let is_there = |row: usize| seq.table.row(row).all(|block| self.pool.is_ready(block));
         let first = (0..self.groups.len())
@@ -149,11 +149,11 @@ impl State {
                 let tip = self.pool.contents.back(tip, seq.registered.rows() - rows);
                 (table, tip, rows)
             }
-            _ => self.no_lease(),
+            _ => self.no_pin(),
         })
     }
 
-    /// The table of a lease on the longest cached prefix of `tokens`, as `lease_on`.
+    /// The table of a pin on the longest cached prefix of `tokens`, as `pin_on`.
     pub(crate) fn match_prefix(&mut self, tokens: &[u32], root: Spot) -> (BlockTable, Spot, usize) {
         self.matched.walk(
             &mut self.pool,
@@ -164,7 +164,7 @@ impl State {
         );
         let Match { tip, rows, .. } = &self.matched;
         match rows {
-            0 => self.no_lease(),
+            0 => self.no_pin(),
             _ => (
                 BlockTable::of_match(&self.matched, 0, &self.groups),
                 *tip,
@@ -173,36 +173,36 @@ impl State {
         }
     }
 
-    pub(crate) fn no_lease(&self) -> (BlockTable, Spot, usize) {
+    pub(crate) fn no_pin(&self) -> (BlockTable, Spot, usize) {
         (BlockTable::new(self.groups.len()), Spot::NONE, 0)
     }
 
-    /// Puts a lease's blocks into the table of a sequence that has none.
-    pub(crate) fn attach(&mut self, key: SeqKey, lease: &Lease) -> Result<(), Error> {
+    /// Puts a pin's blocks into the table of a sequence that has none.
+    pub(crate) fn attach(&mut self, key: SeqKey, pin: &Pin) -> Result<(), Error> {
         let seq = self.at_rest(key)?;
         if !seq.table.is_empty() {
             return Err(Error::NotFresh {
                 blocks: seq.table.len(),
             });
         }
-        let Some(tip) = lease.end() else {
+        let Some(tip) = pin.end() else {
             return Ok(());
         };
-        let tokens = seq.tokens.get(..lease.num_tokens());
+        let tokens = seq.tokens.get(..pin.num_tokens());
         if !tokens.is_some_and(|tokens| self.pool.contents.leads_to(seq.root, tokens, tip)) {
-            return Err(Error::LeaseMismatch {
-                lease_tokens: lease.num_tokens(),
+            return Err(Error::PinMismatch {
+                pin_tokens: pin.num_tokens(),
                 sequence_tokens: seq.tokens.len(),
             });
         }
         let seq = self.seqs.at_mut(key.slot);
-        seq.table = lease.table().clone();
+        seq.table = pin.table().clone();
         let rows = seq.table.rows();
         seq.registered = Registered::new(tip, rows);
-        seq.set_computed(lease.num_tokens().min(seq.tokens.len() - 1));
+        seq.set_computed(pin.num_tokens().min(seq.tokens.len() - 1));
         seq.cached = seq.computed;
         for group in 0..self.groups.len() {
-            self.pool.hold_all(lease.table().blocks_of(group));
+            self.pool.hold_all(pin.table().blocks_of(group));
         }
         Ok(())
     }

@@ -1,41 +1,41 @@
 //! Figures to watch.
 
-/// Where every block of the pool is. `free + idle + active + leased` is the pool, after every call.
+/// Where every block of the pool is. `free + evictable + active + pinned` is the pool, after every call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Ledger {
+pub struct PoolUsage {
     /// Blocks without content that nobody holds.
     pub free: usize,
     /// Blocks with a ready content that nobody holds: matchable, and evicted least recently used first.
-    pub idle: usize,
+    pub evictable: usize,
     /// Blocks in the tables of live sequences.
     pub active: usize,
-    /// Blocks that only leases hold.
-    pub leased: usize,
+    /// Blocks that only pins hold.
+    pub pinned: usize,
 }
 
-impl Ledger {
+impl PoolUsage {
     /// What admission may look at: blocks that an allocation can take.
     pub fn available(&self) -> usize {
-        self.free + self.idle
+        self.free + self.evictable
     }
 
     /// The pool.
     pub fn num_blocks(&self) -> usize {
-        self.free + self.idle + self.active + self.leased
+        self.free + self.evictable + self.active + self.pinned
     }
 }
 
-/// Where one block is. The numbers are those of `Survey`.
+/// Where one block is. The numbers are those of `PoolSnapshot`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
     /// Nobody holds it, it has no content.
     Free,
     /// Nobody holds it, its content can be matched.
-    Idle,
+    Evictable,
     /// In the table of a live sequence.
     Active,
-    /// In leases only.
-    Leased,
+    /// In pins only.
+    Pinned,
 }
 
 macro_rules! stats {
@@ -58,18 +58,18 @@ macro_rules! stats {
 stats! {
     /// Tokens of prefill work that committed steps have settled: cached + computed.
     prompt_tokens,
-    /// Of these, tokens adopted from the cache: prefill work saved.
+    /// Of these, tokens reused from the cache: prefill work saved.
     cached_tokens,
     /// Tokens whose KV was computed in committed steps, prefill and decode.
     computed_tokens,
-    /// Blocks adopted from the cache in committed steps.
+    /// Blocks reused from the cache in committed steps.
     hit_blocks,
     /// Blocks shared while an open step computed them for another sequence: neither stored nor computed
     /// twice.
     in_flight_blocks,
     /// Blocks that held their content while its tokens were computed again, because something before
     /// them was missing: not stored twice.
-    present_blocks,
+    already_cached_blocks,
     /// Prefills that found something cached although their sequences had begun before: what others have
     /// computed meanwhile.
     rematches,
@@ -81,13 +81,13 @@ stats! {
     allocated_blocks,
     /// Contents that were new to the tree or came back to it.
     registered_blocks,
-    /// Idle blocks whose content was given up for an allocation.
+    /// Evictable blocks whose content was given up for an allocation.
     evicted_blocks,
     /// Blocks given back because they slid out of their group's window: no later token sees them.
     slid_blocks,
     /// Late merges: duplicates given back because another block held the same content. Memory saved.
     merged_blocks,
-    /// Contents moved from an idle block to the block that computed them again.
+    /// Contents moved from an evictable block to the block that computed them again.
     taken_over_blocks,
     /// Blocks copied: because a fork's holders part, or for a prefill that began inside a block.
     copied_blocks,

@@ -1,4 +1,4 @@
-//! Every interleaving of a lease's drop with the manager's work, by loom.
+//! Every interleaving of a pin's drop with the manager's work, by loom.
 //!
 //! ```console
 //! RUSTFLAGS="--cfg loom" cargo test -p kv-core --release --test loom
@@ -7,7 +7,7 @@
 //! Exhaustive for two threads; with three, bounded by the number of preemptions.
 #![cfg(loom)]
 
-use kv_core::{BlockManager, Config, Lease, Prefill, SeqHandle};
+use kv_core::{BlockManager, Config, Pin, Prefill, SeqHandle};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -32,53 +32,53 @@ fn run(manager: &mut BlockManager, prompt: &[u32]) -> Option<SeqHandle> {
     }
 }
 
-fn matched(manager: &mut BlockManager) -> Lease {
+fn matched(manager: &mut BlockManager) -> Pin {
     manager
         .match_prefix(&[1, 2], b"")
         .expect("a short namespace")
 }
 
-/// A pool of three blocks of one token each; a lease keeps the first two.
-fn leased() -> (BlockManager, Lease) {
-    leased_by(BlockManager::new(Config::new(3, 1)).expect("valid"))
+/// A pool of three blocks of one token each; a pin keeps the first two.
+fn pinned() -> (BlockManager, Pin) {
+    pinned_by(BlockManager::new(Config::new(3, 1)).expect("valid"))
 }
 
-fn leased_by(mut manager: BlockManager) -> (BlockManager, Lease) {
+fn pinned_by(mut manager: BlockManager) -> (BlockManager, Pin) {
     drop(run(&mut manager, &[1, 2]));
-    let lease = matched(&mut manager);
-    assert_eq!(lease.num_blocks(), 2);
-    (manager, lease)
+    let pin = matched(&mut manager);
+    assert_eq!(pin.num_blocks(), 2);
+    (manager, pin)
 }
 
-fn settle(manager: &mut BlockManager, leased: usize) {
+fn settle(manager: &mut BlockManager, pinned: usize) {
     manager.check().expect("consistent");
-    let ledger = manager.ledger();
-    assert_eq!(ledger.num_blocks(), 3);
-    assert_eq!((ledger.active, ledger.leased), (0, leased));
+    let usage = manager.usage();
+    assert_eq!(usage.num_blocks(), 3);
+    assert_eq!((usage.active, usage.pinned), (0, pinned));
 }
 
-/// The drop of a lease against one call of the manager.
+/// The drop of a pin against one call of the manager.
 fn drop_against(work: fn(&mut BlockManager)) {
     loom::model(move || {
-        let (mut manager, lease) = leased();
-        let dropper = thread::spawn(move || drop(lease));
+        let (mut manager, pin) = pinned();
+        let dropper = thread::spawn(move || drop(pin));
         work(&mut manager);
-        manager.check().expect("consistent while the lease goes");
+        manager.check().expect("consistent while the pin goes");
         dropper.join().expect("no panic");
         settle(&mut manager, 0);
     });
 }
 
-/// While recording, the manager lets go of what a lease held.
+/// While recording, the manager lets go of what a pin held.
 #[test]
-fn drop_of_a_recorded_lease_against_allocate() {
+fn drop_of_a_recorded_pin_against_allocate() {
     loom::model(|| {
         let mut manager = BlockManager::new(Config::new(3, 1)).expect("valid");
         manager.record(std::io::sink()).expect("new");
-        let (mut manager, lease) = leased_by(manager);
-        let dropper = thread::spawn(move || drop(lease));
+        let (mut manager, pin) = pinned_by(manager);
+        let dropper = thread::spawn(move || drop(pin));
         drop(run(&mut manager, &[8, 9]));
-        manager.check().expect("consistent while the lease goes");
+        manager.check().expect("consistent while the pin goes");
         dropper.join().expect("no panic");
         settle(&mut manager, 0);
     });
@@ -100,37 +100,37 @@ fn drop_against_a_full_hit() {
 }
 
 #[test]
-fn drop_against_another_lease() {
+fn drop_against_another_pin() {
     drop_against(|manager| drop(matched(manager)));
 }
 
 #[test]
-fn drop_against_evict_idle() {
+fn drop_against_evict_all() {
     drop_against(|manager| {
-        manager.evict_idle();
+        manager.evict_all();
     });
 }
 
 #[test]
-fn drop_against_ledger_and_preview() {
+fn drop_against_usage_and_preview() {
     drop_against(|manager| {
-        let ledger = manager.ledger();
-        assert_eq!(ledger.num_blocks(), 3);
+        let usage = manager.usage();
+        assert_eq!(usage.num_blocks(), 3);
     });
 }
 
-/// What a lease's holder did with a block happens before the block's next use.
+/// What a pin's holder did with a block happens before the block's next use.
 #[test]
-fn what_was_read_under_a_lease_happens_before_reuse() {
+fn what_was_read_under_a_pin_happens_before_reuse() {
     loom::model(|| {
-        let (mut manager, lease) = leased();
+        let (mut manager, pin) = pinned();
         let cell = std::sync::Arc::new(loom::cell::UnsafeCell::new(0));
-        let block = lease.blocks().next().expect("two");
+        let block = pin.blocks().next().expect("two");
         let reader = {
             let cell = std::sync::Arc::clone(&cell);
             thread::spawn(move || {
                 cell.with(|value| assert!(!value.is_null()));
-                drop(lease);
+                drop(pin);
             })
         };
         let refs = manager.refs(block.get()).expect("known");
@@ -141,16 +141,16 @@ fn what_was_read_under_a_lease_happens_before_reuse() {
     });
 }
 
-/// Two leases on the same blocks, dropped by two threads, while the manager works.
+/// Two pins on the same blocks, dropped by two threads, while the manager works.
 #[test]
 fn two_droppers_and_the_manager() {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);
     model.check(|| {
-        let (mut manager, first) = leased();
+        let (mut manager, first) = pinned();
         let second = matched(&mut manager);
         let manager = Arc::new(Mutex::new(manager));
-        let droppers = [first, second].map(|lease| thread::spawn(move || drop(lease)));
+        let droppers = [first, second].map(|pin| thread::spawn(move || drop(pin)));
         drop(run(&mut manager.lock().expect("sound"), &[1, 5]));
         for dropper in droppers {
             dropper.join().expect("no panic");

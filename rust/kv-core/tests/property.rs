@@ -1,5 +1,5 @@
 //! The manager and a naive model of it go through the same random operations and must agree after
-//! every one: tables, counters, ledger, answers, redirects. A simulated KV cache sees to it that every
+//! every one: tables, counters, usage, answers, remappings. A simulated KV cache sees to it that every
 //! position a step reads holds exactly the tokens it should, also where the model has no say (hash
 //! collisions). `KV_OPS` sets the number of operations (default 20,000).
 
@@ -31,11 +31,11 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any::<usize>().prop_map(Op::Free),
         1 => any::<usize>().prop_map(Op::Reset),
         2 => (0..2_u8, 0..4_u8, len).prop_map(|(namespace, pattern, len)| Op::Match { namespace, pattern, len }),
-        3 => any::<usize>().prop_map(Op::Lease),
-        3 => any::<(usize, usize)>().prop_map(|(seq, lease)| Op::Attach(seq, lease)),
+        3 => any::<usize>().prop_map(Op::Pin),
+        3 => any::<(usize, usize)>().prop_map(|(seq, pin)| Op::Attach(seq, pin)),
         9 => any::<(usize, usize)>().prop_map(|(seq, len)| Op::Fork(seq, len)),
         3 => any::<(usize, u8)>().prop_map(|(seq, tokens)| Op::Append(seq, tokens)),
-        3 => any::<usize>().prop_map(Op::DropLease),
+        3 => any::<usize>().prop_map(Op::DropPin),
         10 => prop_oneof![2 => 0..9_usize, 3 => Just(64_usize)].prop_map(Op::Begin),
         40 => (any::<usize>(), prop_oneof![1 => 0..6_usize, 2 => Just(64)], reserve, replay)
             .prop_map(|(seq, max_tokens, reserve, replay)| Op::Prefill { seq, max_tokens, reserve, replay }),
@@ -51,8 +51,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Rollback),
         1 => any::<bool>().prop_map(Op::DropPlan),
         3 => Just(Op::Launch),
-        1 => Just(Op::EvictIdle),
-        6 => any::<usize>().prop_map(Op::Adopt),
+        1 => Just(Op::EvictAll),
+        6 => any::<usize>().prop_map(Op::Reuse),
         14 => (any::<usize>(), 0..12_usize).prop_map(|(seq, more)| Op::Extend(seq, more)),
         20 => any::<(usize, u8)>().prop_map(|(seq, how)| Op::Publish(seq, how)),
     ]
@@ -143,12 +143,12 @@ fn play(world: &mut World, ops: &[Op]) -> Result<(), TestCaseError> {
 
 /// What was recorded comes to the same again.
 fn compare_with_replay(world: &mut World, recording: &Recording) -> Result<(), TestCaseError> {
-    let (ledger, stats) = world.stop_recording();
+    let (usage, stats) = world.stop_recording();
     let report =
         replay(&recording.bytes()[..]).map_err(|error| TestCaseError::fail(error.to_string()))?;
     prop_assert_eq!(&report.divergence, &None);
     prop_assert_eq!(&report.check, &Ok(()));
-    prop_assert_eq!((report.ledger, report.stats), (ledger, stats));
+    prop_assert_eq!((report.usage, report.stats), (usage, stats));
     Ok(())
 }
 

@@ -43,8 +43,8 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     let plan = m.begin_step(64)?;
     m.decode(plan.key(), &[equal.key(), also.key()], 2)?;
     m.speculate(plan.key(), first.key(), &[8, 9])?;
-    let redirects = m.commit_accepted(plan.key(), &[5, 5, 8, 4], &[1, 1, 2])?;
-    assert_eq!(redirects.len(), 1);
+    let remappings = m.commit_accepted(plan.key(), &[5, 5, 8, 4], &[1, 1, 2])?;
+    assert_eq!(remappings.len(), 1);
     let plan = m.begin_step(3)?;
     m.decode(plan.key(), &[equal.key()], 0)?;
     let taken = m.draft(plan.key(), &[equal.key()], &[6, 7, 8], &[3])?;
@@ -53,12 +53,12 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     m.trim(first.key(), 12)?;
     let fork = m.fork(first.key(), 6)?;
     m.append(fork.key(), &[70_000, 80_000])?;
-    let lease = m.lease(first.key())?;
+    let pin = m.pin(first.key())?;
     m.reset(first.key())?;
-    m.attach(first.key(), &lease)?;
+    m.attach(first.key(), &pin)?;
     let matched = m.match_prefix(&prompt, b"")?;
     assert_eq!(matched.num_blocks(), 2);
-    thread::spawn(|| drop((lease, matched)))
+    thread::spawn(|| drop((pin, matched)))
         .join()
         .expect("no panic");
     m.free(also.key())?;
@@ -68,12 +68,12 @@ fn every_operation(m: &mut BlockManager) -> Result<(), Error> {
     drop(m.begin_step(9)?);
     drop(fork);
     let loose = m.sequence(prompt, b"", true)?;
-    assert_eq!(m.adopt(loose.key())?, 8);
+    assert_eq!(m.reuse_cached(loose.key())?, 8);
     m.extend(loose.key(), 3)?;
     m.publish(loose.key(), 3, &[90_000])?;
     drop(loose);
-    m.evict_idle();
-    assert_eq!(m.ledger().num_blocks(), 9);
+    m.evict_all();
+    assert_eq!(m.usage().num_blocks(), 9);
     drop((first, equal));
     Ok(())
 }
@@ -110,8 +110,8 @@ fn every_kind_is_recorded_and_replayed() {
         assert_eq!(report.check, Ok(()));
         assert!(report.complete);
         assert_eq!(
-            (report.ledger, report.stats),
-            (manager.ledger(), manager.stats())
+            (report.usage, report.stats),
+            (manager.usage(), manager.stats())
         );
         assert_eq!(report.recorded_by, env!("CARGO_PKG_VERSION"));
         let kinds: Vec<_> = report.operations.iter().map(|(kind, _)| *kind).collect();
@@ -492,8 +492,8 @@ fn a_replay_takes_what_it_is_allowed() {
         let forks = [0; 3].map(|_| manager.fork(seq.key(), 30).expect("so long"));
         drop(forks);
     });
-    assert!(said(&forks).starts_with("what sequences and leases hold at operation 8 is 120, "));
-    let leases = recorded(|manager, tokens| {
+    assert!(said(&forks).starts_with("what sequences and pins hold at operation 8 is 120, "));
+    let pins = recorded(|manager, tokens| {
         let seq = manager
             .sequence(tokens.to_vec(), b"", true)
             .expect("tokens");
@@ -503,15 +503,15 @@ fn a_replay_takes_what_it_is_allowed() {
             .expect("fresh");
         manager.commit(plan.key(), &[1]).expect("one");
         for _ in 0..20 {
-            drop(manager.lease(seq.key()).expect("live"));
+            drop(manager.pin(seq.key()).expect("live"));
             manager.settle();
         }
-        let _leases = [0; 11].map(|_| manager.lease(seq.key()).expect("live"));
+        let _pins = [0; 11].map(|_| manager.pin(seq.key()).expect("live"));
     });
     assert!(
-        said(&leases).contains(" is 107, a replay takes 100 at most"),
+        said(&pins).contains(" is 107, a replay takes 100 at most"),
         "{}",
-        said(&leases)
+        said(&pins)
     );
 }
 
@@ -641,7 +641,7 @@ fn a_recording_is_waited_for_without_the_manager() {
     assert!(manager.end_recording().is_none());
 }
 
-/// Leases that other threads drop while the manager works: wherever that falls, it is replayed there.
+/// Pins that other threads drop while the manager works: wherever that falls, it is replayed there.
 #[test]
 fn drops_on_other_threads_are_replayed_where_they_fell() {
     let recording = Recording::default();
@@ -660,13 +660,13 @@ fn drops_on_other_threads_are_replayed_where_they_fell() {
                 Prefill::Planned { .. } => drop(manager.commit(plan.key(), &[1]).expect("one")),
                 _ => manager.rollback(plan.key()).expect("open"),
             }
-            let leases = [
-                manager.lease(seq.key()).expect("live"),
+            let pins = [
+                manager.pin(seq.key()).expect("live"),
                 manager
                     .match_prefix(&[round % 5, 6], b"")
                     .expect("a short namespace"),
             ];
-            scope.spawn(move || drop((leases, seq)));
+            scope.spawn(move || drop((pins, seq)));
             manager.check().expect("sound while they go");
         }
     });
@@ -675,10 +675,10 @@ fn drops_on_other_threads_are_replayed_where_they_fell() {
     let report = replay(&recording.bytes()[..]).expect("whole");
     assert_eq!(report.divergence, None);
     assert_eq!(
-        (report.ledger, report.stats),
-        (manager.ledger(), manager.stats())
+        (report.usage, report.stats),
+        (manager.usage(), manager.stats())
     );
-    assert_eq!((report.ledger.active, report.ledger.leased), (0, 0));
+    assert_eq!((report.usage.active, report.usage.pinned), (0, 0));
 }
 
 /// Counts that are as large as they can be are counts like others.

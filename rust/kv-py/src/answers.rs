@@ -1,16 +1,16 @@
 //! What the manager answers: frozen values.
 
-use kv_core::{BlockId, Extend, Prefill, Redirect as CoreRedirect, Stats as CoreStats};
+use kv_core::{BlockId, Extend, Prefill, Remapping as CoreRemapping, Stats as CoreStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Where every block of the pool is; `free + idle + active + leased == num_blocks`, always.
+/// Where every block of the pool is; `free + evictable + active + pinned == num_blocks`, always.
 #[pyclass(frozen, eq, module = "pyengine._kv")]
 #[derive(PartialEq)]
-pub(crate) struct Ledger(pub(crate) kv_core::Ledger);
+pub(crate) struct PoolUsage(pub(crate) kv_core::PoolUsage);
 
 #[pymethods]
-impl Ledger {
+impl PoolUsage {
     /// Blocks without content that nobody holds.
     #[getter]
     fn free(&self) -> usize {
@@ -19,8 +19,8 @@ impl Ledger {
 
     /// Blocks that nobody holds and whose content can be matched; evicted least recently used first.
     #[getter]
-    fn idle(&self) -> usize {
-        self.0.idle
+    fn evictable(&self) -> usize {
+        self.0.evictable
     }
 
     /// Blocks in the tables of live sequences.
@@ -29,13 +29,13 @@ impl Ledger {
         self.0.active
     }
 
-    /// Blocks that only leases hold.
+    /// Blocks that only pins hold.
     #[getter]
-    fn leased(&self) -> usize {
-        self.0.leased
+    fn pinned(&self) -> usize {
+        self.0.pinned
     }
 
-    /// What an allocation can take: free + idle.
+    /// What an allocation can take: free + evictable.
     #[getter]
     fn available(&self) -> usize {
         self.0.available()
@@ -48,13 +48,13 @@ impl Ledger {
     }
 
     fn __repr__(&self) -> String {
-        let kv_core::Ledger {
+        let kv_core::PoolUsage {
             free,
-            idle,
+            evictable,
             active,
-            leased,
+            pinned,
         } = self.0;
-        format!("Ledger(free={free}, idle={idle}, active={active}, leased={leased})")
+        format!("PoolUsage(free={free}, evictable={evictable}, active={active}, pinned={pinned})")
     }
 }
 
@@ -96,7 +96,7 @@ stats!(
     computed_tokens,
     hit_blocks,
     in_flight_blocks,
-    present_blocks,
+    already_cached_blocks,
     rematches,
     partial_hits,
     partial_tokens,
@@ -151,7 +151,7 @@ pub(crate) fn shown(value: &impl std::fmt::Debug) -> String {
 
 values! {
     /// A table entry that a commit moved to the block which held the same content first.
-    Redirect {
+    Remapping {
         /// `Sequence.id`.
         sequence_id: u64,
         /// The layer group whose table it is in.
@@ -166,7 +166,7 @@ values! {
 
     /// The sequence is in the plan.
     Prefilled {
-        /// Tokens that this call adopted from the cache: not charged, not computed.
+        /// Tokens that this call reused from the cache: not charged, not computed.
         num_cached_tokens: usize,
         /// Tokens to compute: what the budget was charged.
         num_tokens: usize,
@@ -184,9 +184,9 @@ values! {
 
     /// Too few blocks; nothing was changed.
     NoRoom {
-        /// Blocks needed: new ones, idle ones that a match would revive, and the reserve.
+        /// Blocks needed: new ones, evictable ones that a match would revive, and the reserve.
         needed: usize,
-        /// Blocks free or idle.
+        /// Blocks free or evictable.
         available: usize,
     }
 
@@ -194,14 +194,14 @@ values! {
     NoBudget {}
 }
 
-impl From<CoreRedirect> for Redirect {
-    fn from(redirect: CoreRedirect) -> Self {
+impl From<CoreRemapping> for Remapping {
+    fn from(remapping: CoreRemapping) -> Self {
         Self {
-            sequence_id: redirect.sequence,
-            group: redirect.group,
-            index: redirect.index,
-            old_block: redirect.old_block.get(),
-            new_block: redirect.new_block.get(),
+            sequence_id: remapping.sequence,
+            group: remapping.group,
+            index: remapping.index,
+            old_block: remapping.old_block.get(),
+            new_block: remapping.new_block.get(),
         }
     }
 }

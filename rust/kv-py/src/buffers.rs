@@ -80,7 +80,7 @@ impl IntBuffer {
 /// `query_start_loc [B + 1]`, `seq_lens [B]`, `block_tables [B, W]`, `logits_indices [S]`.
 ///
 /// With G layer groups: `slot_mapping [G, T]` and `block_tables [G, B, W]`; a block that was given back
-/// is the trash block there.
+/// is the null block there.
 ///
 /// Rows of `block_tables` are updated, not rewritten: nothing else may write to them.
 ///

@@ -21,8 +21,8 @@ exceptions! {
     KvError: PyException, "Base of every error of the block manager. The call that raised it changed nothing.";
     ConfigError: KvError, "A setting cannot be served: `block_size` 0, a pool whose tables do not fit into memory, no threads.";
     TokenError: KvError, "Token ids that are not integers, do not fit 32 unsigned bits, or are not there at all.";
-    HandleError: KvError, "A freed sequence, a released lease, or a handle of another manager.";
-    LeaseError: KvError, "A lease that cannot be attached: not a prefix of the sequence, or the sequence holds blocks.";
+    HandleError: KvError, "A freed sequence, a released pin, or a handle of another manager.";
+    PinError: KvError, "A pin that cannot be attached: not a prefix of the sequence, or the sequence holds blocks.";
     PlanError: KvError, "A plan or a planned sequence used out of turn, or a wrong number of sampled tokens.";
     BufferError: KvError, "An array is too small, not writable, not contiguous, of another type, or does not fit the others.";
     TraceError: KvError, "A recording that cannot begin, or a file that cannot be replayed: another format, version, cut or damaged.";
@@ -47,9 +47,9 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::EmptySequence | Error::ForkLength { .. } => TokenError::new_err(text),
         Error::FreedSequence { .. }
         | Error::Foreign { .. }
-        | Error::ForeignLease { .. }
-        | Error::ReleasedLease => HandleError::new_err(text),
-        Error::LeaseMismatch { .. } | Error::NotFresh { .. } => LeaseError::new_err(text),
+        | Error::ForeignPin { .. }
+        | Error::ReleasedPin => HandleError::new_err(text),
+        Error::PinMismatch { .. } | Error::NotFresh { .. } => PinError::new_err(text),
         Error::InPlan { .. }
         | Error::NotPlanned { .. }
         | Error::NotDecoding { .. }

@@ -12,17 +12,17 @@ mod events;
 mod exported;
 mod holders;
 mod items;
-mod lease;
 mod lists;
 mod locked;
 mod manager;
 mod numbers;
+mod pin;
 mod plan;
 mod prefixes;
 mod rotation;
 mod sequence;
+mod snapshot;
 mod suffixes;
-mod survey;
 mod tokens;
 mod trace;
 
@@ -35,7 +35,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     errors::add_to(module)?;
     module.add_class::<manager::BlockManager>()?;
     module.add_class::<sequence::Sequence>()?;
-    module.add_class::<lease::Lease>()?;
+    module.add_class::<pin::Pin>()?;
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<buffers::StepBuffers>()?;
     module.add_class::<prefixes::SharedPrefixes>()?;
@@ -45,16 +45,16 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<events::Stored>()?;
     module.add_class::<events::Removed>()?;
     module.add_class::<events::Cleared>()?;
-    module.add_class::<answers::Ledger>()?;
+    module.add_class::<answers::PoolUsage>()?;
     module.add_class::<answers::Stats>()?;
-    module.add_class::<answers::Redirect>()?;
+    module.add_class::<answers::Remapping>()?;
     module.add_class::<answers::Prefilled>()?;
     module.add_class::<answers::Extended>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
     module.add_class::<holders::Holders>()?;
     module.add_class::<suffixes::Suffixes>()?;
-    module.add_class::<survey::Survey>()?;
+    module.add_class::<snapshot::PoolSnapshot>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;
     module.add_function(wrap_pyfunction!(trace::replay, module)?)

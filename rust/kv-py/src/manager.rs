@@ -9,18 +9,18 @@ use kv_core::{BlockManager as Core, BlockState, Config, Error};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-use crate::answers::{Ledger, Stats};
+use crate::answers::{PoolUsage, Stats};
 use crate::bounded;
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
 use crate::holders::packed;
 use crate::items::items;
-use crate::lease::Lease;
 use crate::locked::Locked;
 use crate::numbers::number;
+use crate::pin::Pin;
 use crate::plan::StepPlan;
 use crate::sequence::Sequence;
-use crate::survey::Survey;
+use crate::snapshot::PoolSnapshot;
 use crate::tokens::token_ids;
 use crate::trace::os_error;
 
@@ -32,7 +32,7 @@ use crate::trace::os_error;
 /// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
 /// the same step computes. With `partial_reuse` a prefill whose match ends inside a block copies the tokens
 /// that it has in common with another one: `StepPlan.copies` has them, which every step must carry out: `commit` is refused until they were read. With `events` changes of the set of contents are kept for `take_events`.
-/// `eviction` is the order in which idle blocks go: "lru", or "2q", which keeps contents that were used
+/// `eviction` is the order in which evictable blocks go: "lru", or "2q", which keeps contents that were used
 /// again from being flushed by those that are used once. `hash_seed` makes content hashes equal in every process (random by default);
 /// `hash_bits` below 128 forces hash collisions, for tests.
 ///
@@ -113,7 +113,7 @@ impl BlockManager {
 
     /// The id of the one block more that the tensors have: padded rows write there.
     #[getter]
-    fn trash_block(&self) -> usize {
+    fn null_block(&self) -> usize {
         self.num_blocks
     }
 
@@ -141,19 +141,19 @@ impl BlockManager {
         Ok(Sequence { core, handle })
     }
 
-    /// A lease on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
+    /// A pin on the longest cached prefix of `tokens`, in whole blocks; perhaps on none.
     #[pyo3(signature = (tokens, *, namespace = None))]
     fn match_prefix(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         namespace: Option<&[u8]>,
-    ) -> PyResult<Lease> {
+    ) -> PyResult<Pin> {
         let tokens = token_ids(tokens)?;
         let namespace = namespace.unwrap_or_default();
         self.core
             .with(py, |core| core.match_prefix(&tokens, namespace))
-            .map(Lease::new)
+            .map(Pin::new)
     }
 
     /// Opens a step that may compute `token_budget` tokens.
@@ -168,8 +168,8 @@ impl BlockManager {
     }
 
     /// Where every block is. O(1).
-    fn ledger(&self, py: Python<'_>) -> PyResult<Ledger> {
-        self.core.with(py, |core| Ok(core.ledger())).map(Ledger)
+    fn usage(&self, py: Python<'_>) -> PyResult<PoolUsage> {
+        self.core.with(py, |core| Ok(core.usage())).map(PoolUsage)
     }
 
     /// The counters so far. With events on, what was stored since they were last taken is named first.
@@ -196,7 +196,7 @@ impl BlockManager {
             .with(py, |core| Ok(core.blocks_for(num_tokens, max_tokens)))
     }
 
-    /// All holders of a block: table entries and leases.
+    /// All holders of a block: table entries and pins.
     fn refs(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<u32> {
         let block = number("block", block)?;
         self.core.with(py, |core| core.refs(block))
@@ -208,27 +208,28 @@ impl BlockManager {
         self.core.with(py, |core| core.seq_refs(block))
     }
 
-    /// "free", "idle", "active" or "leased".
+    /// "free", "evictable", "active" or "pinned".
     fn state(&self, py: Python<'_>, block: &Bound<'_, PyAny>) -> PyResult<&'static str> {
         let block = number("block", block)?;
         Ok(match self.core.with(py, |core| core.state(block))? {
             BlockState::Free => "free",
-            BlockState::Idle => "idle",
+            BlockState::Evictable => "evictable",
             BlockState::Active => "active",
-            BlockState::Leased => "leased",
+            BlockState::Pinned => "pinned",
         })
     }
 
     /// `state`, `refs` and `seq_refs` of every block and the tree of contents, of one moment, for those
     /// who draw the pool. O(blocks + contents), without the GIL.
-    fn survey(&self, py: Python<'_>) -> PyResult<Survey> {
-        self.core.detached(py, |core| Ok(Survey(core.survey())))
+    fn snapshot(&self, py: Python<'_>) -> PyResult<PoolSnapshot> {
+        self.core
+            .detached(py, |core| Ok(PoolSnapshot(core.snapshot())))
     }
 
-    /// Forgets every content that nobody holds: idle blocks become free. Returns how many. O(contents),
+    /// Forgets every content that nobody holds: evictable blocks become free. Returns how many. O(contents),
     /// without the GIL.
-    fn evict_idle(&self, py: Python<'_>) -> PyResult<usize> {
-        self.core.detached(py, |core| Ok(core.evict_idle()))
+    fn evict_all(&self, py: Python<'_>) -> PyResult<usize> {
+        self.core.detached(py, |core| Ok(core.evict_all()))
     }
 
     /// What became of the set of contents since the last call, in order: `Stored`, `Removed`,
@@ -255,10 +256,10 @@ impl BlockManager {
         Ok((bounded::bytes(py, &kinds)?, bounded::bytes(py, &names)?))
     }
 
-    /// The names (16 bytes, little endian) of all contents that can be matched now. O(contents); other threads
+    /// The hashes (16 bytes, little endian) of all cached blocks. O(cached blocks); other threads
     /// run meanwhile.
-    fn contents<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let contents = self.core.detached(py, |core| Ok(core.contents()))?;
+    fn cached_hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let contents = self.core.detached(py, |core| Ok(core.cached_hashes()))?;
         bounded::list(py, contents, |hash| {
             Ok(PyBytes::new(py, &hash.to_le_bytes()))
         })

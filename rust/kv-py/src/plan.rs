@@ -6,7 +6,7 @@ use kv_core::{BlockId, PlanHandle, SeqKey};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::answers::{Redirect, prefill_answer};
+use crate::answers::{Remapping, prefill_answer};
 use crate::buffers::StepBuffers;
 use crate::errors::{PlanError, raise};
 use crate::items::items;
@@ -110,7 +110,7 @@ impl StepPlan {
             .with(py, |core| core.decode(plan, &sequences.0, lookahead))
     }
 
-    /// Plans up to `max_tokens` of the sequence's uncomputed tokens: match, adopt, allocate, charge.
+    /// Plans up to `max_tokens` of the sequence's uncomputed tokens: match, reuse, allocate, charge.
     ///
     /// `reserve=None`: the blocks of this step's tokens must be there. `reserve=n`: those of all its
     /// known tokens must be there with `n` to spare (only this step's are taken): admission. `replay=n`
@@ -234,16 +234,16 @@ impl StepPlan {
         py: Python<'_>,
         sampled: &Bound<'_, PyAny>,
         counts: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Vec<Redirect>> {
+    ) -> PyResult<Vec<Remapping>> {
         let sampled = token_ids(sampled)?;
         let counts = counts.map(|counts| accepted(counts, sampled.len()));
         let counts = counts.transpose()?;
         let plan = self.handle.key();
-        let redirects = self.core.with(py, |core| match counts {
+        let remappings = self.core.with(py, |core| match counts {
             None => core.commit(plan, &sampled),
             Some(counts) => core.commit_accepted(plan, &sampled, &counts),
         })?;
-        Ok(redirects.into_iter().map(Redirect::from).collect())
+        Ok(remappings.into_iter().map(Remapping::from).collect())
     }
 
     /// Undoes the plan: its sequences are what they were before it.

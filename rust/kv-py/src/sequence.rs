@@ -6,11 +6,11 @@ use kv_core::{BlockId, Error, SeqHandle, SeqKey, SequenceView};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::answers::{Redirect, extend_answer};
+use crate::answers::{Remapping, extend_answer};
 use crate::bounded;
-use crate::lease::Lease;
 use crate::locked::Locked;
 use crate::numbers::number;
+use crate::pin::Pin;
 use crate::tokens::token_ids;
 
 /// Tokens, their block table, and how many of them have their KV computed.
@@ -37,9 +37,9 @@ impl Sequence {
     /// Its table in each of the first `groups` layer groups, or in all.
     fn tables(&self, py: Python<'_>, groups: Option<usize>) -> PyResult<Vec<Vec<u32>>> {
         self.core.with(py, |core| {
-            let (trash, all) = (core.config().num_blocks as u32, core.config().groups.len());
+            let (null, all) = (core.config().num_blocks as u32, core.config().groups.len());
             let view = core.view(self.key())?;
-            let id = |block: Option<BlockId>| block.map_or(trash, BlockId::get);
+            let id = |block: Option<BlockId>| block.map_or(null, BlockId::get);
             let table = |group| view.table(group).map(id).collect();
             Ok((0..groups.unwrap_or(all)).map(table).collect())
         })
@@ -72,7 +72,7 @@ impl Sequence {
         self.view(py, |view| view.num_computed_tokens)
     }
 
-    /// Tokens adopted from the cache since the sequence was last without blocks.
+    /// Tokens reused from the cache since the sequence was last without blocks.
     #[getter]
     fn num_cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         self.view(py, |view| view.num_cached_tokens)
@@ -85,7 +85,7 @@ impl Sequence {
     }
 
     /// Ids of its blocks, one list per layer group. A block that was given back, because no later
-    /// token sees it, reads as the trash block.
+    /// token sees it, reads as the null block.
     #[getter]
     fn block_tables(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
         self.tables(py, None)
@@ -97,23 +97,23 @@ impl Sequence {
         bounded::list(py, tokens, Ok)
     }
 
-    /// Puts a lease's blocks into the empty table of this sequence; the lease stays in force.
+    /// Puts a pin's blocks into the empty table of this sequence; the pin stays in force.
     ///
-    /// Raises `LeaseError` if the lease is no prefix of it, `HandleError`, `PlanError`.
-    fn attach(&self, py: Python<'_>, lease: &Lease) -> PyResult<()> {
+    /// Raises `PinError` if the pin is no prefix of it, `HandleError`, `PlanError`.
+    fn attach(&self, py: Python<'_>, pin: &Pin) -> PyResult<()> {
         self.core.with(py, |core| {
-            lease.with(|lease| match lease {
-                Some(lease) => core.attach(self.key(), lease),
-                None => Err(Error::ReleasedLease),
+            pin.with(|pin| match pin {
+                Some(pin) => core.attach(self.key(), pin),
+                None => Err(Error::ReleasedPin),
             })
         })
     }
 
-    /// A lease on the longest prefix of this sequence's registered blocks that is computed and whole:
+    /// A pin on the longest prefix of this sequence's registered blocks that is computed and whole:
     /// no window lacks a block of it that the next token sees. Perhaps on none.
-    fn lease(&self, py: Python<'_>) -> PyResult<Lease> {
-        let lease = self.core.with(py, |core| core.lease(self.key()))?;
-        Ok(Lease::new(lease))
+    fn pin(&self, py: Python<'_>) -> PyResult<Pin> {
+        let pin = self.core.with(py, |core| core.pin(self.key()))?;
+        Ok(Pin::new(pin))
     }
 
     /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
@@ -148,11 +148,11 @@ impl Sequence {
     /// Goes on with what is cached, from the block boundary on which it stands: its tokens are computed then
     /// and its blocks held. Returns how many tokens that are.
     ///
-    /// At most all known tokens but one, whose KV is not written where its block was adopted, too. Nothing
-    /// is adopted between blocks, with slots reserved, or of what an open plan computes. Raises `PlanError` if
+    /// At most all known tokens but one, whose KV is not written where its block was reused, too. Nothing
+    /// is reused between blocks, with slots reserved, or of what an open plan computes. Raises `PlanError` if
     /// an open plan holds it.
-    fn adopt(&self, py: Python<'_>) -> PyResult<usize> {
-        self.core.with(py, |core| core.adopt(self.key()))
+    fn reuse_cached(&self, py: Python<'_>) -> PyResult<usize> {
+        self.core.with(py, |core| core.reuse_cached(self.key()))
     }
 
     /// Slots for `num_tokens` tokens after those that are computed, for a step without a plan.
@@ -171,7 +171,7 @@ impl Sequence {
     /// The next `num_tokens` tokens are computed; `tokens` follow those that were known.
     ///
     /// Registers every block that became full or merges it into the one that held its content first;
-    /// returns the merges. From now on others adopt what was published: whatever reads it must come after what
+    /// returns the merges. From now on others reuse what was published: whatever reads it must come after what
     /// computes it on the device. Raises `PlanError` and changes nothing if an open plan holds it, or for more
     /// tokens than it has slots for or knows.
     #[pyo3(signature = (num_tokens, tokens = None))]
@@ -180,13 +180,13 @@ impl Sequence {
         py: Python<'_>,
         num_tokens: &Bound<'_, PyAny>,
         tokens: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Vec<Redirect>> {
+    ) -> PyResult<Vec<Remapping>> {
         let num_tokens = number("num_tokens", num_tokens)?;
         let tokens = tokens.map(token_ids).transpose()?.unwrap_or_default();
-        let redirects = self
+        let remappings = self
             .core
             .with(py, |core| core.publish(self.key(), num_tokens, &tokens))?;
-        Ok(redirects.into_iter().map(Redirect::from).collect())
+        Ok(remappings.into_iter().map(Remapping::from).collect())
     }
 
     /// Gives its blocks back and keeps its tokens: preemption by recomputation.

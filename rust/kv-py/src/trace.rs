@@ -9,7 +9,7 @@ use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::answers::{Ledger, Stats, values};
+use crate::answers::{PoolUsage, Stats, values};
 use crate::errors::TraceError;
 
 /// An error of the system, with its number and the file, as Python would raise it itself.
@@ -78,8 +78,8 @@ impl ReplayReport {
 
     /// Where every block is at the end.
     #[getter]
-    fn ledger(&self) -> Ledger {
-        Ledger(self.0.ledger)
+    fn usage(&self) -> PoolUsage {
+        PoolUsage(self.0.usage)
     }
 
     /// The counters at the end.

@@ -46,7 +46,7 @@ def test_what_happened_is_printed(file: Path) -> None:
     assert (shown["sequence"], shown["commit"], shown["free"]) == ("4", "4", "62")
     assert (shown["prompt tokens"], shown["prompt tokens cached"]) == ("40", "24")
     assert (shown["hit rate"], shown["tokens computed"]) == ("60.0%", "16")
-    assert (shown["idle"], shown["blocks merged"], shown["blocks evicted"]) == ("2", "0", "0")
+    assert (shown["evictable"], shown["blocks merged"], shown["blocks evicted"]) == ("2", "0", "0")
     assert float(shown["seconds"]) < 10
     assert result.stdout.endswith("20 operations, all results as recorded\n")
 

@@ -24,13 +24,13 @@ TIB = 2**40
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A recording of a few prompts, a fork, leases and a cancelled step."""
+    """A recording of a few prompts, a fork, pins and a cancelled step."""
     path = tmp_path_factory.mktemp("recording") / "a.kvtrace"
     manager = BlockManager(64, 4, hash_seed=5, groups=[None, 6], events=True)
     manager.record(path)
     for length in (10, 10, 30):
         sequence = computed(manager, range(length), namespace=b"tenant")
-        fork, lease = sequence.fork(length), sequence.lease()
+        fork, pin = sequence.fork(length), sequence.pin()
         fork.append([7])
         plan = manager.begin_step(8)
         plan.decode([sequence])
@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         plan.cancel(fork)
         plan.copies()
         plan.commit([1])
-        del fork, lease
+        del fork, pin
     manager.stop_recording()
     return path.read_bytes()
 

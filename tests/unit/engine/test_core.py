@@ -68,7 +68,7 @@ def test_n_samples_compute_their_prompt_once(sharing: bool) -> None:
     bench.submit({"a": prompt}, params)
     bench.engine.step()
     assert bench.runner.computed == [10]
-    assert bench.manager.ledger().active == 3
+    assert bench.manager.usage().active == 3
     output = bench.run()["a"]
     counters = bench.engine.stats().counters
     assert 0 < counters["copied_blocks"] <= 7
@@ -281,10 +281,10 @@ def test_a_request_that_cannot_be_served_is_refused(
     prompt: list[int], params: SamplingParams, message: str
 ) -> None:
     bench = make_bench(num_blocks=16, block_size=4)
-    before = bench.manager.ledger()
+    before = bench.manager.usage()
     with pytest.raises(InvalidRequestError, match=message):
         add_request(bench.engine, "a", Prompt(token_ids=prompt), params)
-    assert bench.manager.ledger() == before
+    assert bench.manager.usage() == before
     assert not bench.engine.has_work
     assert bench.generate([[1, 2]])[0].outputs[0].token_ids == continued([1, 2], 8)
 

@@ -39,7 +39,7 @@ def run_and_watch(bench: Bench) -> int:
     while bench.engine.has_work:
         bench.engine.step()
         bench.manager.check()
-        peak = max(peak, bench.manager.ledger().active)
+        peak = max(peak, bench.manager.usage().active)
     return peak
 
 

@@ -41,7 +41,7 @@ def test_32_equal_prompts_of_512_tokens(sharing: bool, monkeypatch: pytest.Monke
     bench.engine.step()
 
     assert bench.runner.computed == [512 + 31 if sharing else 32 * 512]
-    assert bench.manager.ledger().active == 32
+    assert bench.manager.usage().active == 32
     sequences = bench.scheduler._running
     assert len(sequences) == 32
     assert len({tuple(sequence.kv.block_table) for sequence in sequences}) == 1
@@ -69,9 +69,9 @@ def test_a_prompt_of_10_full_blocks_sent_twice() -> None:
     prompt = prompt_of(10 * BLOCK)
     params = replace(GREEDY, max_tokens=1)
     [first] = bench.generate([prompt], params)
-    before, ledger = counters(bench), bench.manager.ledger()
+    before, usage = counters(bench), bench.manager.usage()
     assert (before["computed_tokens"], before["allocated_blocks"]) == (160, 10)
-    assert (ledger.free, ledger.idle) == (6, 10)
+    assert (usage.free, usage.evictable) == (6, 10)
 
     [second] = bench.generate([prompt], params)
     after = counters(bench)
@@ -79,7 +79,7 @@ def test_a_prompt_of_10_full_blocks_sent_twice() -> None:
     assert after["computed_tokens"] - before["computed_tokens"] == 1
     assert after["allocated_blocks"] == before["allocated_blocks"]
     assert after["hit_blocks"] - before["hit_blocks"] == 10
-    assert (second.num_cached_tokens, bench.manager.ledger()) == (159, ledger)
+    assert (second.num_cached_tokens, bench.manager.usage()) == (159, usage)
     assert first.outputs[0].token_ids == second.outputs[0].token_ids == continued(prompt, 1)
 
 
@@ -104,11 +104,11 @@ def test_a_second_request_while_the_first_is_half_through() -> None:
     done = bench.run()
 
     decodes = [(0, 1)] * 7
-    assert planned["first"] == [(0, 512)] * 8 + decodes  # (adopted, computed) of each step
+    assert planned["first"] == [(0, 512)] * 8 + decodes  # (reused, computed) of each step
     assert planned["second"] == [
         (2048 + 512, 8),  # what is there, and what the first computes in the same step
         (0, 8),  # ends on a boundary
-        (1024 - 16, 8),  # and adopts there what has come since
+        (1024 - 16, 8),  # and reuses there what has come since
         (0, 8),
         (512 - 17, 1),
         *decodes,

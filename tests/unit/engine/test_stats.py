@@ -13,12 +13,12 @@ from tests.support.callers import FakeModel
 from tests.support.engines import make_bench
 
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=150)
-STATES = ("free", "idle", "active", "leased")
+STATES = ("free", "evictable", "active", "pinned")
 
 
 def is_exact(view: EngineView) -> bool:
-    counts, ledger = Counter(view.pool.states), view.stats.ledger
-    return [counts[at] for at in range(4)] == [getattr(ledger, name) for name in STATES]
+    counts, usage = Counter(view.pool.states), view.stats.usage
+    return [counts[at] for at in range(4)] == [getattr(usage, name) for name in STATES]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

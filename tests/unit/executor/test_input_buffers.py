@@ -60,7 +60,7 @@ def test_every_layer_group_has_its_own_tables_and_slots():
     assert inputs.block_tables.shape == (2, 1, 4)
     assert inputs.block_tables[0, 0].tolist() == tables[0]
     assert inputs.block_tables[1, 0].tolist() == [
-        manager.trash_block,
+        manager.null_block,
         *inputs.block_tables[1, 0, 1:],
     ]
     assert inputs.slot_mapping.tolist() == [

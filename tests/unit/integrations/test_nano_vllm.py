@@ -63,8 +63,8 @@ def decode(manager: BlockManager, seq: Sequence, token: int = 9) -> None:
 
 def held(manager: BlockManager) -> int:
     manager.kv.check()
-    ledger = manager.kv.ledger()
-    return ledger.active + ledger.leased
+    usage = manager.kv.usage()
+    return usage.active + usage.pinned
 
 
 def test_patch_changes_the_schedulers_name(monkeypatch: pytest.MonkeyPatch) -> None:

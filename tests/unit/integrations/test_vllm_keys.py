@@ -90,7 +90,7 @@ def test_embeddings_are_never_shared() -> None:
     assert hit(manager, *([0] * 9)) == 0
     manager.free(first)
     manager.take_new_block_ids()
-    assert manager.tables.kv.ledger().idle == 0
+    assert manager.tables.kv.usage().evictable == 0
 
 
 def test_events_speak_of_contents() -> None:

@@ -42,8 +42,8 @@ def decode(manager: KVCacheManager, request: Request, token: int = 99, **more: A
 def held(manager: KVCacheManager) -> int:
     """Blocks in use, but for the null block."""
     manager.tables.kv.check()
-    ledger = manager.tables.kv.ledger()
-    return ledger.active + ledger.leased - 1
+    usage = manager.tables.kv.usage()
+    return usage.active + usage.pinned - 1
 
 
 def table(manager: KVCacheManager, request: Request) -> list[int]:
@@ -183,9 +183,9 @@ def test_no_room_is_none_and_changes_nothing() -> None:
     manager = make(num_blocks=5)
     first, second = Request("a", list(range(9))), Request("b", [*range(8), *range(20, 30)])
     admit(manager, first)
-    before = manager.tables.kv.ledger()
+    before = manager.tables.kv.usage()
     assert admit(manager, second) is None
-    assert manager.tables.kv.ledger() == before
+    assert manager.tables.kv.usage() == before
     assert held(manager) == 3
     third = Request("c", list(range(40, 44)))
     assert admit(manager, third) is not None
@@ -262,7 +262,7 @@ def test_duplicates_that_nobody_is_told_of_go_with_their_request() -> None:
 
 
 def test_of_merged_blocks_those_alone_are_kept() -> None:
-    """Another block becomes free with the same call, as its idle content is taken over."""
+    """Another block becomes free with the same call, as its evictable content is taken over."""
     manager = make()
     gone, reader = Request("a", list(range(8))), Request("b", [*range(4), 50])
     again = Request("c", list(range(8)), skip_reading_prefix_cache=True)
@@ -380,7 +380,7 @@ def test_without_a_cache_nothing_is_found_or_registered() -> None:
     assert not set(table(manager, first)) & set(table(manager, second))
     assert manager.take_events() == []
     manager.free(first), manager.free(second)
-    assert manager.tables.kv.ledger().free == 19
+    assert manager.tables.kv.usage().free == 19
 
 
 def test_new_blocks_are_named_where_they_are_to_be_zeroed() -> None:

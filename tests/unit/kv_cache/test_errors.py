@@ -14,8 +14,8 @@ from pyengine.kv_cache import (
     HandleError,
     InvariantError,
     KvError,
-    Lease,
-    LeaseError,
+    Pin,
+    PinError,
     PlanError,
     Sequence,
     StepBuffers,
@@ -38,7 +38,7 @@ class Scene(NamedTuple):
     planned: Sequence
     """In the open plan."""
     freed: Sequence
-    lease: Lease
+    pin: Pin
     """On [1, 2, 3, 4]."""
     plan: StepPlan
     closed: StepPlan
@@ -48,13 +48,13 @@ class Other(NamedTuple):
     """Handles of another manager."""
 
     sequence: Sequence
-    lease: Lease
+    pin: Pin
 
 
 @pytest.fixture
 def scene() -> Scene:
     manager = BlockManager(12, BLOCK)
-    lease = retain(manager, [1, 2, 3, 4])
+    pin = retain(manager, [1, 2, 3, 4])
     computed(manager, [7] * 4).free()
     freed = computed(manager, [5, 6])
     freed.free()
@@ -64,7 +64,7 @@ def scene() -> Scene:
     planned, waiting = manager.sequence([30] * 5), manager.sequence([1, 2, 3, 4, 5])
     plan = manager.begin_step(100)
     plan.prefill(planned, 100)
-    return Scene(manager, running, waiting, planned, freed, lease, plan, closed)
+    return Scene(manager, running, waiting, planned, freed, pin, plan, closed)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def refused(
 
 def test_every_exception_is_a_kv_error() -> None:
     errors = (
-        *(ConfigError, TokenError, HandleError, LeaseError),
+        *(ConfigError, TokenError, HandleError, PinError),
         *(PlanError, BufferError, InvariantError),
     )
     assert all(error.__base__ is KvError for error in errors)
@@ -159,8 +159,8 @@ def test_no_tokens(scene: Scene) -> None:
 
 
 SEQUENCE_CALLS: dict[str, Callable[[Scene, Sequence], Any]] = {
-    "attach": lambda s, sequence: sequence.attach(s.lease),
-    "lease": lambda s, sequence: sequence.lease(),
+    "attach": lambda s, sequence: sequence.attach(s.pin),
+    "pin": lambda s, sequence: sequence.pin(),
     "fork": lambda s, sequence: sequence.fork(1),
     "append": lambda s, sequence: sequence.append([1]),
     "trim": lambda s, sequence: sequence.trim(5),
@@ -223,10 +223,10 @@ def test_sequences_out_of_turn(scene: Scene) -> None:
     assert (plan.num_sequences, running.num_tokens - running.num_computed_tokens) == (1, 1)
 
 
-def test_leases_that_cannot_be_attached(scene: Scene, other: Other) -> None:
-    manager, lease = scene.manager, scene.lease
-    refused(manager, lambda: scene.waiting.attach(other.lease), HandleError, "belongs to another")
-    refused(manager, lambda: scene.running.attach(lease), LeaseError, "this one holds 2")
+def test_pins_that_cannot_be_attached(scene: Scene, other: Other) -> None:
+    manager, pin = scene.manager, scene.pin
+    refused(manager, lambda: scene.waiting.attach(other.pin), HandleError, "belongs to another")
+    refused(manager, lambda: scene.running.attach(pin), PinError, "this one holds 2")
     for tokens, settings in (
         ([1, 2, 3, 5], {}),
         ([1, 2, 3], {}),
@@ -235,14 +235,14 @@ def test_leases_that_cannot_be_attached(scene: Scene, other: Other) -> None:
         wrong = manager.sequence(tokens, **settings)
         refused(
             manager,
-            lambda wrong=wrong: wrong.attach(lease),
-            LeaseError,
-            "lease's 4 tokens",
+            lambda wrong=wrong: wrong.attach(pin),
+            PinError,
+            "pin's 4 tokens",
             f"sequence's {len(tokens)}",
         )
         assert wrong.block_table == []
-    lease.release()
-    refused(manager, lambda: scene.waiting.attach(lease), HandleError, "lease was released")
+    pin.release()
+    refused(manager, lambda: scene.waiting.attach(pin), HandleError, "pin was released")
 
 
 def test_a_third_step(scene: Scene) -> None:

@@ -14,10 +14,10 @@ from pyengine.kv_cache import (
 from tests.support.blocks import compute, step_arrays
 
 BLOCK = 4
-TRASH = 64
+NULL = 64
 
 
-def pool(*groups: int | None, blocks: int = TRASH) -> BlockManager:
+def pool(*groups: int | None, blocks: int = NULL) -> BlockManager:
     return BlockManager(blocks, BLOCK, groups=groups)
 
 
@@ -33,7 +33,7 @@ def run(manager: BlockManager, sequence: Sequence, tokens: int, chunk: int = 8) 
 
 def held(table: list[int]) -> list[int]:
     """The rows in which there is a block."""
-    return [row for row, block in enumerate(table) if block != TRASH]
+    return [row for row, block in enumerate(table) if block != NULL]
 
 
 @pytest.mark.parametrize("window", [1, 4, 6, 8, 11])
@@ -50,16 +50,16 @@ def test_a_window_keeps_what_the_next_token_sees(window: int) -> None:
         assert first * BLOCK <= max(0, tokens + 1 - window)
     stats = manager.stats()
     assert stats.slid_blocks == 10 - len(held(sliding))
-    assert manager.ledger().active == len(held(full)) + len(held(sliding))
+    assert manager.usage().active == len(held(full)) + len(held(sliding))
 
 
-def test_one_ledger_and_no_block_in_two_groups() -> None:
+def test_one_usage_and_no_block_in_two_groups() -> None:
     manager = pool(None, 4, None)
     sequence = manager.sequence(range(20))
     run(manager, sequence, 20)
     tables = sequence.block_tables
-    blocks = [block for table in tables for block in table if block != TRASH]
-    assert len(set(blocks)) == len(blocks) == manager.ledger().active
+    blocks = [block for table in tables for block in table if block != NULL]
+    assert len(set(blocks)) == len(blocks) == manager.usage().active
     assert sequence.block_table == tables[0]
     assert manager.groups == (None, 4, None)
 
@@ -88,7 +88,7 @@ def test_without_the_windows_blocks_it_is_computed_again_and_stored_once() -> No
     first = manager.sequence(range(16))
     run(manager, first, 16)
     assert held(first.block_tables[1])[-1] == 3
-    manager.evict_idle()  # what slid out of the window is gone, the rest is in use
+    manager.evict_all()  # what slid out of the window is gone, the rest is in use
     second = manager.sequence(range(8))
     plan = manager.begin_step(64)
     answer = plan.prefill(second, 64)
@@ -96,7 +96,7 @@ def test_without_the_windows_blocks_it_is_computed_again_and_stored_once() -> No
     assert (answer.num_cached_tokens, answer.num_tokens) == (0, 8)
     assert second.block_tables[0] == first.block_tables[0][:2]  # there already: not written
     plan.commit([0])
-    assert manager.stats().present_blocks == 2
+    assert manager.stats().already_cached_blocks == 2
     assert manager.stats().merged_blocks == 0
     manager.check()
 
@@ -112,20 +112,20 @@ def test_a_fork_behind_the_window_begins_anew() -> None:
     manager.check()
 
 
-def test_a_lease_holds_what_a_match_needs() -> None:
+def test_a_pin_holds_what_a_match_needs() -> None:
     manager = pool(None, 4)
     sequence = manager.sequence(range(18))
     run(manager, sequence, 18)
-    lease = sequence.lease()
+    pin = sequence.pin()
     sequence.free()
-    assert lease.num_tokens == 16
-    assert len(lease.blocks) == 4 + 1
-    assert manager.ledger().leased == 5
+    assert pin.num_tokens == 16
+    assert len(pin.blocks) == 4 + 1
+    assert manager.usage().pinned == 5
     again = manager.sequence(range(18))
-    again.attach(lease)
+    again.attach(pin)
     assert again.num_computed_tokens == 16
     run(manager, again, 18)
-    lease.release()
+    pin.release()
     manager.check()
 
 
@@ -144,7 +144,7 @@ def test_arrays_have_a_row_per_group() -> None:
         assert arrays["block_tables"][group, 0, :4].tolist() == table
         slots = [table[at // BLOCK] * BLOCK + at % BLOCK for at in range(8, 14)]
         assert arrays["slot_mapping"][group, :6].tolist() == slots
-    assert arrays["block_tables"][1, 0, 0] == TRASH
+    assert arrays["block_tables"][1, 0, 0] == NULL
     assert set(arrays["block_tables"][:, 1:].ravel().tolist()) == {-9}
     plan.commit([0])
 
@@ -172,7 +172,7 @@ def test_blocks_for_is_what_a_sequence_takes() -> None:
                 plan = manager.begin_step(chunk)
                 answer = plan.prefill(sequence, chunk)
                 assert isinstance(answer, Prefilled)
-                peak = max(peak, manager.ledger().active)
+                peak = max(peak, manager.usage().active)
                 plan.commit([7] if answer.samples else [])
             assert peak <= manager.blocks_for(30, chunk)
             small = pool(*windows, blocks=manager.blocks_for(30, chunk))

@@ -304,7 +304,7 @@ def test_an_iterator_that_ends_what_it_is_for(manager: BlockManager) -> None:
     with pytest.raises(PlanError, match="committed or rolled back already"):
         later.commit(rolling_back())  # type: ignore[arg-type]
     manager.check()
-    assert manager.ledger().active == 0
+    assert manager.usage().active == 0
 
 
 def test_an_iterator_that_drops_the_last_handle(manager: BlockManager) -> None:
@@ -317,7 +317,7 @@ def test_an_iterator_that_drops_the_last_handle(manager: BlockManager) -> None:
 
     with pytest.raises(HandleError, match="was freed"):
         plan.decode(dropping())  # type: ignore[arg-type]
-    assert (plan.num_sequences, manager.ledger().active) == (0, 0)
+    assert (plan.num_sequences, manager.usage().active) == (0, 0)
     manager.check()
 
 

@@ -16,13 +16,13 @@ from pyengine.kv_cache import (
     ConfigError,
     HandleError,
     KvError,
-    Lease,
+    Pin,
     PlanError,
     Sequence,
     StepPlan,
     TokenError,
 )
-from tests.support.blocks import computed, leave_idle, retain, snapshot
+from tests.support.blocks import computed, leave_evictable, retain, snapshot
 
 BLOCK = 4
 
@@ -43,7 +43,7 @@ class Scene:
     decoding: Sequence
     """In the older plan, and in the newer with a pending token."""
     freed: Sequence
-    lease: Lease
+    pin: Pin
     committed: StepPlan
     rolled_back: StepPlan
     older: StepPlan
@@ -54,7 +54,7 @@ class Scene:
 
     foreign_manager: BlockManager
     foreign: Sequence
-    foreign_lease: Lease
+    foreign_pin: Pin
     foreign_plan: StepPlan
 
     def handles(self, kind: type) -> list[Any]:
@@ -71,8 +71,8 @@ def next_step(manager: BlockManager) -> int:
 @pytest.fixture
 def scene() -> Scene:
     manager = BlockManager(32, BLOCK, events=True)
-    lease = retain(manager, [1, 2, 3, 4])
-    leave_idle(manager, [7] * BLOCK)
+    pin = retain(manager, [1, 2, 3, 4])
+    leave_evictable(manager, [7] * BLOCK)
     running = computed(manager, [20] * 6)
     freed = computed(manager, [5, 6])
     freed.free()
@@ -100,7 +100,7 @@ def scene() -> Scene:
     newer.prefill(chunked, 8)
 
     foreign_manager = BlockManager(8, BLOCK, events=True)
-    foreign_lease = retain(foreign_manager, [1, 2, 3, 4])
+    foreign_pin = retain(foreign_manager, [1, 2, 3, 4])
     return Scene(
         manager=manager,
         running=running,
@@ -110,7 +110,7 @@ def scene() -> Scene:
         chunked=chunked,
         decoding=decoding,
         freed=freed,
-        lease=lease,
+        pin=pin,
         committed=committed,
         rolled_back=rolled_back,
         older=older,
@@ -120,7 +120,7 @@ def scene() -> Scene:
         step_older=step_older,
         foreign_manager=foreign_manager,
         foreign=foreign_manager.sequence([1, 2, 3, 4, 5]),
-        foreign_lease=foreign_lease,
+        foreign_pin=foreign_pin,
         foreign_plan=foreign_manager.begin_step(10),
     )
 
@@ -129,8 +129,8 @@ def seen(scene: Scene) -> dict[str, list[Any]]:
     """All that can be seen of both managers and of every handle."""
     managers = scene.handles(BlockManager)
     return {
-        "ledger, stats, blocks": [snapshot(manager) for manager in managers],
-        "contents": [sorted(manager.contents()) for manager in managers],
+        "usage, stats, blocks": [snapshot(manager) for manager in managers],
+        "contents": [sorted(manager.cached_hashes()) for manager in managers],
         "events": [manager.take_events() for manager in managers],
         "sequences": [
             (
@@ -141,7 +141,7 @@ def seen(scene: Scene) -> dict[str, list[Any]]:
             else "freed"
             for sequence in scene.handles(Sequence)
         ],
-        "leases": [(lease.num_tokens, lease.blocks) for lease in scene.handles(Lease)],
+        "pins": [(pin.num_tokens, pin.blocks) for pin in scene.handles(Pin)],
         "plans": [
             (
                 *(plan.num_tokens, plan.num_sequences, plan.num_samples),
@@ -168,11 +168,11 @@ def carry_on(scene: Scene) -> None:
     for handle in scene.handles(Sequence):
         if handle.is_live:
             handle.free()
-    for handle in scene.handles(Lease):
+    for handle in scene.handles(Pin):
         handle.release()
     for manager in scene.handles(BlockManager):
         manager.check()
-        assert manager.ledger().available == manager.num_blocks
+        assert manager.usage().available == manager.num_blocks
 
 
 @dataclass
@@ -228,13 +228,13 @@ MISUSES = {
     "planned sequence, foreign plan": Misuse(
         lambda s: s.foreign_plan.prefill(s.sampling, 9), HandleError, "belongs to another"
     ),
-    "foreign lease, attach": Misuse(
-        lambda s: s.waiting.attach(s.foreign_lease),
+    "foreign pin, attach": Misuse(
+        lambda s: s.waiting.attach(s.foreign_pin),
         HandleError,
         "belongs to another BlockManager",
     ),
-    "lease, foreign attach": Misuse(
-        lambda s: s.foreign.attach(s.lease), HandleError, "belongs to another BlockManager"
+    "pin, foreign attach": Misuse(
+        lambda s: s.foreign.attach(s.pin), HandleError, "belongs to another BlockManager"
     ),
     # ---- a sequence in two plans, or twice in one
     "in the older, prefill": Misuse(
@@ -360,7 +360,7 @@ def test_the_longest_namespace() -> None:
 def test_the_scene_by_itself_shows_what_the_rows_rely_on(scene: Scene) -> None:
     """All four states, two open steps, and a look that changes nothing."""
     states = {scene.manager.state(block) for block in range(scene.manager.num_blocks)}
-    assert states == {"free", "idle", "active", "leased"}
+    assert states == {"free", "evictable", "active", "pinned"}
     seen(scene)  # takes the events
     assert seen(scene) == seen(scene)
     assert (scene.older.num_samples, scene.newer.num_samples) == (4, 1)

@@ -39,7 +39,7 @@ def test_what_is_equal_is_copied_and_the_rest_is_computed() -> None:
     assert isinstance(answer, Prefilled)
     assert (answer.num_cached_tokens, answer.num_tokens, answer.samples) == (13, 3, True)
     [(source, copy)] = plan.copies()
-    assert manager.state(source) == "leased"
+    assert manager.state(source) == "pinned"
     assert sequence.block_table[1] == copy
     assert slots(plan) == [copy * BLOCK + at for at in (5, 6, 7)]
     plan.commit([1])
@@ -104,12 +104,12 @@ def test_copies_that_are_planned_after_they_were_read_are_read_again() -> None:
 def test_a_step_whose_copies_were_not_read_rolls_back() -> None:
     manager = BlockManager(8, BLOCK)
     computed(manager, list(range(20)))
-    before = manager.ledger()
+    before = manager.usage()
     sequence = manager.sequence([*range(13), 60, 61, 62])
     plan = manager.begin_step(64)
     plan.prefill(sequence, 64)
     plan.rollback()
-    assert manager.ledger() == before
+    assert manager.usage() == before
     manager.check()
 
 

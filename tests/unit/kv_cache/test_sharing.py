@@ -31,7 +31,7 @@ def test_32_equal_prompts_cost_one_prefill_and_31_tokens() -> None:
     answers = [plan.prefill(sequence, 512) for sequence in sequences]
     assert plan.num_tokens == 512 + 31
     assert all(isinstance(answer, Prefilled) for answer in answers)
-    assert manager.ledger().active == 32
+    assert manager.usage().active == 32
     assert plan.commit([7] * 32) == []
     assert {tuple(sequence.block_table) for sequence in sequences} == {tuple(range(32))}
     assert [manager.refs(block) for block in range(32)] == [32] * 32
@@ -48,12 +48,12 @@ def test_without_sharing_the_same_blocks_after_the_commit() -> None:
     for sequence in sequences:
         plan.prefill(sequence, 512)
     assert plan.num_tokens == 32 * 512
-    redirects = plan.commit([7] * 32)
-    assert len(redirects) == 31 * 32
-    assert [(each.sequence_id, each.index, each.new_block) for each in redirects] == [
+    remappings = plan.commit([7] * 32)
+    assert len(remappings) == 31 * 32
+    assert [(each.sequence_id, each.index, each.new_block) for each in remappings] == [
         (sequence.id, index, index) for sequence in sequences[1:] for index in range(32)
     ]
-    assert manager.ledger().active == 32
+    assert manager.usage().active == 32
     assert {tuple(sequence.block_table) for sequence in sequences} == {tuple(range(32))}
     stats = manager.stats()
     assert (stats.in_flight_blocks, stats.merged_blocks) == (0, 31 * 32)  # memory saved
@@ -85,11 +85,11 @@ def test_a_rolled_back_step_leaves_no_one_with_content_that_was_never_written() 
     plan = manager.begin_step(100)
     plan.prefill(first, 100)
     plan.prefill(second, 100)
-    assert manager.match_prefix(tokens(8)).num_tokens == 0  # not ready: no lease on it
+    assert manager.match_prefix(tokens(8)).num_tokens == 0  # not ready: no pin on it
     plan.rollback()
     assert first.block_table == second.block_table == []
-    assert manager.contents() == []
-    assert manager.ledger().free == 8
+    assert manager.cached_hashes() == []
+    assert manager.usage().free == 8
 
 
 def test_the_death_of_the_one_that_computes() -> None:
@@ -105,7 +105,7 @@ def test_the_death_of_the_one_that_computes() -> None:
     manager.check()
 
 
-def test_adopts_at_each_boundary_what_has_come_since() -> None:
+def test_reuses_at_each_boundary_what_has_come_since() -> None:
     """A second request that comes while the first is half through its 4,096 tokens."""
     manager = BlockManager(1024, 16)
     sequences = [manager.sequence(tokens(4096))]
@@ -121,7 +121,7 @@ def test_adopts_at_each_boundary_what_has_come_since() -> None:
                 assert isinstance(answer, Prefilled)
                 planned[-1].append((answer.num_cached_tokens, answer.num_tokens))
         plan.commit([9] * plan.num_samples)
-    assert planned == [  # (adopted, computed) of the first and the second
+    assert planned == [  # (reused, computed) of the first and the second
         *([(0, 512)] for _ in range(4)),
         [(0, 512), (2048 + 512, 512)],  # 512 of them are computed in the same step
         [(512, 512), (512, 512)],  # each goes on where the other has come to
@@ -130,7 +130,7 @@ def test_adopts_at_each_boundary_what_has_come_since() -> None:
     assert sum(computed for step in planned for _, computed in step) == 4096 + 1
     first, second = sequences
     assert first.block_table == second.block_table
-    assert manager.ledger().active == 256
+    assert manager.usage().active == 256
     manager.check()
 
 
@@ -212,7 +212,7 @@ def test_lookahead_slots_are_given_back_to_the_block() -> None:
     plan.commit([5])
     assert len(sequence.block_table) == 4
     assert sequence.trim(sequence.num_tokens) == 2
-    assert manager.ledger().active == 2
+    assert manager.usage().active == 2
 
 
 # ---- two steps open
@@ -237,7 +237,7 @@ def test_a_step_is_planned_before_the_tokens_of_the_one_before_are_known() -> No
     assert sequences[2].tokens()[-2:] == [23, 31]
     manager.check()
     del sequences
-    assert manager.ledger().active == 0
+    assert manager.usage().active == 0
 
 
 def test_a_block_that_an_open_step_reads_is_not_handed_out() -> None:
@@ -249,9 +249,9 @@ def test_a_block_that_an_open_step_reads_is_not_handed_out() -> None:
     duplicate = second.block_table[0]
     following = manager.begin_step(10)
     following.decode([second])
-    [redirect] = running.commit([1, 2])
-    assert redirect.old_block == duplicate
-    assert manager.state(duplicate) == "leased"  # the open step may still read it
+    [remapping] = running.commit([1, 2])
+    assert remapping.old_block == duplicate
+    assert manager.state(duplicate) == "pinned"  # the open step may still read it
     following.commit([3])
     assert manager.state(duplicate) == "free"
     manager.check()
@@ -267,17 +267,17 @@ def test_events_tell_what_enters_and_leaves() -> None:
     assert isinstance(first, Stored) and isinstance(second, Stored)
     assert (first.tokens, first.parent, first.namespace) == (tokens(4), None, b"")
     assert (second.tokens, second.parent) == (tokens(4, start=5), first.hash)
-    assert set(manager.contents()) == {first.hash, second.hash}
-    computed(manager, tokens(9)).free()  # adopted: nothing new
+    assert set(manager.cached_hashes()) == {first.hash, second.hash}
+    computed(manager, tokens(9)).free()  # reused: nothing new
     assert manager.take_events() == []
     held = computed(manager, tokens(11, start=50))
     kinds = [type(event) for event in manager.take_events()]
     assert kinds == [Removed, Stored, Stored]
     held.free()
-    manager.evict_idle()
+    manager.evict_all()
     [event] = manager.take_events()
     assert isinstance(event, Cleared)
-    assert manager.contents() == []
+    assert manager.cached_hashes() == []
 
 
 # ---- eviction

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pyengine.kv_cache import BlockManager, BufferError, Sequence, StepBuffers, StepPlan
-from tests.support.blocks import compute, computed, leave_idle, step_arrays, unchanged
+from tests.support.blocks import compute, computed, leave_evictable, step_arrays, unchanged
 
 BLOCK = 4
 FILLER = -77
@@ -18,7 +18,7 @@ SWAPPED = ">" if sys.byteorder == "little" else "<"
 
 def mixed_step(manager: BlockManager) -> tuple[StepPlan, list[Sequence]]:
     """A decode, a full hit, a hit with new tokens behind it, a chunk that does not sample."""
-    leave_idle(manager, list(range(8)))
+    leave_evictable(manager, list(range(8)))
     decoding = computed(manager, [50, 51, 52])
     hit = manager.sequence(list(range(8)))
     partly = manager.sequence([0, 1, 2, 3, 60, 61])
@@ -157,13 +157,13 @@ def test_a_merge_rewrites_the_row() -> None:
     plan = manager.begin_step(10)
     plan.prefill(twin, 10)
     plan.fill(buffers)
-    (redirect,) = plan.commit([0])
-    assert arrays["block_tables"][0, 0] == redirect.old_block
+    (remapping,) = plan.commit([0])
+    assert arrays["block_tables"][0, 0] == remapping.old_block
     plan = manager.begin_step(10)
     plan.decode([twin])
     plan.fill(buffers)
     assert arrays["block_tables"][0, :2].tolist() == twin.block_table
-    assert twin.block_table[0] == kept.block_table[0] == redirect.new_block
+    assert twin.block_table[0] == kept.block_table[0] == remapping.new_block
 
 
 def test_reset_and_rollback_rewrite_the_row() -> None:

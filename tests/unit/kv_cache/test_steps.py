@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from pyengine.kv_cache import BlockManager, NoBudget, NoRoom, PlanError, Prefilled, Sequence
-from tests.support.blocks import compute, computed, leave_idle, retain, unchanged
+from tests.support.blocks import compute, computed, leave_evictable, retain, unchanged
 
 BLOCK = 4
 
@@ -14,10 +14,10 @@ def tokens(count: int, start: int = 100) -> list[int]:
     return list(range(start, start + count))
 
 
-def ledger(manager: BlockManager) -> tuple[int, int, int, int]:
-    now = manager.ledger()
+def usage(manager: BlockManager) -> tuple[int, int, int, int]:
+    now = manager.usage()
     manager.check()
-    return now.free, now.idle, now.active, now.leased
+    return now.free, now.evictable, now.active, now.pinned
 
 
 # ---- dropped on the way
@@ -35,15 +35,15 @@ def test_a_sequence_dropped_between_plan_and_commit(how: str, end: str) -> None:
         assert not sequence.is_live
     else:
         del sequence
-    assert ledger(manager) == (5, 0, 3, 0)  # it lives in the plan
+    assert usage(manager) == (5, 0, 3, 0)  # it lives in the plan
     assert (plan.num_sequences, plan.num_samples) == (1, 1)
     if end == "commit":
         assert plan.commit([3]) == []
-        assert ledger(manager) == (6, 2, 0, 0)
+        assert usage(manager) == (6, 2, 0, 0)
         assert manager.match_prefix(tokens(10)).num_tokens == 8
     else:
         plan.rollback()
-        assert ledger(manager) == (8, 0, 0, 0)
+        assert usage(manager) == (8, 0, 0, 0)
         assert manager.match_prefix(tokens(10)).num_tokens == 0
 
 
@@ -57,19 +57,19 @@ def test_others_of_the_batch_merge_into_a_dropped_sequence() -> None:
     dropped.free()
     assert [r.sequence_id for r in plan.commit([1, 2])] == [kept.id, kept.id]
     assert kept.block_table == blocks
-    assert ledger(manager) == (6, 0, 2, 0)
+    assert usage(manager) == (6, 0, 2, 0)
 
 
 def test_dropping_a_plan_rolls_it_back() -> None:
     manager = BlockManager(8, BLOCK)
-    blocks = leave_idle(manager, tokens(4))
+    blocks = leave_evictable(manager, tokens(4))
     sequence = manager.sequence(tokens(10))
-    before = ledger(manager)
+    before = usage(manager)
     plan = manager.begin_step(100)
     plan.prefill(sequence, 100)
-    assert ledger(manager) != before
+    assert usage(manager) != before
     del plan
-    assert ledger(manager) == before
+    assert usage(manager) == before
     assert (sequence.block_table, sequence.num_computed_tokens) == ([], 0)
     assert sequence.num_cached_tokens == 0
     assert manager.stats().rolled_back_steps == 1
@@ -80,7 +80,7 @@ def test_dropping_a_plan_rolls_it_back() -> None:
 @pytest.mark.parametrize("look", ["block_table", "num_computed_tokens", "stats"])
 def test_a_dropped_plan_is_gone_for_whoever_looks_first(look: str) -> None:
     manager = BlockManager(8, BLOCK)
-    leave_idle(manager, tokens(4))
+    leave_evictable(manager, tokens(4))
     sequence = manager.sequence(tokens(10))
     plan = manager.begin_step(100)
     plan.prefill(sequence, 100)
@@ -109,22 +109,22 @@ def test_forgetting_a_sequence_frees_it() -> None:
     manager = BlockManager(8, BLOCK)
     cycle: list[object] = [computed(manager, tokens(10))]
     cycle.append(cycle)
-    assert ledger(manager) == (5, 0, 3, 0)
+    assert usage(manager) == (5, 0, 3, 0)
     del cycle
     gc.collect()
-    assert ledger(manager) == (6, 2, 0, 0)
+    assert usage(manager) == (6, 2, 0, 0)
 
 
 def test_handles_outlive_the_manager_object() -> None:
     manager = BlockManager(8, BLOCK)
     sequence = computed(manager, tokens(8))
-    lease = sequence.lease()
+    pin = sequence.pin()
     del manager
     gc.collect()
     assert len(sequence.block_table) == 2
     sequence.free()
-    lease.release()
-    assert lease.is_released
+    pin.release()
+    assert pin.is_released
 
 
 # ---- undoing
@@ -141,7 +141,7 @@ def test_rollback_leaves_the_sequences_as_they_were() -> None:
     assert not plan.is_open
     after = [(s.block_table, s.num_computed_tokens, s.tokens()) for s in (running, waiting)]
     assert after == before
-    assert ledger(manager) == (6, 0, 2, 0)
+    assert usage(manager) == (6, 0, 2, 0)
     stats = manager.stats()
     assert (stats.committed_steps, stats.rolled_back_steps) == (1, 1)
 
@@ -155,7 +155,7 @@ def test_cancel_takes_one_sequence_out() -> None:
     plan.cancel(first)
     figures = (plan.num_tokens, plan.num_sequences, plan.num_samples, plan.budget_left)
     assert figures == (6, 1, 1, 14)
-    assert (first.block_table, ledger(manager)) == ([], (6, 0, 2, 0))
+    assert (first.block_table, usage(manager)) == ([], (6, 0, 2, 0))
     plan.prefill(first, 20)
     plan.commit([1, 2])
     assert (second.tokens()[-1], first.tokens()[-1]) == (1, 2)
@@ -168,7 +168,7 @@ def test_reset_keeps_the_tokens_and_comes_back_from_the_cache() -> None:
     sequence.reset()
     assert sequence.tokens() == [*tokens(10), 0]
     assert (sequence.block_table, sequence.num_computed_tokens) == ([], 0)
-    assert ledger(manager) == (6, 2, 0, 0)
+    assert usage(manager) == (6, 2, 0, 0)
     hashed = manager.stats().hashed_blocks
     plan = manager.begin_step(100)
     answer = plan.prefill(sequence, 100)
@@ -195,7 +195,7 @@ def test_a_chunk_ends_on_a_block_boundary_if_it_can() -> None:
 
 def test_no_budget_changes_nothing() -> None:
     manager = BlockManager(8, BLOCK)
-    leave_idle(manager, tokens(4))
+    leave_evictable(manager, tokens(4))
     sequence, other = manager.sequence(tokens(8)), manager.sequence([1, 2])
     plan = manager.begin_step(2)
     with unchanged(manager, without="hashed_blocks"):
@@ -215,7 +215,7 @@ def test_reserve_asks_for_all_known_tokens_and_more() -> None:
         assert isinstance(answer, NoRoom)
         assert (answer.needed, answer.available) == (6, 5)
     assert isinstance(plan.prefill(sequence, 4, reserve=1), Prefilled)
-    assert ledger(manager) == (4, 0, 1, 0)
+    assert usage(manager) == (4, 0, 1, 0)
 
 
 def test_decode_says_who_did_not_fit() -> None:
@@ -229,7 +229,7 @@ def test_decode_says_who_did_not_fit() -> None:
     assert [s.tokens()[-1] for s in sequences] == [10, 0, 30]
     plan = manager.begin_step(1)
     assert plan.decode([sequences[0], sequences[2]]) == [1]
-    assert ledger(manager) == (0, 0, 4, 0)
+    assert usage(manager) == (0, 0, 4, 0)
 
 
 def test_decoded_blocks_are_registered_too() -> None:
@@ -243,47 +243,47 @@ def test_decoded_blocks_are_registered_too() -> None:
     assert manager.match_prefix([100, 101, 0, 8]).num_tokens == 0
 
 
-# ---- leases
+# ---- pins
 
 
-def test_a_lease_keeps_its_blocks_from_allocation() -> None:
+def test_a_pin_keeps_its_blocks_from_allocation() -> None:
     manager = BlockManager(3, BLOCK)
-    with retain(manager, tokens(8)) as lease:
-        assert (lease.num_tokens, lease.is_released) == (8, False)
+    with retain(manager, tokens(8)) as pin:
+        assert (pin.num_tokens, pin.is_released) == (8, False)
         plan = manager.begin_step(100)
         sequence = manager.sequence([1] * 8)
         answer = plan.prefill(sequence, 100)
         assert isinstance(answer, NoRoom)
         assert (answer.needed, answer.available) == (2, 1)
-    assert (lease.num_tokens, lease.blocks, lease.is_released) == (0, [], True)
-    lease.release()
+    assert (pin.num_tokens, pin.blocks, pin.is_released) == (0, [], True)
+    pin.release()
     assert isinstance(plan.prefill(sequence, 100), Prefilled)
-    assert ledger(manager) == (0, 1, 2, 0)
+    assert usage(manager) == (0, 1, 2, 0)
 
 
-def test_a_match_of_nothing_is_a_lease_on_nothing() -> None:
+def test_a_match_of_nothing_is_a_pin_on_nothing() -> None:
     manager = BlockManager(3, BLOCK)
-    lease = manager.match_prefix(tokens(8))
-    assert (lease.num_tokens, lease.blocks, lease.is_released) == (0, [], False)
+    pin = manager.match_prefix(tokens(8))
+    assert (pin.num_tokens, pin.blocks, pin.is_released) == (0, [], False)
     sequence = manager.sequence([1])
-    sequence.attach(lease)
+    sequence.attach(pin)
     assert sequence.block_table == []
 
 
-def test_an_attached_lease_is_a_hit() -> None:
+def test_an_attached_pin_is_a_hit() -> None:
     manager = BlockManager(4, BLOCK)
-    lease = retain(manager, tokens(8))
+    pin = retain(manager, tokens(8))
     whole, longer = manager.sequence(tokens(8)), manager.sequence(tokens(9))
-    whole.attach(lease)
-    longer.attach(lease)
+    whole.attach(pin)
+    longer.attach(pin)
     assert (whole.num_computed_tokens, longer.num_computed_tokens) == (7, 8)
-    assert whole.block_table == longer.block_table == lease.blocks
+    assert whole.block_table == longer.block_table == pin.blocks
     plan = manager.begin_step(2)
     assert isinstance(plan.prefill(whole, 2), Prefilled)
     assert isinstance(plan.prefill(longer, 2), Prefilled)
     assert (plan.num_tokens, plan.num_samples) == (2, 2)
     plan.commit([1, 2])
-    assert ledger(manager) == (1, 0, 3, 0)
+    assert usage(manager) == (1, 0, 3, 0)
 
 
 def test_a_lookahead_that_no_pool_has_does_not_fit() -> None:
@@ -303,7 +303,7 @@ def test_stats_are_monotonic_and_named() -> None:
     last = manager.stats().as_dict()
     assert set(last.values()) == {0}
     for start in (0, 0, 100, 200, 0):
-        leave_idle(manager, tokens(8, start))
+        leave_evictable(manager, tokens(8, start))
         stats = manager.stats()
         now = stats.as_dict()
         assert now == {name: getattr(stats, name) for name in now}

@@ -19,7 +19,7 @@ def record(path: Path, **settings: object) -> BlockManager:
     manager.record(path)
     for last in range(4):
         sequence = computed(manager, [1, 2, 3, 4, 5, 6, 7, 8, last], namespace=b"tenant")
-        with sequence.lease():
+        with sequence.pin():
             sequence.reset()
     pair = [manager.sequence([9]), manager.sequence([9])]
     compute(manager, *pair)
@@ -47,11 +47,11 @@ def test_a_replay_comes_to_the_same_end(tmp_path: Path, eviction: str) -> None:
     assert report.divergence is None
     assert report.failed_check is None
     assert report.is_complete
-    assert report.ledger == manager.ledger()
+    assert report.usage == manager.usage()
     assert report.stats.as_dict() == manager.stats().as_dict()
     assert report.stats.merged_blocks == 1
     assert report.operations["sequence"] == 6
-    assert report.operations["drop_lease"] == 4
+    assert report.operations["drop_pin"] == 4
     assert report.operations["drop_sequence"] == 6
     assert "stop_recording" not in report.operations
     seed = report.settings.pop("hash_seed")
@@ -162,7 +162,7 @@ def test_a_file_that_blocks_blocks_nobody_else(tmp_path: Path) -> None:
     recording.start()
     recording.join(0.1)
     assert recording.is_alive()
-    looking = threading.Thread(target=manager.ledger, daemon=True)
+    looking = threading.Thread(target=manager.usage, daemon=True)
     looking.start()
     looking.join(10)
     waited = looking.is_alive()

@@ -35,7 +35,7 @@ class Request:
     def __init__(self, manager: BlockManager, prompt: list[int]) -> None:
         self.tokens = list(prompt)
         self.sequence = manager.sequence(prompt)
-        self.computed = self.sequence.adopt()
+        self.computed = self.sequence.reuse_cached()
         self.known = len(prompt)
         self.published = self.computed
         self.slots = len(self.sequence.block_table) * BLOCK
@@ -77,7 +77,7 @@ def test_a_scheduler_of_its_own() -> None:
     assert third.schedule(80)
     second.sequence.free()
     third.sequence.free()
-    assert manager.ledger().active == 0
+    assert manager.usage().active == 0
     manager.check()
 
 
@@ -85,14 +85,14 @@ def test_no_room_and_back() -> None:
     manager = BlockManager(4, BLOCK)
     computed(manager, [1, 2, 3, 4]).free()
     sequence = manager.sequence([1, 2, 3, 4, *range(20)])
-    assert sequence.adopt() == 4
+    assert sequence.reuse_cached() == 4
     with unchanged(manager):
         answer = sequence.extend(20)
     assert isinstance(answer, NoRoom)
     assert (answer.needed, answer.available) == (5, 3)
     sequence.reset()
-    ledger = manager.ledger()
-    assert (ledger.free, ledger.idle) == (3, 1)
+    usage = manager.usage()
+    assert (usage.free, usage.evictable) == (3, 1)
 
 
 def test_merges_are_reported() -> None:
@@ -162,10 +162,12 @@ MISUSES = {
     "tokens": Misuse(lambda s: s.ready.publish(1), PlanError, "3 tokens of sequence 1 .* 4 cannot"),
     "bad tokens": Misuse(lambda s: s.ready.publish(1, [-1]), TokenError, "token id -1"),
     "negative": Misuse(lambda s: s.ready.extend(-1), KvError, "num_tokens=-1"),
-    "adopt planned": Misuse(lambda s: s.planned.adopt(), PlanError, "sequence 2 is in an open"),
+    "reuse planned": Misuse(
+        lambda s: s.planned.reuse_cached(), PlanError, "sequence 2 is in an open"
+    ),
     "extend planned": Misuse(lambda s: s.planned.extend(1), PlanError, "sequence 2 is in an open"),
     "publish planned": Misuse(lambda s: s.planned.publish(0), PlanError, "2 is in an open"),
-    "adopt freed": Misuse(lambda s: s.freed.adopt(), HandleError, "sequence 3 was freed"),
+    "reuse freed": Misuse(lambda s: s.freed.reuse_cached(), HandleError, "sequence 3 was freed"),
     "extend freed": Misuse(lambda s: s.freed.extend(1), HandleError, "sequence 3 was freed"),
     "publish freed": Misuse(lambda s: s.freed.publish(0), HandleError, "sequence 3 was freed"),
 }
@@ -185,13 +187,13 @@ def test_it_is_recorded(tmp_path: object) -> None:
     manager.record(path)
     for _ in range(2):
         sequence = manager.sequence(range(9))
-        left = 9 - sequence.adopt()
+        left = 9 - sequence.reuse_cached()
         extended(sequence, left)
         sequence.publish(left, [5])
         del sequence
     manager.stop_recording()
     report = replay(path)
     assert report.divergence is None
-    assert [report.operations[name] for name in ("adopt", "extend", "publish")] == [2, 2, 2]
+    assert [report.operations[name] for name in ("reuse_cached", "extend", "publish")] == [2, 2, 2]
     assert report.stats.cached_tokens == 8
-    assert report.ledger == manager.ledger()
+    assert report.usage == manager.usage()

@@ -96,7 +96,7 @@ def test_it_waits_where_somebody_must_be_preempted() -> None:
     first = scheduler.schedule()
     assert len(planned(first)) == 2
     assert scheduler.schedule(ahead=True) is None  # two blocks are needed, one is left
-    assert scheduler._manager.ledger().active == 2
+    assert scheduler._manager.usage().active == 2
     assert scheduler.num_preemptions == 0
     assert first
     scheduler.commit(first, [5, 6])

@@ -95,16 +95,16 @@ class Service:
 
 
 def filled(service: Service) -> None:
-    """Leave no free block: all are idle, with contents of requests that have ended."""
+    """Leave no free block: all are evictable, with contents of requests that have ended."""
     manager = service.manager
     for names in range(manager.num_blocks):
-        if not manager.ledger().free:
+        if not manager.usage().free:
             break
-        size = min(manager.ledger().free * BLOCK_SIZE, 400)
+        size = min(manager.usage().free * BLOCK_SIZE, 400)
         service.add(f"old {names}", [10_000 + names * 400 + at for at in range(size)], 1)
         service.step()
-    ledger = manager.ledger()
-    assert (ledger.free, ledger.idle) == (0, manager.num_blocks)
+    usage = manager.usage()
+    assert (usage.free, usage.evictable) == (0, manager.num_blocks)
 
 
 def waits(service: Service) -> list[int]:
@@ -135,7 +135,7 @@ def five_steps(manager: BlockManager) -> None:
     first = manager.sequence(tokens)
     first.extend(BLOCK_SIZE)
     first.publish(BLOCK_SIZE)
-    block, retained = first.block_table[0], first.lease()
+    block, retained = first.block_table[0], first.pin()
     first.free()
 
     def counters() -> tuple[int, int]:

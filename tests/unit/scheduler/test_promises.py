@@ -20,7 +20,7 @@ def tokens(count: int, start: int = 0) -> list[int]:
 
 
 def cache(manager: BlockManager, prompt: list[int]) -> None:
-    """Compute a prompt and let it go: its full blocks are idle."""
+    """Compute a prompt and let it go: its full blocks are evictable."""
     sequence = manager.sequence(prompt)
     plan = manager.begin_step(len(prompt))
     plan.prefill(sequence, len(prompt))
@@ -55,28 +55,28 @@ def test_promise_1_prefix_is_matched_before_the_budget_is_charged() -> None:
     """A 16-block prompt of which 12 are resident needs 4 blocks, of memory and of budget."""
     manager = BlockManager(16, 16)
     cache(manager, tokens(12 * 16))
-    lease = manager.match_prefix(tokens(12 * 16))  # resident: held by someone
-    assert manager.ledger().available == 4
+    pin = manager.match_prefix(tokens(12 * 16))  # resident: held by someone
+    assert manager.usage().available == 4
     scheduler = make(manager, budget=4 * 16)
     add(scheduler, "a", tokens(16 * 16))
     step = scheduler.schedule()
     assert step is not None
     assert (step.entries[0].num_cached, step.entries[0].num_tokens) == (12 * 16, 4 * 16)
     assert step.plan.budget_left == 0
-    assert manager.ledger().available == 0
+    assert manager.usage().available == 0
     assert len(scheduler.commit(step, [1])) == 0
-    lease.release()
+    pin.release()
 
 
-def test_promise_2_revived_idle_blocks_count_like_fresh_ones() -> None:
+def test_promise_2_revived_evictable_blocks_count_like_fresh_ones() -> None:
     manager = BlockManager(16, 4)
     cache(manager, tokens(12 * 4))
-    assert manager.ledger().idle == 12
+    assert manager.usage().evictable == 12
     scheduler = make(manager)
     add(scheduler, "a", tokens(16 * 4))  # revives 12, takes 4: the whole pool
     add(scheduler, "b", tokens(4, start=50))
     assert planned(scheduler) == [("a", 16)]
-    assert manager.ledger().available == 0
+    assert manager.usage().available == 0
 
 
 def test_promise_2_active_blocks_cost_nothing() -> None:
@@ -84,10 +84,10 @@ def test_promise_2_active_blocks_cost_nothing() -> None:
     scheduler = make(manager)
     add(scheduler, "a", tokens(8 * 4))
     planned(scheduler)
-    assert manager.ledger().active == 8
+    assert manager.usage().active == 8
     add(scheduler, "b", [*tokens(8 * 4), 5])  # 9 blocks, 8 of them active
     assert ("b", 1) in planned(scheduler)
-    assert manager.ledger().active == 10
+    assert manager.usage().active == 10
 
 
 def test_promise_3_takes_blocks_for_scheduled_tokens_only() -> None:
@@ -95,7 +95,7 @@ def test_promise_3_takes_blocks_for_scheduled_tokens_only() -> None:
     scheduler = make(manager, budget=16)
     add(scheduler, "a", tokens(40))
     assert planned(scheduler) == [("a", 16)]
-    assert manager.ledger().active == 4
+    assert manager.usage().active == 4
 
 
 def test_promise_3_admits_only_what_fits_beside_the_admitted() -> None:
@@ -174,15 +174,15 @@ def test_promise_6_nothing_starves(
     bench.assert_all_free()
 
 
-def test_promise_6_waits_for_leases_only_with_a_clear_error() -> None:
+def test_promise_6_waits_for_pins_only_with_a_clear_error() -> None:
     manager = BlockManager(4, 4)
     cache(manager, tokens(12))
-    lease = manager.match_prefix(tokens(12))
+    pin = manager.match_prefix(tokens(12))
     scheduler = make(manager)
     add(scheduler, "a", tokens(12, start=50))
-    with pytest.raises(StalledError, match=r"'a' of 12 tokens .*leased=3"):
+    with pytest.raises(StalledError, match=r"'a' of 12 tokens .*pinned=3"):
         scheduler.schedule()
-    lease.release()
+    pin.release()
     assert planned(scheduler) == [("a", 12)]
 
 
@@ -192,7 +192,7 @@ def test_promise_7_newest_first() -> None:
     for name, start in (("old", 0), ("mid", 30), ("new", 60)):
         add(scheduler, name, tokens(11, start=start))
     planned(scheduler)
-    assert manager.ledger().available == 0
+    assert manager.usage().available == 0
     planned(scheduler)  # position 11: still room in everyone's third block
     assert [name for name, _ in planned(scheduler)] == ["old", "mid"]
     assert (scheduler.num_preemptions, scheduler.num_waiting) == (1, 1)
@@ -206,7 +206,7 @@ def test_promise_7_a_victim_that_frees_nothing_is_passed_over() -> None:
     planned(scheduler)
     add(scheduler, "new", tokens(8))  # every block of it is shared with "old"
     assert planned(scheduler) == [("old", 1), ("mid", 1), ("new", 1)]
-    assert manager.ledger().available == 0
+    assert manager.usage().available == 0
     assert planned(scheduler) == [("old", 1), ("new", 1)]
     assert scheduler.num_preemptions == 1
 
@@ -279,13 +279,13 @@ def test_rollback_lets_admitted_jobs_wait_again() -> None:
     bench = make_bench(16, 4)
     scheduler = bench.scheduler
     add(scheduler, "a", tokens(9))
-    before = bench.manager.ledger()
+    before = bench.manager.usage()
     step = scheduler.schedule()
     assert step is not None
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
     scheduler.rollback(step)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
-    assert bench.manager.ledger() == before
+    assert bench.manager.usage() == before
     with pytest.raises(PlanError):
         scheduler.rollback(step)
     assert planned(scheduler) == [("a", 9)]
@@ -298,8 +298,8 @@ def test_an_aborted_request_lives_in_the_open_step_and_stays_cached() -> None:
     step = scheduler.schedule()
     assert step is not None
     finish(scheduler, "a")
-    assert manager.ledger().active == 3
+    assert manager.usage().active == 3
     scheduler.commit(step, [1])
-    assert (manager.ledger().active, manager.ledger().idle) == (0, 2)
+    assert (manager.usage().active, manager.usage().evictable) == (0, 2)
     assert not scheduler.has_work
     assert scheduler.schedule() is None

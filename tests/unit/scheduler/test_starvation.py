@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from pyengine.engine.request import SequenceState
-from pyengine.kv_cache import BlockManager, Ledger
+from pyengine.kv_cache import BlockManager, PoolUsage
 from pyengine.scheduler.batch import ScheduledStep
 from pyengine.scheduler.scheduler import Scheduler, SchedulerLimits, StalledError
 from tests.support.lookahead import LookaheadManager
@@ -28,7 +28,7 @@ class UsageScheduler(Scheduler):
     """Admits while the pool looks less than `THRESHOLD` used: the rule that starves."""
 
     def _admit(self, step: ScheduledStep, without: Collection[SequenceState]) -> None:
-        used = NUM_BLOCKS - self._manager.ledger().free
+        used = NUM_BLOCKS - self._manager.usage().free
         if used / NUM_BLOCKS < THRESHOLD:
             super()._admit(step, without)
 
@@ -80,13 +80,13 @@ def test_a_rule_that_reads_blocks_not_in_the_free_list_starves(lookahead: int) -
         service.run()
     assert 0 < len(service.admitted) < 20
     assert service.scheduler.num_running == 0
-    before = service.manager.ledger()
+    before = service.manager.usage()
     assert before.available == NUM_BLOCKS, "every block is there to be taken"
     assert before.free / NUM_BLOCKS <= 1 - THRESHOLD
     for _ in range(1000):
         with pytest.raises(StalledError):
             service.step()
-        assert service.manager.ledger() == before  # a fixed point: the same answer for ever
+        assert service.manager.usage() == before  # a fixed point: the same answer for ever
 
 
 @pytest.mark.parametrize("lookahead", [0, 3, 8])
@@ -103,18 +103,18 @@ def test_ours_admits_the_same_requests_in_bounded_time(lookahead: int) -> None:
         assert service.admitted[str(name)] <= bound
         bound += -(-length // chunk) + NUM_TOKENS - 1
     assert service.manager.stats().evicted_blocks > 0
-    assert service.manager.ledger().available == NUM_BLOCKS
+    assert service.manager.usage().available == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("lookahead", [0, 3, 8])
-def test_ours_admits_into_a_pool_of_idle_blocks_at_once(lookahead: int) -> None:
+def test_ours_admits_into_a_pool_of_evictable_blocks_at_once(lookahead: int) -> None:
     service = Service(Scheduler, lookahead)
     for name in range(8):  # one by one, until the pool is full of what they left
         service.add([name])
         service.run()
-    ledger: Ledger = service.manager.ledger()
-    assert (ledger.free + ledger.idle, ledger.available) == (NUM_BLOCKS, NUM_BLOCKS)
-    assert ledger.free / NUM_BLOCKS <= 1 - THRESHOLD
+    usage: PoolUsage = service.manager.usage()
+    assert (usage.free + usage.evictable, usage.available) == (NUM_BLOCKS, NUM_BLOCKS)
+    assert usage.free / NUM_BLOCKS <= 1 - THRESHOLD
     service.add([100], length=NUM_BLOCKS * BLOCK_SIZE - NUM_TOKENS - lookahead)  # all but its end
     service.step()
     assert service.admitted["100"] == service.num_steps

@@ -185,7 +185,10 @@ def test_the_figures_of_a_run_are_right(monkeypatch: pytest.MonkeyPatch, depth: 
     assert scraped.value("vllm:request_success_total", finished_reason="stop") >= 1
     assert scraped.value("vllm:prompt_tokens_cached_total") > 0
     assert scraped.value("pyengine:kv_blocks", state="active") == 0
-    assert scraped.value("pyengine:kv_blocks", state="idle") == run.bench.manager.ledger().idle
+    assert (
+        scraped.value("pyengine:kv_blocks", state="evictable")
+        == run.bench.manager.usage().evictable
+    )
 
 
 def test_tokens_that_were_drafted_count(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:

@@ -59,8 +59,8 @@ def model() -> Iterator[Model]:
     yield model
     for context in list(model.drafter._sequences):
         model.drafter.forget(context)
-    ledger = model.manager.ledger()
-    assert (ledger.active, ledger.leased) == (0, 0)
+    usage = model.manager.usage()
+    assert (usage.active, usage.pinned) == (0, 0)
 
 
 def test_a_prompt_is_computed_in_chunks_within_the_budget(model: Model) -> None:

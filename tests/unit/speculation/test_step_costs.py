@@ -22,7 +22,7 @@ def sizes(num_blocks: int, max_tokens: int) -> list[int]:
         rows_per_seq=8,
     )
     measured_costs(runner, manager, limits)
-    assert manager.ledger().free == num_blocks
+    assert manager.usage().free == num_blocks
     return sorted(set(runner.computed))
 
 

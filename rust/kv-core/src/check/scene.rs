@@ -4,8 +4,8 @@ use crate::config::Config;
 use crate::eviction::Eviction;
 use crate::handle::{PlanHandle, SeqHandle};
 use crate::ids::PlanKey;
-use crate::lease::Lease;
 use crate::manager::BlockManager;
+use crate::pin::Pin;
 use crate::sequence::Sequence;
 use crate::step::Prefill;
 
@@ -20,15 +20,15 @@ pub(crate) const PARENT: u32 = 2;
 pub(crate) const CHILD: u32 = 3;
 /// Its fork: fewer tokens than its rows have room for.
 pub(crate) const TAIL: u32 = 4;
-/// Stands on a lease that covers all its tokens.
+/// Stands on a pin that covers all its tokens.
 pub(crate) const ATTACHED: u32 = 5;
 /// Without blocks.
 pub(crate) const FRESH: u32 = 6;
 /// Of a namespace of its own.
 pub(crate) const TENANT: u32 = 7;
-/// A chunk in each plan; the newer one adopts a row that `TWIN` computes.
+/// A chunk in each plan; the newer one reuses a row that `TWIN` computes.
 pub(crate) const LONG: u32 = 8;
-/// The same prompt: adopts what `LONG` computes in the older plan, and computes a row more.
+/// The same prompt: reuses what `LONG` computes in the older plan, and computes a row more.
 pub(crate) const TWIN: u32 = 9;
 /// Decodes in both plans.
 pub(crate) const TALK: u32 = 10;
@@ -52,7 +52,7 @@ pub(crate) struct Scene {
     pub(crate) manager: BlockManager,
     handles: Vec<Option<SeqHandle>>,
     plans: Vec<PlanHandle>,
-    leases: Vec<Lease>,
+    pins: Vec<Pin>,
 }
 
 impl Scene {
@@ -65,7 +65,7 @@ impl Scene {
             manager: manager.expect("a valid config"),
             handles: Vec::new(),
             plans: Vec::new(),
-            leases: Vec::new(),
+            pins: Vec::new(),
         }
     }
 
@@ -129,7 +129,7 @@ impl Scene {
         slot
     }
 
-    /// A prompt, computed and forgotten: its full rows are idle. Its slot is free again.
+    /// A prompt, computed and forgotten: its full rows are evictable. Its slot is free again.
     fn pass(&mut self, tokens: std::ops::Range<u32>) {
         self.run(tokens, b"");
         self.handles.pop();
@@ -150,17 +150,17 @@ pub(crate) fn scene() -> Scene {
         ..Config::new(128, 3)
     });
     assert_eq!(scene.run(0..12, b""), REST);
-    scene.manager.evict_idle();
+    scene.manager.evict_all();
     assert_eq!(scene.fork(REST, 12), COPY);
     assert_eq!(scene.run(100..107, b""), PARENT);
     assert_eq!(scene.fork(PARENT, 8), CHILD);
     assert_eq!(scene.fork(PARENT, 7), TAIL);
     assert_eq!(scene.add(0..12, b""), ATTACHED);
     let tokens: Vec<u32> = (0..12).collect();
-    let lease = scene.manager.match_prefix(&tokens, b"").expect("short");
+    let pin = scene.manager.match_prefix(&tokens, b"").expect("short");
     let key = scene.handle(ATTACHED).key();
-    scene.manager.attach(key, &lease).expect("the same tokens");
-    scene.leases.push(lease);
+    scene.manager.attach(key, &pin).expect("the same tokens");
+    scene.pins.push(pin);
     assert_eq!(scene.add(0..4, b""), FRESH);
     assert_eq!(scene.run(0..5, b"tenant"), TENANT);
     assert_eq!(scene.add(200..220, b""), LONG);
@@ -178,18 +178,18 @@ pub(crate) fn scene() -> Scene {
     scene
 }
 
-/// Idle blocks of every kind, blocks that only a lease holds.
+/// Evictable blocks of every kind, blocks that only a pin holds.
 fn rest_of_the_pool(scene: &mut Scene) {
     for first in [700, 710, 720, 730, 740] {
         scene.pass(first..first + 4);
     }
-    let mut lease = |first: u32| {
+    let mut pin = |first: u32| {
         let tokens: Vec<u32> = (first..first + 3).collect();
         scene.manager.match_prefix(&tokens, b"").expect("short")
     };
-    drop(lease(700)); // used again
-    let leased = lease(740);
-    scene.leases.push(leased);
+    drop(pin(700)); // used again
+    let pinned = pin(740);
+    scene.pins.push(pinned);
 }
 
 fn older_plan(scene: &mut Scene) {

@@ -1,5 +1,5 @@
 //! The validator's part that sees into the pool: contents and their blocks, the queue, holders, the
-//! ledger.
+//! usage.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,8 +9,8 @@ use crate::contents::Spot;
 use crate::ids::BlockId;
 use crate::queue::{List, Place};
 
-/// What leases hold at least and at most.
-pub(crate) type LeaseRefs = (usize, usize);
+/// What pins hold at least and at most.
+pub(crate) type PinRefs = (usize, usize);
 
 impl Pool {
     /// Every block, its place and the content that it holds.
@@ -20,28 +20,28 @@ impl Pool {
     }
 
     /// Recounts everything. `held`: table entries per block; `fences`: by open plans; `before`: what
-    /// leases held when the mail was looked at; `posted`: the blocks that it names, which the manager
+    /// pins held when the mail was looked at; `posted`: the blocks that it names, which the manager
     /// is yet to take back.
     pub(crate) fn check(
         &self,
         held: &[u32],
         fences: &HashMap<BlockId, u32>,
-        before: LeaseRefs,
+        before: PinRefs,
         posted: &HashSet<BlockId>,
     ) -> Result<(), String> {
         self.queue.check()?;
         self.check_contents()?;
         self.check_queue()?;
-        let (mut active, mut by_leases) = (0, 0);
+        let (mut active, mut by_pins) = (0, 0);
         let mut lost = None;
         for (id, place, content) in self.each() {
-            let leases = self.shared.lease_refs_of(id);
+            let pins = self.shared.pin_refs_of(id);
             let fenced = fences.get(&id).copied().unwrap_or(0);
             let (says, counted) = (place.counts(), [held[id.at()], fenced]);
             ensure(says == counted, || {
                 format!("{id:?} has seq_refs and fences {says:?}, counted {counted:?}")
             })?;
-            let refs = counted.iter().sum::<u32>() + leases;
+            let refs = counted.iter().sum::<u32>() + pins;
             let queued = place.waits();
             ensure(!queued || refs == 0, || {
                 format!("{id:?} is in the queue with refs {refs}")
@@ -54,11 +54,11 @@ impl Pool {
                 lost = Some(id);
             }
             active += usize::from(held[id.at()] > 0);
-            by_leases += leases as usize;
+            by_pins += pins as usize;
         }
-        check_leases(by_leases, lost, before, self.shared.lease_refs())?;
+        check_pins(by_pins, lost, before, self.shared.pin_refs())?;
         ensure(active == self.active, || {
-            format!("ledger: {} active, counted {active}", self.active)
+            format!("usage: {} active, counted {active}", self.active)
         })
     }
 
@@ -105,7 +105,7 @@ impl Pool {
                 format!("{id:?} says {says:?}, should {lists:?}")
             })?;
         }
-        for list in [List::Free].into_iter().chain(List::IDLE) {
+        for list in [List::Free].into_iter().chain(List::EVICTABLE) {
             for id in self.queue.iter(list) {
                 let says = self.queue.place(id).list;
                 ensure(says == list, || {
@@ -131,17 +131,17 @@ impl Pool {
     }
 }
 
-/// Leases hold `counted` references; a block is `lost` that nobody holds and that
-/// is not in the queue. While a lease is being dropped its blocks may look so.
-fn check_leases(
+/// Pins hold `counted` references; a block is `lost` that nobody holds and that
+/// is not in the queue. While a pin is being dropped its blocks may look so.
+fn check_pins(
     counted: usize,
     lost: Option<BlockId>,
-    before: LeaseRefs,
-    after: LeaseRefs,
+    before: PinRefs,
+    after: PinRefs,
 ) -> Result<(), String> {
     let (least, most) = (after.0, before.1);
     ensure(least <= counted && counted <= most, || {
-        format!("leases hold {counted} blocks, counted {least} to {most}")
+        format!("pins hold {counted} blocks, counted {least} to {most}")
     })?;
     match lost {
         Some(block) if least == most => Err(format!("{block:?} is held by nobody and not queued")),
@@ -166,7 +166,7 @@ mod tests {
         posted: HashSet<BlockId>,
     }
 
-    /// Eight blocks: 0 and 1 hold a prefix and are in a table, 2 is fenced, 3 is leased, 4 is idle, the
+    /// Eight blocks: 0 and 1 hold a prefix and are in a table, 2 is fenced, 3 is pinned, 4 is evictable, the
     /// others are free.
     fn scene() -> Scene {
         let shared = Arc::new(Shared::new(0, 8).expect("little memory"));
@@ -179,8 +179,8 @@ mod tests {
         pool.append(behind, &[3, 3], &taken[4..], 1);
         pool.fence(taken[2]);
         shared.hold(taken[3]);
-        shared.lease_refs_floor.fetch_add(1, Ordering::AcqRel);
-        shared.lease_refs_ceiling.fetch_add(1, Ordering::AcqRel);
+        shared.pin_refs_floor.fetch_add(1, Ordering::AcqRel);
+        shared.pin_refs_ceiling.fetch_add(1, Ordering::AcqRel);
         pool.release_all(&taken[2..]);
         Scene {
             pool,
@@ -191,10 +191,10 @@ mod tests {
     }
 
     fn check(scene: &Scene) -> Result<(), String> {
-        let leases = scene.pool.shared.lease_refs();
+        let pins = scene.pool.shared.pin_refs();
         scene
             .pool
-            .check(&scene.held, &scene.fences, leases, &scene.posted)
+            .check(&scene.held, &scene.fences, pins, &scene.posted)
     }
 
     fn place(scene: &mut Scene, block: u32) -> &mut Place {
@@ -228,10 +228,10 @@ mod tests {
         ("BlockId(5) is held by nobody and not queued", |s| {
             s.pool.queue.unlink(BlockId::from(5));
         }),
-        ("leases hold 1 blocks, counted 0 to 0", |s| {
-            s.pool.shared.forget_lease_refs(1)
+        ("pins hold 1 blocks, counted 0 to 0", |s| {
+            s.pool.shared.forget_pin_refs(1)
         }),
-        ("ledger: 3 active, counted 2", |s| s.pool.active += 1),
+        ("usage: 3 active, counted 2", |s| s.pool.active += 1),
         ("is in BlockId(7) for group 0, which holds", |s| {
             let content = s.pool.held[1];
             s.pool.contents.set_block(content, 0, BlockId::from(7));

@@ -207,7 +207,7 @@ impl Steps {
         let samples = start + len == seq.tokens.len();
         let mut extra = Extra::new(seq.registered);
         extra.prefill = true;
-        (extra.adopted, extra.replay) = (cached_tokens, replay);
+        (extra.reused_tokens, extra.replay) = (cached_tokens, replay);
         if let Some(Lent { content, tokens }) = lent {
             extra.lent.extend(state.pool.contents.blocks(content));
             extra.lent_tokens = tokens;

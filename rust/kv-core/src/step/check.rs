@@ -63,7 +63,7 @@ impl Steps {
                 check_in_place(state, entry, seq.id)?;
                 *to_come -= entry.growth();
                 let Some(extra) = &entry.extra else { continue };
-                check_adopted(state, entry, extra, seq)?;
+                check_reused(state, entry, extra, seq)?;
                 let table = self.table_of(state, plan, entry);
                 check_shared(state, extra, &table, seq.id, &computing)?;
                 check_announced(state, plan, extra, &table, &mut computing)?;
@@ -211,7 +211,7 @@ fn check_extent(state: &State, entry: &Entry, seq: &Sequence, growth: usize) -> 
     let before = rows.saturating_sub(growth);
     let fits = state.groups.rows(entry.end()) <= rows && growth <= rows;
     ensure(fits, || format!("sequence {id} is planned without blocks"))?;
-    let from = entry.start - entry.adopted();
+    let from = entry.start - entry.reused_tokens();
     ensure(state.groups.rows(from) <= before, || {
         format!("sequence {id} was at {from} with {before} rows")
     })?;
@@ -262,37 +262,32 @@ fn check_path(state: &State, extra: &Extra, seq: &Sequence) -> Result<(), String
 }
 
 /// What it took from the cache, if it is a prefill.
-fn check_adopted(
-    state: &State,
-    entry: &Entry,
-    extra: &Extra,
-    seq: &Sequence,
-) -> Result<(), String> {
+fn check_reused(state: &State, entry: &Entry, extra: &Extra, seq: &Sequence) -> Result<(), String> {
     let (id, start) = (seq.id, entry.start);
     let written = entry.write_from(state.groups.block_size());
     let again = written.saturating_sub(extra.replay);
     let end = again.min(seq.tokens.len() - 1);
     let fits = match extra.matched + extra.lent_tokens {
-        0 => extra.adopted == 0,
+        0 => extra.reused_tokens == 0,
         _ => start == end,
     };
     ensure(fits, || {
-        let (tokens, rows) = (extra.adopted, extra.matched);
-        format!("sequence {id} starts at {start} with {tokens} tokens of {rows} rows adopted")
+        let (tokens, rows) = (extra.reused_tokens, extra.matched);
+        format!("sequence {id} starts at {start} with {tokens} tokens of {rows} rows reused")
     })?;
     let (blocks, in_flight) = (extra.matched_blocks, extra.in_flight);
     let most = extra.matched * state.groups.len();
     ensure(
         blocks <= most && in_flight <= blocks + extra.present.len(),
-        || format!("sequence {id} adopted {blocks} blocks of {most}, {in_flight} in flight"),
+        || format!("sequence {id} reused {blocks} blocks of {most}, {in_flight} in flight"),
     )?;
     let may_announce = extra.prefill && state.sharing;
     ensure(may_announce || extra.announced == 0, || {
         format!("sequence {id} announces what it must not")
     })?;
-    let may_adopt = extra.prefill && seq.read_cache;
-    ensure(may_adopt || extra.matched + extra.lent.len() == 0, || {
-        format!("sequence {id} adopts what it must not")
+    let may_reuse = extra.prefill && seq.read_cache;
+    ensure(may_reuse || extra.matched + extra.lent.len() == 0, || {
+        format!("sequence {id} reuses what it must not")
     })?;
     ensure(!extra.prefill || extra.drafts.is_empty(), || {
         format!("sequence {id} drafts in its prompt")
@@ -377,9 +372,10 @@ impl Track {
             format!("sequence {id} is twice in plan {serial}, or after its drafts")
         })?;
         let (start, at) = (entry.start, self.planned_end);
-        ensure(start == at + entry.adopted() && entry.len() > 0, || {
-            format!("sequence {id} begins at {start}, stands at {at}")
-        })?;
+        ensure(
+            start == at + entry.reused_tokens() && entry.len() > 0,
+            || format!("sequence {id} begins at {start}, stands at {at}"),
+        )?;
         self.planned_end = entry.end();
         let (end, drafts) = (self.planned_end, entry.drafts().len());
         let known = seq.tokens.len() + usize::from(self.pending) + drafts;
@@ -541,21 +537,21 @@ mod tests {
             extra(s, NEWER, LONG).present = vec![5]
         }),
         (
-            "sequence 16 starts at 1 with 1 tokens of 0 rows adopted",
+            "sequence 16 starts at 1 with 1 tokens of 0 rows reused",
             |s| {
                 let entry = entry(s, OLDER, LEFT);
                 entry.start = 1;
                 let extra = extra(s, OLDER, LEFT);
-                (extra.len, extra.adopted) = (extra.len - 1, 1);
+                (extra.len, extra.reused_tokens) = (extra.len - 1, 1);
             },
         ),
-        ("sequence 9 adopted 3 blocks of 2", |s| {
+        ("sequence 9 reused 3 blocks of 2", |s| {
             extra(s, NEWER, LONG).matched_blocks = 3
         }),
         ("sequence 9 announces what it must not", |s| {
             s.manager.state.sharing = false
         }),
-        ("sequence 14 adopts what it must not", |s| {
+        ("sequence 14 reuses what it must not", |s| {
             s.seq(FULL).read_cache = false
         }),
         ("sequence 10 shares", |s| plan(s, OLDER).entries.swap(0, 1)),

@@ -3,7 +3,7 @@
 //! Each block that became full is looked up once more (late merge), so a content never has two
 //! registered blocks.
 
-use super::plan::{Entry, Extra, Plan, Redirect};
+use super::plan::{Entry, Extra, Plan, Remapping};
 use super::{State, Steps};
 use crate::contents::Spot;
 use crate::error::Error;
@@ -17,7 +17,7 @@ impl Steps {
         state: &mut State,
         plan: PlanKey,
         sampled: &[u32],
-    ) -> Result<Vec<Redirect>, Error> {
+    ) -> Result<Vec<Remapping>, Error> {
         let expected = self.runnable_plan(plan)?.sampling();
         if sampled.len() != expected {
             return Err(Error::SampleCount {
@@ -35,7 +35,7 @@ impl Steps {
         plan: PlanKey,
         tokens: &[u32],
         counts: &[usize],
-    ) -> Result<Vec<Redirect>, Error> {
+    ) -> Result<Vec<Remapping>, Error> {
         self.check_accepted(state, plan, tokens, counts)?;
         Ok(self.close_oldest(state, tokens, Some(counts)))
     }
@@ -85,7 +85,7 @@ impl Steps {
         state: &mut State,
         tokens: &[u32],
         counts: Option<&[usize]>,
-    ) -> Vec<Redirect> {
+    ) -> Vec<Remapping> {
         let plan = self.open.remove(0);
         self.tell_open(state);
         let (step, copies) = (plan.step(), plan.copies().len());
@@ -97,7 +97,7 @@ impl Steps {
             seat,
             ..
         } = plan;
-        let (mut redirects, mut dropped) = (Vec::new(), Vec::new());
+        let (mut remappings, mut dropped) = (Vec::new(), Vec::new());
         let (first, others) = entries.split_at(decodes);
         // Before anything: what a later entry announced may be the parent of what an earlier one registers.
         for entry in others {
@@ -111,7 +111,7 @@ impl Steps {
             state.close_decodes(seat, first.iter().zip(sampled), &mut full, &mut dropped);
         }
         for slot in full.drain(..) {
-            self.settle(state, slot, step, &mut redirects);
+            self.settle(state, slot, step, &mut remappings);
         }
         self.full = full;
         let mut sampling = decodes;
@@ -125,7 +125,7 @@ impl Steps {
             if state.close_entry(seat, entry, accepted) {
                 dropped.push(entry.slot);
             }
-            self.settle(state, entry.slot, step, &mut redirects);
+            self.settle(state, entry.slot, step, &mut remappings);
         }
         state.pool.stats.computed_tokens += num_tokens as u64;
         // Afterwards: a dropped sequence's blocks are there for the whole batch to merge into.
@@ -139,12 +139,12 @@ impl Steps {
         }
         state.pool.stats.copied_blocks += copies as u64;
         state.pool.stats.committed_steps += 1;
-        redirects
+        remappings
     }
 
     /// What a sequence has computed is there: registers it and gives back what no later token sees.
-    fn settle(&mut self, state: &mut State, slot: u32, step: u32, redirects: &mut Vec<Redirect>) {
-        self.register_full(state, slot, step, redirects);
+    fn settle(&mut self, state: &mut State, slot: u32, step: u32, remappings: &mut Vec<Remapping>) {
+        self.register_full(state, slot, step, remappings);
         state.slide(slot);
     }
 
@@ -154,7 +154,7 @@ impl Steps {
         state: &mut State,
         slot: u32,
         step: u32,
-        redirects: &mut Vec<Redirect>,
+        remappings: &mut Vec<Remapping>,
     ) {
         let seq = state.seqs.at(slot);
         let full = state.groups.row_of(seq.computed);
@@ -178,7 +178,7 @@ impl Steps {
                     if !state.pool.is_there(content) {
                         return;
                     }
-                    self.merge_row(state, (slot, row), content, step, redirects);
+                    self.merge_row(state, (slot, row), content, step, remappings);
                 }
             }
         }
@@ -191,7 +191,7 @@ impl Steps {
         (slot, row): (u32, usize),
         content: Spot,
         step: u32,
-        redirects: &mut Vec<Redirect>,
+        remappings: &mut Vec<Remapping>,
     ) {
         if state.pool.contents.blocks(content).next().is_none() {
             state.pool.tell_stored(content, 1);
@@ -203,14 +203,14 @@ impl Steps {
                 None => state.pool.store(content, group, mine, step),
                 // A fork shares the block and came first.
                 Some(first) if first == mine => {}
-                // An idle block (a dangling mapping): the new one takes the content over.
+                // An evictable block (a dangling mapping): the new one takes the content over.
                 Some(first) if state.pool.is_queued(first) => {
                     state.pool.take_over(first, group, mine, step);
                 }
                 // In use: the first one wins.
                 Some(first) => {
                     state.pool.hold(first);
-                    self.redirect(state, (slot, row, group), first, redirects);
+                    self.remap(state, (slot, row, group), first, remappings);
                 }
             }
         }
@@ -218,17 +218,17 @@ impl Steps {
     }
 
     /// Moves a table entry to the block that holds the content.
-    fn redirect(
+    fn remap(
         &mut self,
         state: &mut State,
         (slot, row, group): (u32, usize, usize),
         first: BlockId,
-        redirects: &mut Vec<Redirect>,
+        remappings: &mut Vec<Remapping>,
     ) {
         let seq = state.seqs.at_mut(slot);
         let mine = seq.table.replace(group, row, first);
         seq.table_version += 1;
-        redirects.push(Redirect {
+        remappings.push(Remapping {
             sequence: seq.id,
             group,
             index: row,
@@ -312,19 +312,19 @@ impl State {
     fn close_extra(&mut self, entry: &Entry, extra: &Extra, accepted: usize) {
         let (seq, stats) = (self.seqs.at_mut(entry.slot), &mut self.pool.stats);
         stats.in_flight_blocks += extra.in_flight as u64;
-        stats.present_blocks += extra.present.len() as u64;
+        stats.already_cached_blocks += extra.present.len() as u64;
         if extra.prefill {
-            stats.prompt_tokens += (extra.adopted + extra.len) as u64;
-            stats.cached_tokens += extra.adopted as u64;
+            stats.prompt_tokens += (extra.reused_tokens + extra.len) as u64;
+            stats.cached_tokens += extra.reused_tokens as u64;
             let found = extra.matched > 0 || extra.lent_tokens > 0;
-            let began = entry.start > extra.adopted;
+            let began = entry.start > extra.reused_tokens;
             stats.rematches += u64::from(found && began);
             stats.partial_hits += u64::from(extra.lent_tokens > 0);
             stats.partial_tokens += extra.lent_tokens as u64;
             stats.hit_blocks += extra.matched_blocks as u64;
             stats.slid_blocks += extra.unseen.len() as u64;
         }
-        seq.cached += extra.adopted;
+        seq.cached += extra.reused_tokens;
         if !extra.drafts.is_empty() {
             stats.draft_tokens += extra.drafts.len() as u64;
             stats.accepted_draft_tokens += accepted as u64 - 1;

@@ -8,7 +8,7 @@ use super::{State, Steps};
 use crate::error::Error;
 use crate::ids::{BlockId, SeqKey};
 use crate::matching::Wanted;
-use crate::step::plan::Redirect;
+use crate::step::plan::Remapping;
 
 /// The answer to [`BlockManager::extend`](crate::BlockManager::extend).
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -24,14 +24,14 @@ pub enum Extend {
     NoRoom {
         /// Blocks needed.
         needed: usize,
-        /// Blocks free or idle.
+        /// Blocks free or evictable.
         available: usize,
     },
 }
 
 impl State {
     /// Goes on from a block boundary with what is cached; how many tokens that are.
-    pub(crate) fn adopt(&mut self, key: SeqKey) -> Result<usize, Error> {
+    pub(crate) fn reuse_cached(&mut self, key: SeqKey) -> Result<usize, Error> {
         self.at_rest(key)?;
         let seq = self.seqs.at(key.slot);
         let (tip, from) = (seq.registered.tip, seq.registered.rows());
@@ -53,15 +53,15 @@ impl State {
         let seq = self.seqs.at_mut(key.slot);
         let end = seq.registered.rows() * self.groups.block_size();
         let end = end.min(seq.tokens.len() - 1);
-        let adopted = end - seq.computed;
+        let reused = end - seq.computed;
         seq.set_computed(end);
-        seq.cached += adopted;
+        seq.cached += reused;
         let stats = &mut self.pool.stats;
-        stats.prompt_tokens += adopted as u64;
-        stats.cached_tokens += adopted as u64;
+        stats.prompt_tokens += reused as u64;
+        stats.cached_tokens += reused as u64;
         stats.hit_blocks += blocks as u64;
         stats.slid_blocks += unseen.len() as u64;
-        Ok(adopted)
+        Ok(reused)
     }
 
     /// Slots for `num_tokens` tokens after those that are computed.
@@ -120,7 +120,7 @@ impl Steps {
         key: SeqKey,
         num_tokens: usize,
         tokens: &[u32],
-    ) -> Result<Vec<Redirect>, Error> {
+    ) -> Result<Vec<Remapping>, Error> {
         let seq = state.at_rest(key)?;
         let (sequence, computed) = (seq.id, seq.computed);
         let end = computed.saturating_add(num_tokens);
@@ -159,10 +159,10 @@ impl Steps {
         if left > 1 {
             stats.prompt_tokens += num_tokens.min(left) as u64;
         }
-        let mut redirects = Vec::new();
+        let mut remappings = Vec::new();
         let step = self.last_closed();
-        self.register_full(state, key.slot, step, &mut redirects);
+        self.register_full(state, key.slot, step, &mut remappings);
         state.slide(key.slot);
-        Ok(redirects)
+        Ok(remappings)
     }
 }

@@ -1,4 +1,4 @@
-//! Entering a plan: adopting what is cached, sharing in flight, copying on write, allocating.
+//! Entering a plan: reusing what is cached, sharing in flight, copying on write, allocating.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::sequence::{Registered, SampleRow};
 use crate::table::BlockTable;
 
 impl Steps {
-    /// Puts a sequence into the plan: adopts the match under way if it is a prefill, then allocates
+    /// Puts a sequence into the plan: reuses the match under way if it is a prefill, then allocates
     /// for `len` tokens and `lookahead` more. Room and budget were counted before.
     pub(super) fn enter(
         &mut self,
@@ -22,9 +22,9 @@ impl Steps {
         let seq = state.seqs.at(slot);
         let (rows_before, stood) = (seq.table.rows(), seq.registered);
         if let Some(extra) = extra.as_mut().filter(|extra| extra.prefill) {
-            self.adopt(state, slot, extra);
+            self.reuse_match(state, slot, extra);
             self.borrow(state, slot, extra);
-            state.seqs.at_mut(slot).planned_end += extra.adopted;
+            state.seqs.at_mut(slot).planned_end += extra.reused_tokens;
         }
         let start = state.seqs.at(slot).planned_end;
         let row = state.groups.row_of(start);
@@ -195,9 +195,9 @@ impl Steps {
         self.newest().fenced.push(block);
     }
 
-    /// Adopts the match under way. The plan keeps what it puts out of sight: it may be rolled back, and the
+    /// Reuses the match under way. The plan keeps what it puts out of sight: it may be rolled back, and the
     /// step before may still read it.
-    fn adopt(&mut self, state: &mut State, slot: u32, extra: &mut Extra) {
+    fn reuse_match(&mut self, state: &mut State, slot: u32, extra: &mut Extra) {
         if state.matched.rows == 0 {
             return;
         }
@@ -225,7 +225,7 @@ impl State {
         let new = BlockTable::of_match(&self.matched, from, &self.groups);
         let (blocks, mut in_flight) = (new.len(), 0);
         for group in 0..self.groups.len() {
-            in_flight += self.pool.adopt_all(new.blocks_of(group));
+            in_flight += self.pool.hold_cached(new.blocks_of(group));
             let seen = self.groups.first_row_of(group, rows, self.matched.replay);
             let each = |block| unseen.push((group, block));
             seq.table.slide(group, seen.min(from), each);

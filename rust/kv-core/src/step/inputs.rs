@@ -70,7 +70,7 @@ pub struct StepArrays<'a> {
     pub query_start_loc: IntArray<'a>,
     /// `[>= B]`: positions of the sequence whose KV is there once the step has run.
     pub seq_lens: IntArray<'a>,
-    /// `[groups, >= B, width]`, row-major: block tables. An entry that was given back holds the trash
+    /// `[groups, >= B, width]`, row-major: block tables. An entry that was given back holds the null
     /// block, `num_blocks`. Past a row's end, what was there before stays.
     pub block_tables: IntArray<'a>,
     /// Rows of `block_tables` for each group.
@@ -399,13 +399,13 @@ fn fill_table(
     {
         watch.changed();
     }
-    let trash = state.pool.num_blocks() as i64;
+    let null = state.pool.num_blocks() as i64;
     for group in 0..table.groups() {
         let place = (group * arrays.table_rows + row) * arrays.table_width;
         let start = table.start(group);
         if from < start {
-            let trash = std::iter::repeat_n(trash, start - from);
-            arrays.block_tables.write(place + from, trash);
+            let null = std::iter::repeat_n(null, start - from);
+            arrays.block_tables.write(place + from, null);
         }
         let new = from.max(start);
         let blocks = table.blocks_of(group)[new - start..].iter();

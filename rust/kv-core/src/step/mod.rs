@@ -37,7 +37,7 @@ pub use cascade::SharedPrefix;
 pub use direct::Extend;
 pub use inputs::{IntArray, StepArrays, TableRows};
 use plan::{Entry, Plan};
-pub use plan::{PlanView, Prefill, Redirect};
+pub use plan::{PlanView, Prefill, Remapping};
 pub use sharing::{PrefixArrays, SharedPrefixes};
 
 /// The open steps.

@@ -12,7 +12,7 @@ use crate::table::BlockTable;
 pub enum Prefill {
     /// The sequence is in the plan.
     Planned {
-        /// Tokens adopted from the cache by this call.
+        /// Tokens reused from the cache by this call.
         cached_tokens: usize,
         /// Tokens to compute: what the budget was charged.
         tokens: usize,
@@ -21,9 +21,9 @@ pub enum Prefill {
     },
     /// Too few blocks; nothing was changed.
     NoRoom {
-        /// Blocks needed, idle ones that a match would revive and the reserve included.
+        /// Blocks needed, evictable ones that a match would revive and the reserve included.
         needed: usize,
-        /// Blocks free or idle.
+        /// Blocks free or evictable.
         available: usize,
     },
     /// No token may be computed: the budget (or `max_tokens`) is used up; nothing was changed.
@@ -32,7 +32,7 @@ pub enum Prefill {
 
 /// A table entry that a commit moved to the block which held the content first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Redirect {
+pub struct Remapping {
     /// The sequence's id.
     pub sequence: u64,
     /// The layer group whose table it is in.
@@ -90,19 +90,19 @@ pub(super) struct Extra {
     pub(super) drafts: Vec<u32>,
     /// The partial blocks that the entry copied to write on: place, and what it was.
     pub(super) copied: Vec<(usize, BlockId)>,
-    /// Tokens adopted from the cache by this entry, in so many rows and blocks.
-    pub(super) adopted: usize,
+    /// Tokens reused from the cache by this entry, in so many rows and blocks.
+    pub(super) reused_tokens: usize,
     pub(super) matched: usize,
     pub(super) matched_blocks: usize,
     /// The blocks, by group, that lend the first tokens of the row behind the match, and how many of the
-    /// tokens adopted these are.
+    /// tokens reused these are.
     pub(super) lent: Vec<BlockId>,
     pub(super) lent_tokens: usize,
     /// How many of the cached tokens are computed again, and not written again.
     pub(super) replay: usize,
     /// What no token after these rows sees, by group, the last one first: the plan keeps it.
     pub(super) unseen: Vec<(usize, BlockId)>,
-    /// Of the adopted blocks and of `present`, those that an open step computes.
+    /// Of the reused blocks and of `present`, those that an open step computes.
     pub(super) in_flight: usize,
     /// Rows whose contents this entry computes and that others may share already: how many rows of
     /// the table from `announce_from` on.
@@ -121,7 +121,7 @@ impl Extra {
             stood,
             drafts: Vec::new(),
             copied: Vec::new(),
-            adopted: 0,
+            reused_tokens: 0,
             matched: 0,
             matched_blocks: 0,
             lent: Vec::new(),
@@ -143,9 +143,9 @@ impl Extra {
 
     /// The places whose blocks others have written, or will in an open step.
     pub(super) fn shared(&self, groups: usize) -> impl Iterator<Item = usize> + '_ {
-        let adopted = self.announce_from - self.matched..self.announce_from;
-        let adopted = adopted.start * groups..adopted.end * groups;
-        adopted.chain(self.present.iter().copied())
+        let reused = self.announce_from - self.matched..self.announce_from;
+        let reused = reused.start * groups..reused.end * groups;
+        reused.chain(self.present.iter().copied())
     }
 
     /// The places that hold contents which this entry computes for all.
@@ -203,9 +203,9 @@ impl Entry {
         self.new_rows as usize + matched
     }
 
-    /// Tokens adopted from the cache.
-    pub(super) fn adopted(&self) -> usize {
-        self.extra.as_ref().map_or(0, |extra| extra.adopted)
+    /// Tokens reused from the cache.
+    pub(super) fn reused_tokens(&self) -> usize {
+        self.extra.as_ref().map_or(0, |extra| extra.reused_tokens)
     }
 }
 
@@ -294,7 +294,7 @@ impl Plan {
     }
 
     /// The plan's number as contents carry it. It wraps after 2^32 steps; a content that old which is
-    /// mistaken for one of the open step is missed by a lease once, and nothing else.
+    /// mistaken for one of the open step is missed by a pin once, and nothing else.
     pub(super) fn step(&self) -> u32 {
         self.key.serial as u32
     }

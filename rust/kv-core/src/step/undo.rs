@@ -91,7 +91,7 @@ impl Steps {
         }
         let seq = state.seqs.at_mut(slot);
         seq.plans = seq.plans.without(seat);
-        seq.planned_end = entry.start - entry.adopted();
+        seq.planned_end = entry.start - entry.reused_tokens();
         seq.pending -= u8::from(entry.samples());
         seq.speculating = false;
         if let (true, Some(row)) = (seq.pending > 0, entry.pending_row) {
@@ -142,7 +142,7 @@ impl Steps {
     }
 }
 
-/// The entry at `first` and all later ones that depend on it, directly or not: they adopted what it
+/// The entry at `first` and all later ones that depend on it, directly or not: they reused what it
 /// computes, or write in place where it left a block to them alone, as it writes on a copy.
 fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
     let mut out = vec![first];
@@ -155,7 +155,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
     let groups = state.groups.len();
     let (mut gone, mut left) = (HashSet::new(), HashSet::new());
     for (at, entry) in entries.iter().enumerate().skip(first) {
-        let depends = adopts(state, entry, &gone) || writes_in_place(state, entry, &left);
+        let depends = reuses_any(state, entry, &gone) || writes_in_place(state, entry, &left);
         if depends {
             out.push(at);
         }
@@ -169,7 +169,7 @@ fn dependents(state: &State, entries: &[Entry], first: usize) -> Vec<usize> {
 }
 
 /// Whether an entry shares one of the blocks that an open step computes.
-fn adopts(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
+fn reuses_any(state: &State, entry: &Entry, computed: &HashSet<BlockId>) -> bool {
     let (table, groups) = (&state.seqs.at(entry.slot).table, state.groups.len());
     let extra = entry.extra.iter();
     let shared = extra.flat_map(|extra| extra.shared(groups));

@@ -5,13 +5,13 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::words::Words;
-use crate::stats::Ledger;
-use crate::step::{Extend, Prefill, Redirect};
+use crate::stats::PoolUsage;
+use crate::step::{Extend, Prefill, Remapping};
 
 macro_rules! calls {
     ($($(#[$doc:meta])* $word:ident $name:ident { $($(#[$how:meta])* $field:ident: $type:ty),* })*) => {
         /// An operation that changes a manager, by the numbers of what it is about: the ids of sequences,
-        /// the serials of plans, and leases counted from 1 in the order in which they were granted.
+        /// the serials of plans, and pins counted from 1 in the order in which they were granted.
         ///
         /// A file names each by its place here: new ones go to the end.
         #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,10 +59,10 @@ calls! {
     sequence Sequence { tokens: Vec<u32>, namespace: Box<[u8]>, read_cache: bool }
     /// [`BlockManager::match_prefix`](crate::BlockManager::match_prefix)
     match_prefix MatchPrefix { tokens: Vec<u32>, namespace: Box<[u8]> }
-    /// [`BlockManager::lease`](crate::BlockManager::lease)
-    lease Lease { sequence: u64 }
+    /// [`BlockManager::pin`](crate::BlockManager::pin)
+    pin Pin { sequence: u64 }
     /// [`BlockManager::attach`](crate::BlockManager::attach)
-    attach Attach { sequence: u64, lease: u64 }
+    attach Attach { sequence: u64, pin: u64 }
     /// [`BlockManager::fork`](crate::BlockManager::fork)
     fork Fork { sequence: u64, num_tokens: usize }
     /// [`BlockManager::append`](crate::BlockManager::append)
@@ -87,20 +87,20 @@ calls! {
     commit Commit { plan: u64, tokens: Vec<u32>, counts: Vec<usize> }
     /// [`BlockManager::rollback`](crate::BlockManager::rollback)
     rollback Rollback { plan: u64 }
-    /// [`BlockManager::evict_idle`](crate::BlockManager::evict_idle)
-    evict_idle EvictIdle {}
+    /// [`BlockManager::evict_all`](crate::BlockManager::evict_all)
+    evict_all EvictAll {}
     /// The manager learnt that a [`SeqHandle`](crate::SeqHandle) is gone.
     drop_sequence DropSequence { sequence: u64 }
-    /// The manager learnt that a [`Lease`](crate::Lease) is gone.
-    drop_lease DropLease { lease: u64 }
+    /// The manager learnt that a [`Pin`](crate::Pin) is gone.
+    drop_pin DropPin { pin: u64 }
     /// The manager learnt that the [`PlanHandle`](crate::PlanHandle) of an open plan is gone.
     drop_plan DropPlan { plan: u64 }
-    /// The end of a recording, answered by the ledger.
+    /// The end of a recording, answered by the usage.
     stop_recording Stop {}
     /// [`BlockManager::draft`](crate::BlockManager::draft)
     draft Draft { plan: u64, #[serde(with = "distances")] sequences: Vec<u64>, drafts: Vec<u32>, counts: Vec<usize> }
-    /// [`BlockManager::adopt`](crate::BlockManager::adopt)
-    adopt Adopt { sequence: u64 }
+    /// [`BlockManager::reuse_cached`](crate::BlockManager::reuse_cached)
+    reuse_cached ReuseCached { sequence: u64 }
     /// [`BlockManager::extend`](crate::BlockManager::extend)
     extend Extend { sequence: u64, num_tokens: usize }
     /// [`BlockManager::publish`](crate::BlockManager::publish)
@@ -119,9 +119,9 @@ pub enum Answer {
     /// Of `prefill` and `speculate`.
     Prefill(Prefill),
     /// Of `commit`.
-    Redirects(Vec<Redirect>),
+    Remappings(Vec<Remapping>),
     /// Where every block is.
-    Ledger(Ledger),
+    PoolUsage(PoolUsage),
     /// Of `extend`.
     Extend(Extend),
 }
@@ -143,8 +143,8 @@ answers! {
     &Vec<usize>: numbers => Self::Numbers(numbers.iter().map(|&number| number as u64).collect()),
     &Vec<u64>: numbers => Self::Numbers(numbers.clone()),
     Prefill: answer => Self::Prefill(answer),
-    &Vec<Redirect>: redirects => Self::Redirects(redirects.clone()),
-    Ledger: ledger => Self::Ledger(ledger),
+    &Vec<Remapping>: remappings => Self::Remappings(remappings.clone()),
+    PoolUsage: usage => Self::PoolUsage(usage),
     &Extend: answer => Self::Extend(answer.clone()),
 }
 
@@ -203,17 +203,17 @@ impl fmt::Display for Answer {
                 write!(f, "no room, {needed} blocks needed, {available} available")
             }
             Self::Prefill(Prefill::NoBudget) => write!(f, "no budget"),
-            Self::Redirects(redirects) => write!(f, "redirects {}", redirects.words()),
-            Self::Ledger(ledger) => {
-                let Ledger {
+            Self::Remappings(remappings) => write!(f, "remappings {}", remappings.words()),
+            Self::PoolUsage(usage) => {
+                let PoolUsage {
                     free,
-                    idle,
+                    evictable,
                     active,
-                    leased,
-                } = ledger;
+                    pinned,
+                } = usage;
                 write!(
                     f,
-                    "{free} blocks free, {idle} idle, {active} active, {leased} leased"
+                    "{free} blocks free, {evictable} evictable, {active} active, {pinned} pinned"
                 )
             }
         }

@@ -37,7 +37,7 @@
 //!
 //! let report = replay(&file.0.lock().expect("sound")[..])?;
 //! assert!(report.divergence.is_none() && report.complete);
-//! assert_eq!((report.ledger, report.stats), (manager.ledger(), manager.stats()));
+//! assert_eq!((report.usage, report.stats), (manager.usage(), manager.stats()));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 

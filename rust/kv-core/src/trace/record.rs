@@ -17,7 +17,7 @@ pub(crate) struct Recorder {
     out: WriterThread,
     body: Vec<u8>,
     operations: u64,
-    leases: u64,
+    pins: u64,
 }
 
 impl Recorder {
@@ -26,7 +26,7 @@ impl Recorder {
             out: WriterThread::new(writer),
             body: Vec::new(),
             operations: 0,
-            leases: 0,
+            pins: 0,
         };
         recorder.out.write(0, |out| {
             write_head(out).expect("memory takes everything");
@@ -102,7 +102,7 @@ impl BlockManager {
         recorder.is_some_and(|recorder| recorder.out.is_open())
     }
 
-    /// Ends the recording with the ledger, and waits until all of it is written. Without a recording it does
+    /// Ends the recording with the usage, and waits until all of it is written. Without a recording it does
     /// nothing.
     ///
     /// # Errors
@@ -111,11 +111,11 @@ impl BlockManager {
         self.end_recording().map_or(Ok(()), EndedRecording::finish)
     }
 
-    /// Ends the recording with the ledger, and waits for nothing: the answer can be waited for without the
+    /// Ends the recording with the usage, and waits for nothing: the answer can be waited for without the
     /// manager. `None` without a recording.
     pub fn end_recording(&mut self) -> Option<EndedRecording> {
-        let ledger = self.ledger();
-        self.note(|_| Call::stop_recording(), ledger);
+        let usage = self.usage();
+        self.note(|_| Call::stop_recording(), usage);
         self.abandon_recording()
     }
 
@@ -145,11 +145,11 @@ impl BlockManager {
         }
     }
 
-    /// The number of the next lease, while recording.
-    pub(crate) fn next_lease(&mut self) -> Option<u64> {
+    /// The number of the next pin, while recording.
+    pub(crate) fn next_pin(&mut self) -> Option<u64> {
         let recorder = self.recorder.as_mut()?;
-        recorder.leases += 1;
-        Some(recorder.leases)
+        recorder.pins += 1;
+        Some(recorder.pins)
     }
 
     /// The call that made a sequence.

@@ -11,8 +11,8 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::handle::{PlanHandle, SeqHandle};
 use crate::ids::{PlanKey, SeqKey};
-use crate::lease::Lease;
 use crate::manager::BlockManager;
+use crate::pin::Pin;
 
 /// Replays a recording; see [`BlockManager::record`].
 ///
@@ -48,7 +48,7 @@ pub fn replay_within(recording: impl Read, limits: Limits) -> Result<Report, Tra
         operations: kinds
             .filter_map(|kind| Some((kind, *player.operations.get(kind)?)))
             .collect(),
-        ledger: player.manager.ledger(),
+        usage: player.manager.usage(),
         stats: player.manager.stats(),
         check: player.manager.check(),
         complete: player.stopped,
@@ -74,9 +74,9 @@ struct Player {
     /// Each with the tokens that it was made with.
     sequences: HashMap<u64, (SeqHandle, usize)>,
     plans: HashMap<u64, PlanHandle>,
-    leases: HashMap<u64, Lease>,
+    pins: HashMap<u64, Pin>,
     granted: u64,
-    /// Tokens that the sequences were made with, and blocks of the leases: a fork or a lease takes few
+    /// Tokens that the sequences were made with, and blocks of the pins: a fork or a pin takes few
     /// bytes of a file and much memory.
     held: usize,
     most_held: usize,
@@ -90,7 +90,7 @@ enum Halt {
     Refused(Error),
     /// The file speaks of something that is not there.
     Missing(&'static str, u64),
-    /// Sequences and leases hold more than they may.
+    /// Sequences and pins hold more than they may.
     TooMuch,
 }
 
@@ -106,7 +106,7 @@ impl Player {
             manager: BlockManager::new(config.clone())?,
             sequences: HashMap::new(),
             plans: HashMap::new(),
-            leases: HashMap::new(),
+            pins: HashMap::new(),
             granted: 0,
             held: 0,
             most_held,
@@ -131,7 +131,7 @@ impl Player {
                 }
                 Err(Halt::TooMuch) => {
                     let operation = frames.operation();
-                    let what = format!("what sequences and leases hold at operation {operation}");
+                    let what = format!("what sequences and pins hold at operation {operation}");
                     return within(&what, self.held, self.most_held).map(|()| None);
                 }
             };
@@ -190,7 +190,9 @@ impl Player {
                 let gone = self.part(*sequence);
                 self.forget(gone, "sequence", *sequence)?
             }
-            Call::Adopt { sequence } => self.manager.adopt(self.sequence(*sequence)?)?.into(),
+            Call::ReuseCached { sequence } => {
+                self.manager.reuse_cached(self.sequence(*sequence)?)?.into()
+            }
             Call::Extend {
                 sequence,
                 num_tokens,
@@ -206,32 +208,32 @@ impl Player {
                 let key = self.sequence(*sequence)?;
                 (&self.manager.publish(key, *num_tokens, tokens)?).into()
             }
-            Call::EvictIdle {} => self.manager.evict_idle().into(),
-            Call::Stop {} => self.manager.ledger().into(),
-            _ => return self.apply_to_leases(call),
+            Call::EvictAll {} => self.manager.evict_all().into(),
+            Call::Stop {} => self.manager.usage().into(),
+            _ => return self.apply_to_pins(call),
         })
     }
 
-    fn apply_to_leases(&mut self, call: &Call) -> Result<Answer, Halt> {
+    fn apply_to_pins(&mut self, call: &Call) -> Result<Answer, Halt> {
         Ok(match call {
             Call::MatchPrefix { tokens, namespace } => {
-                let lease = self.manager.match_prefix(tokens, namespace)?;
-                self.grant(lease)?
+                let pin = self.manager.match_prefix(tokens, namespace)?;
+                self.grant(pin)?
             }
-            Call::Lease { sequence } => {
-                let lease = self.manager.lease(self.sequence(*sequence)?)?;
-                self.grant(lease)?
+            Call::Pin { sequence } => {
+                let pin = self.manager.pin(self.sequence(*sequence)?)?;
+                self.grant(pin)?
             }
-            Call::Attach { sequence, lease } => {
-                let (key, number) = (self.sequence(*sequence)?, *lease);
-                let lease = self.leases.get(lease);
-                let lease = lease.ok_or(Halt::Missing("lease", number))?;
-                self.manager.attach(key, lease)?.into()
+            Call::Attach { sequence, pin } => {
+                let (key, number) = (self.sequence(*sequence)?, *pin);
+                let pin = self.pins.get(pin);
+                let pin = pin.ok_or(Halt::Missing("pin", number))?;
+                self.manager.attach(key, pin)?.into()
             }
-            Call::DropLease { lease } => {
-                let gone = self.leases.remove(lease);
-                self.held -= gone.as_ref().map_or(0, Lease::num_blocks);
-                self.forget(gone, "lease", *lease)?
+            Call::DropPin { pin } => {
+                let gone = self.pins.remove(pin);
+                self.held -= gone.as_ref().map_or(0, Pin::num_blocks);
+                self.forget(gone, "pin", *pin)?
             }
             _ => return self.apply_to_steps(call),
         })
@@ -306,9 +308,9 @@ impl Player {
                 let counts = if counts.is_empty() { &one_each } else { counts };
                 let key = self.plan(*plan)?;
                 self.manager.copies(key)?;
-                let redirects = self.manager.commit_accepted(key, tokens, counts)?;
+                let remappings = self.manager.commit_accepted(key, tokens, counts)?;
                 self.plans.remove(plan);
-                (&redirects).into()
+                (&remappings).into()
             }
             Call::Rollback { plan } => {
                 self.manager.rollback(self.plan(*plan)?)?;
@@ -348,12 +350,12 @@ impl Player {
         Some(handle)
     }
 
-    /// The manager numbers its leases the same way. It says nothing of the end of one on no blocks.
-    fn grant(&mut self, lease: Lease) -> Result<Answer, Halt> {
+    /// The manager numbers its pins the same way. It says nothing of the end of one on no blocks.
+    fn grant(&mut self, pin: Pin) -> Result<Answer, Halt> {
         self.granted += 1;
-        let blocks = lease.num_blocks();
+        let blocks = pin.num_blocks();
         if blocks > 0 {
-            self.leases.insert(self.granted, lease);
+            self.pins.insert(self.granted, pin);
         }
         self.hold(blocks)?;
         Ok(blocks.into())

@@ -5,14 +5,14 @@ use std::fmt;
 use super::call::{Answer, Call};
 use crate::config::Config;
 use crate::error::Error;
-use crate::stats::{Ledger, Stats};
+use crate::stats::{PoolUsage, Stats};
 
 /// What a replay may take, whatever the file says.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Blocks of the pool.
     pub num_blocks: usize,
-    /// Token positions of the pool; tokens and blocks that sequences and leases are made on at once.
+    /// Token positions of the pool; tokens and blocks that sequences and pins are made on at once.
     pub tokens: usize,
     /// Bytes of one operation.
     pub operation: u64,
@@ -38,7 +38,7 @@ pub struct Report {
     /// How many operations of each kind were replayed, in the order of [`Call::KINDS`].
     pub operations: Vec<(&'static str, u64)>,
     /// Where every block is at the end.
-    pub ledger: Ledger,
+    pub usage: PoolUsage,
     /// The counters at the end.
     pub stats: Stats,
     /// What [`BlockManager::check`] says at the end.

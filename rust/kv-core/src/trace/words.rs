@@ -1,7 +1,7 @@
 //! Arguments and answers in words, for whoever reads where a replay parted.
 
 use crate::ids::BlockId;
-use crate::step::Redirect;
+use crate::step::Remapping;
 
 /// Elements of a list that are shown.
 const SHOWN: usize = 8;
@@ -33,7 +33,7 @@ impl Words for Box<[u8]> {
     }
 }
 
-impl Words for Redirect {
+impl Words for Remapping {
     fn words(&self) -> String {
         let Self {
             sequence,

@@ -4,7 +4,7 @@ use kv_core::{BlockManager, Error, PlanView, Prefill, SeqHandle};
 
 use super::tools::{PLENTY, begin, commit, computed, decoded, manager, prompt, sequence, table};
 
-/// A prefill that is planned and adopts nothing.
+/// A prefill that is planned and reuses nothing.
 fn planned(tokens: usize, samples: bool) -> Prefill {
     Prefill::Planned {
         cached_tokens: 0,
@@ -88,7 +88,7 @@ fn blocks_that_a_match_revives_are_counted() {
         samples: false,
     };
     assert_eq!(m.prefill(plan.key(), seq.key(), 4, None), Ok(part));
-    assert_eq!(m.ledger().active, 3);
+    assert_eq!(m.usage().active, 3);
 }
 
 /// Sequences of one token each that have one more to compute.
@@ -124,7 +124,7 @@ fn decodes_up_to_the_last_block() {
     // Each of them needs a block more, one is free.
     let keys = seqs.each_ref().map(SeqHandle::key);
     assert_eq!(m.decode(plan.key(), &keys, 0), Ok(vec![1]));
-    assert_eq!(m.ledger().available(), 0);
+    assert_eq!(m.usage().available(), 0);
     m.rollback(plan.key()).expect("the newest");
     // One that needs none has room where there is none.
     let mut m = manager(1);

@@ -19,7 +19,7 @@ fn planned(m: &mut BlockManager, plan: PlanKey, tokens: Vec<u32>) -> SeqHandle {
     seq
 }
 
-/// What else went, and that the ledger is what it would be without any of them.
+/// What else went, and that the usage is what it would be without any of them.
 fn cancelled(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle, expected: &[&SeqHandle]) {
     let others: Vec<u64> = expected.iter().map(|seq| seq.id()).collect();
     assert_eq!(m.cancel(plan, seq.key()), Ok(others));
@@ -37,9 +37,9 @@ fn who_shares_its_only_block_goes_with_it() {
     let first = planned(&mut m, plan.key(), prompt(4));
     let also = planned(&mut m, plan.key(), prompt(4));
     let longer = planned(&mut m, plan.key(), prompt(6));
-    assert_eq!(m.ledger().active, 4);
+    assert_eq!(m.usage().active, 4);
     cancelled(&mut m, plan.key(), &first, &[&also, &longer]);
-    assert_eq!(m.ledger().free, 32);
+    assert_eq!(m.usage().free, 32);
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn who_shares_with_another_one_stays() {
     cancelled(&mut m, plan.key(), &first, &[]);
     cancelled(&mut m, plan.key(), &longer, &[]);
     cancelled(&mut m, plan.key(), &other, &[&same]);
-    assert_eq!(m.ledger().free, 32);
+    assert_eq!(m.usage().free, 32);
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn who_shares_with_one_that_goes_goes_too() {
     cancelled(&mut m, plan.key(), &second, &[&third]);
     let third = planned(&mut m, plan.key(), prompt(12));
     cancelled(&mut m, plan.key(), &first, &[&third]);
-    assert_eq!(m.ledger().free, 32);
+    assert_eq!(m.usage().free, 32);
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn the_last_one_goes_alone() {
     cancelled(&mut m, plan.key(), &last, &[]);
     assert_eq!(m.view(first.key()).expect("live").num_planned_tokens, 8);
     commit(&mut m, plan.key());
-    assert_eq!(m.ledger().active, 4);
+    assert_eq!(m.usage().active, 4);
 }
 
 /// Of a content that has lost one of its groups' blocks, the other one is present.
@@ -103,10 +103,10 @@ fn who_shares_one_group_only_goes_with_it() {
         groups: vec![None, Some(4)],
         ..settings(6)
     });
-    let seq = computed(&mut m, prompt(12)); // two blocks of the window are idle
+    let seq = computed(&mut m, prompt(12)); // two blocks of the window are evictable
     let taker = computed(&mut m, vec![7, 7]); // both go
     drop(taker);
-    m.evict_idle();
+    m.evict_all();
     drop(seq);
     m.settle();
     let plan = begin(&mut m, PLENTY);
@@ -120,7 +120,7 @@ fn who_shares_one_group_only_goes_with_it() {
     assert_eq!(answer, Ok(computes));
     let also = planned(&mut m, plan.key(), prompt(4));
     cancelled(&mut m, plan.key(), &first, &[&also]);
-    assert_eq!(m.stats().present_blocks, 0);
+    assert_eq!(m.stats().already_cached_blocks, 0);
 }
 
 #[test]
@@ -236,17 +236,17 @@ fn a_rollback_leaves_what_the_step_before_has_done() {
 }
 
 #[test]
-fn redirects_name_group_and_entry() {
+fn remappings_name_group_and_entry() {
     let mut m = two_groups();
     let seqs = [(); 2].map(|()| computed(&mut m, prompt(7)));
-    let redirects = decoded(&mut m, &[&seqs[0], &seqs[1]]);
-    let places: Vec<_> = redirects.iter().map(|it| (it.group, it.index)).collect();
+    let remappings = decoded(&mut m, &[&seqs[0], &seqs[1]]);
+    let places: Vec<_> = remappings.iter().map(|it| (it.group, it.index)).collect();
     assert_eq!(places, [(0, 1), (1, 1)]);
-    for redirect in redirects {
-        assert_eq!(redirect.sequence, seqs[1].id());
-        let [first, second] = seqs.each_ref().map(|seq| table(&m, seq, redirect.group));
+    for remapping in remappings {
+        assert_eq!(remapping.sequence, seqs[1].id());
+        let [first, second] = seqs.each_ref().map(|seq| table(&m, seq, remapping.group));
         assert_eq!(first, second);
-        assert_eq!(second[1], Some(redirect.new_block.get()));
-        assert_eq!(m.refs(redirect.old_block.get()), Ok(0));
+        assert_eq!(second[1], Some(remapping.new_block.get()));
+        assert_eq!(m.refs(remapping.old_block.get()), Ok(0));
     }
 }

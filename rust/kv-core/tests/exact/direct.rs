@@ -1,4 +1,4 @@
-//! Without a plan: what is adopted, extended and published, and what is refused.
+//! Without a plan: what is reused, extended and published, and what is refused.
 
 use kv_core::{BlockId, BlockManager, BlockState, Config, Error, Extend, SeqHandle};
 
@@ -24,9 +24,9 @@ fn published(m: &mut BlockManager, tokens: Vec<u32>) -> SeqHandle {
     seq
 }
 
-fn ledger(m: &mut BlockManager) -> (usize, usize, usize) {
-    let ledger = m.ledger();
-    (ledger.free, ledger.idle, ledger.active)
+fn usage(m: &mut BlockManager) -> (usize, usize, usize) {
+    let usage = m.usage();
+    (usage.free, usage.evictable, usage.active)
 }
 
 /// Prompt, decode, end: with a call where a block ends.
@@ -34,7 +34,7 @@ fn ledger(m: &mut BlockManager) -> (usize, usize, usize) {
 fn the_life_of_a_request() {
     let mut m = manager(8);
     let seq = sequence(&mut m, prompt(6));
-    assert_eq!(m.adopt(seq.key()), Ok(0));
+    assert_eq!(m.reuse_cached(seq.key()), Ok(0));
     assert_eq!(extended(&mut m, &seq, 4), [0]); // a chunk
     assert_eq!(m.publish(seq.key(), 4, &[]), Ok(vec![]));
     assert_eq!(extended(&mut m, &seq, 2), [1]);
@@ -50,13 +50,13 @@ fn the_life_of_a_request() {
         (8, 2)
     );
     assert_eq!(m.free(seq.key()), Ok(()));
-    assert_eq!(ledger(&mut m), (6, 2, 0));
+    assert_eq!(usage(&mut m), (6, 2, 0));
     let stats = m.stats();
     assert_eq!((stats.prompt_tokens, stats.computed_tokens), (6, 8));
     assert_eq!((stats.registered_blocks, stats.allocated_blocks), (2, 3));
-    // Whoever comes next adopts what was published.
+    // Whoever comes next reuses what was published.
     let next = sequence(&mut m, prompt(6));
-    assert_eq!(m.adopt(next.key()), Ok(4));
+    assert_eq!(m.reuse_cached(next.key()), Ok(4));
     assert_eq!(table(&m, &next, 0), [Some(0)]);
     let stats = m.stats();
     assert_eq!((stats.cached_tokens, stats.hit_blocks), (4, 1));
@@ -76,7 +76,7 @@ fn no_room_changes_nothing() {
     };
     assert_eq!(answer, Ok(no_room));
     assert_eq!(
-        (table(&m, &seq, 0), ledger(&mut m)),
+        (table(&m, &seq, 0), usage(&mut m)),
         (vec![Some(0)], (2, 0, 1))
     );
     assert!(matches!(
@@ -86,7 +86,7 @@ fn no_room_changes_nothing() {
     assert_eq!(extended(&mut m, &seq, 12), [1, 2]);
     assert_eq!(extended(&mut m, &seq, 0), [] as [u32; 0]);
     assert_eq!(m.trim(seq.key(), 5), Ok(1)); // slots of a speculation that was rejected
-    assert_eq!(ledger(&mut m), (1, 0, 2));
+    assert_eq!(usage(&mut m), (1, 0, 2));
 }
 
 #[test]
@@ -94,11 +94,11 @@ fn a_full_hit_computes_its_last_token() {
     let mut m = manager(8);
     let _first = published(&mut m, prompt(8));
     let seq = sequence(&mut m, prompt(8));
-    assert_eq!(m.adopt(seq.key()), Ok(7));
+    assert_eq!(m.reuse_cached(seq.key()), Ok(7));
     assert_eq!(extended(&mut m, &seq, 1), [] as [u32; 0]);
     assert_eq!(m.publish(seq.key(), 1, &[9]), Ok(vec![]));
     assert_eq!(m.view(seq.key()).expect("live").num_computed_tokens, 8);
-    assert_eq!(ledger(&mut m), (6, 0, 2));
+    assert_eq!(usage(&mut m), (6, 0, 2));
 }
 
 #[test]
@@ -107,14 +107,14 @@ fn equal_blocks_are_merged_when_they_are_published() {
     let pair = [0, 1].map(|_| sequence(&mut m, prompt(9)));
     pair.iter().for_each(|seq| drop(extended(&mut m, seq, 9)));
     assert_eq!(m.publish(pair[0].key(), 9, &[]), Ok(vec![]));
-    let redirects = m.publish(pair[1].key(), 9, &[]).expect("at rest");
-    let moved: Vec<_> = redirects
+    let remappings = m.publish(pair[1].key(), 9, &[]).expect("at rest");
+    let moved: Vec<_> = remappings
         .iter()
         .map(|it| (it.index, it.old_block.get()))
         .collect();
     assert_eq!(moved, [(0, 3), (1, 4)]);
     assert_eq!(table(&m, &pair[1], 0), [Some(0), Some(1), Some(5)]);
-    assert_eq!((m.stats().merged_blocks, ledger(&mut m)), (2, (4, 0, 4)));
+    assert_eq!((m.stats().merged_blocks, usage(&mut m)), (2, (4, 0, 4)));
     // What was given back may be handed out at once.
     assert_eq!(extended(&mut m, &pair[0], 4), [4]);
 }
@@ -129,7 +129,7 @@ fn a_step_that_is_open_keeps_what_was_merged() {
     let second = sequence(&mut m, prompt(4));
     extended(&mut m, &second, 4);
     assert_eq!(m.publish(second.key(), 4, &[]).map(|it| it.len()), Ok(1));
-    assert_eq!(m.state(2), Ok(BlockState::Leased));
+    assert_eq!(m.state(2), Ok(BlockState::Pinned));
     commit(&mut m, plan.key());
     assert_eq!(m.state(2), Ok(BlockState::Free));
 }
@@ -144,15 +144,15 @@ fn plans_and_calls_without_one_share() {
     assert_eq!(m.view(planned.key()).expect("live").num_planned_tokens, 13);
     // What an open plan computes is not there yet.
     let next = sequence(&mut m, prompt(13));
-    assert_eq!(m.adopt(next.key()), Ok(8));
+    assert_eq!(m.reuse_cached(next.key()), Ok(8));
     extended(&mut m, &next, 5);
     commit(&mut m, plan.key());
-    let redirects = m.publish(next.key(), 5, &[]).expect("at rest");
-    assert_eq!((redirects.len(), redirects[0].index), (1, 2));
+    let remappings = m.publish(next.key(), 5, &[]).expect("at rest");
+    assert_eq!((remappings.len(), remappings[0].index), (1, 2));
     // Where nothing is reserved the index is asked again.
     let late = sequence(&mut m, prompt(13));
-    assert_eq!(m.adopt(late.key()), Ok(12));
-    assert_eq!(m.adopt(late.key()), Ok(0));
+    assert_eq!(m.reuse_cached(late.key()), Ok(12));
+    assert_eq!(m.reuse_cached(late.key()), Ok(0));
     // The same sequence in a plan, now.
     assert_eq!(m.publish(next.key(), 0, &[3]), Ok(vec![]));
     decoded(&mut m, &[&next]);
@@ -230,29 +230,29 @@ fn windows_slide_when_tokens_are_published() {
     assert_eq!(m.publish(seq.key(), 12, &[]), Ok(vec![]));
     assert_eq!(table(&m, &seq, 1), [None, None, Some(5)]);
     let next = sequence(&mut m, prompt(13));
-    assert_eq!(m.adopt(next.key()), Ok(12));
+    assert_eq!(m.reuse_cached(next.key()), Ok(12));
     assert_eq!(table(&m, &next, 1), [None, None, Some(5)]);
     assert_eq!(m.check(), Ok(()));
 }
 
 #[test]
-fn nothing_is_adopted_that_must_not_be() {
+fn nothing_is_reused_that_must_not_be() {
     let mut m = manager(16);
     let _known = published(&mut m, prompt(12));
     let alone = m.sequence(prompt(12), b"", false).expect("tokens"); // computes everything itself
-    assert_eq!(m.adopt(alone.key()), Ok(0));
+    assert_eq!(m.reuse_cached(alone.key()), Ok(0));
     let reserved = sequence(&mut m, prompt(12));
     extended(&mut m, &reserved, 2);
-    assert_eq!(m.adopt(reserved.key()), Ok(0));
+    assert_eq!(m.reuse_cached(reserved.key()), Ok(0));
     assert_eq!(m.publish(reserved.key(), 2, &[]), Ok(vec![]));
-    assert_eq!(m.adopt(reserved.key()), Ok(0)); // between blocks
+    assert_eq!(m.reuse_cached(reserved.key()), Ok(0)); // between blocks
     let mut off = with(Config {
         prefix_caching: false,
         ..settings(8)
     });
     let _known = published(&mut off, prompt(4));
     let seq = sequence(&mut off, prompt(4));
-    assert_eq!(off.adopt(seq.key()), Ok(0));
+    assert_eq!(off.reuse_cached(seq.key()), Ok(0));
 }
 
 #[test]
@@ -265,13 +265,13 @@ fn misuse_changes_nothing() {
     let freed = computed(&mut manager(4), prompt(3));
     let gone = sequence(&mut m, prompt(3));
     assert_eq!(m.free(gone.key()), Ok(()));
-    let before = (m.ledger(), m.stats());
+    let before = (m.usage(), m.stats());
     let in_plan = Error::InPlan {
         sequence: planned.id(),
     };
     assert_eq!(m.extend(planned.key(), 1), Err(in_plan.clone()));
     assert_eq!(m.publish(planned.key(), 1, &[]), Err(in_plan.clone()));
-    assert_eq!(m.adopt(planned.key()), Err(in_plan));
+    assert_eq!(m.reuse_cached(planned.key()), Err(in_plan));
     let error = Error::NotExtended {
         sequence: seq.id(),
         end: 5,
@@ -291,15 +291,15 @@ fn misuse_changes_nothing() {
     };
     assert_eq!(m.extend(gone.key(), 1), Err(is_gone.clone()));
     assert_eq!(m.publish(gone.key(), 0, &[]), Err(is_gone.clone()));
-    assert_eq!(m.adopt(gone.key()), Err(is_gone));
+    assert_eq!(m.reuse_cached(gone.key()), Err(is_gone));
     let foreign = Error::Foreign {
         what: "sequence",
         id: freed.id(),
     };
     assert_eq!(m.extend(freed.key(), 1), Err(foreign.clone()));
     assert_eq!(m.publish(freed.key(), 0, &[]), Err(foreign.clone()));
-    assert_eq!(m.adopt(freed.key()), Err(foreign));
-    assert_eq!((m.ledger(), m.stats()), before);
+    assert_eq!(m.reuse_cached(freed.key()), Err(foreign));
+    assert_eq!((m.usage(), m.stats()), before);
     assert_eq!(m.view(seq.key()).expect("live").tokens, [5; 3]);
     assert_eq!(m.check(), Ok(()));
 }

@@ -50,7 +50,7 @@ fn drafts_end_where_the_blocks_do() {
 fn drafts_that_are_rolled_back_or_cancelled_give_their_blocks_back() {
     let mut m = manager(5);
     let seq = computed(&mut m, prompt(2));
-    let free = m.ledger().available();
+    let free = m.usage().available();
     for is_cancelled in [false, true] {
         let plan = begin(&mut m, PLENTY);
         assert_eq!(m.decode(plan.key(), &[seq.key()], 0), Ok(vec![]));
@@ -62,7 +62,7 @@ fn drafts_that_are_rolled_back_or_cancelled_give_their_blocks_back() {
         }
         m.rollback(plan.key()).expect("open");
         assert_eq!(table(&m, &seq, 0).len(), 1);
-        assert_eq!(m.ledger().available(), free);
+        assert_eq!(m.usage().available(), free);
         m.check().expect("sound");
     }
 }

@@ -26,16 +26,16 @@ fn errors() -> Vec<(Error, &'static [&'static str])> {
             &["plan 72", "another BlockManager"],
         ),
         (
-            ForeignLease { tokens: 73 },
+            ForeignPin { tokens: 73 },
             &["73 tokens", "another BlockManager"],
         ),
-        (ReleasedLease, &["released"]),
+        (ReleasedPin, &["released"]),
         (
-            LeaseMismatch {
-                lease_tokens: 74,
+            PinMismatch {
+                pin_tokens: 74,
                 sequence_tokens: 75,
             },
-            &["lease's 74 tokens", "sequence's 75"],
+            &["pin's 74 tokens", "sequence's 75"],
         ),
         (
             ForkLength {

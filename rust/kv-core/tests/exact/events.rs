@@ -35,11 +35,11 @@ fn parents_are_stored_first_and_when_the_step_is_committed() {
     let seq = sequence(&mut m, prompt(14));
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &seq);
-    assert_eq!((m.take_events(), m.contents()), (vec![], vec![]));
+    assert_eq!((m.take_events(), m.cached_hashes()), (vec![], vec![]));
     commit(&mut m, plan.key());
     assert_eq!(m.take_events(), stored(&m, &prompt(12)));
     assert_eq!(m.take_events(), []);
-    let mut contents = m.contents();
+    let mut contents = m.cached_hashes();
     let mut expected = hashes(&m, &prompt(12));
     contents.sort_unstable();
     expected.sort_unstable();
@@ -70,7 +70,7 @@ fn a_rollback_has_stored_nothing() {
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &seq);
     m.rollback(plan.key()).expect("the newest");
-    assert_eq!((m.take_events(), m.contents()), (vec![], vec![]));
+    assert_eq!((m.take_events(), m.cached_hashes()), (vec![], vec![]));
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn an_eviction_is_told_content_by_content() {
     m.take_events();
     assert_eq!(given_up(&mut m, 1, &[1, 2]), [1]);
     let expected = [m.hasher().child(m.hasher().root(b""), &block_of(2))];
-    assert_eq!(m.contents(), expected);
+    assert_eq!(m.cached_hashes(), expected);
 }
 
 #[test]
@@ -91,17 +91,17 @@ fn cleared_says_that_nothing_is_left() {
     m.take_events();
     // One is left: each that goes is named.
     let gone = [2, 3].map(|name| hashes(&m, &block_of(name))[0]);
-    assert_eq!(m.evict_idle(), 2);
+    assert_eq!(m.evict_all(), 2);
     let events = m.take_events();
     assert_eq!((removed(&events), events.len()), (gone.to_vec(), 1));
     // None is left. What was told before is still told.
     drop(held);
     used(&mut m, [4]);
-    assert_eq!(m.evict_idle(), 2);
+    assert_eq!(m.evict_all(), 2);
     let expected = [stored(&m, &block_of(4)), vec![Event::Cleared]].concat();
     assert_eq!(m.take_events(), expected);
     // Nothing was there.
-    assert_eq!((m.evict_idle(), m.take_events()), (0, vec![]));
+    assert_eq!((m.evict_all(), m.take_events()), (0, vec![]));
 }
 
 #[test]
@@ -112,10 +112,10 @@ fn without_events_nothing_is_kept() {
     });
     used(&mut m, [1, 2, 3, 4]);
     let _held = computed(&mut m, block_of(5));
-    m.evict_idle();
+    m.evict_all();
     assert_eq!(m.stats().evicted_blocks, 4);
     drop(_held);
-    m.evict_idle();
+    m.evict_all();
     assert_eq!(m.take_events(), []);
 }
 
@@ -130,9 +130,9 @@ fn a_content_is_removed_with_the_last_of_its_groups_blocks() {
     // One block is free, two hold content 1: a row takes the free one and one of those.
     let taker = computed(&mut m, vec![7, 7]);
     assert_eq!(removed(&m.take_events()), []);
-    assert_eq!((m.stats().evicted_blocks, m.contents().len()), (1, 1));
+    assert_eq!((m.stats().evicted_blocks, m.cached_hashes().len()), (1, 1));
     drop(taker);
-    m.evict_idle();
+    m.evict_all();
     assert_eq!(m.take_events(), [Event::Cleared]);
 }
 
@@ -146,7 +146,7 @@ fn a_content_that_gets_a_lost_block_again_is_no_news() {
     let seq = computed(&mut m, prompt(12));
     assert_eq!(m.take_events(), stored(&m, &prompt(12)));
     drop(seq);
-    // One block is free and six are idle: two rows take the last content's blocks, and one more.
+    // One block is free and six are evictable: two rows take the last content's blocks, and one more.
     drop(computed(&mut m, vec![7; 7]));
     let lost = [hashes(&m, &prompt(12))[2]];
     assert_eq!(removed(&m.take_events()[..1]), lost);
@@ -154,7 +154,10 @@ fn a_content_that_gets_a_lost_block_again_is_no_news() {
     assert_eq!((before.evicted_blocks, before.registered_blocks), (3, 4));
     let _again = computed(&mut m, prompt(8));
     let stats = m.stats();
-    assert_eq!((stats.registered_blocks, stats.present_blocks), (4, 1));
+    assert_eq!(
+        (stats.registered_blocks, stats.already_cached_blocks),
+        (4, 1)
+    );
     assert_eq!(removed(&m.take_events()), []);
 }
 
@@ -176,7 +179,7 @@ fn what_follows_a_content_that_was_there_is_news() {
     drop(computed(&mut m, vec![7; 7])); // takes the last content's blocks, and one of the second's
     m.take_events();
     let _again = computed(&mut m, prompt(12));
-    assert_eq!(m.stats().present_blocks, 1);
+    assert_eq!(m.stats().already_cached_blocks, 1);
     let mut events = m.take_events();
     events.retain(|event| matches!(event, Event::Stored { .. }));
     assert_eq!(events, [last]);
@@ -187,7 +190,7 @@ fn what_follows_a_content_that_was_there_is_news() {
 fn a_content_that_comes_back_is_news_again() {
     let mut m = manager(4);
     used(&mut m, [1]);
-    m.evict_idle();
+    m.evict_all();
     m.take_events();
     used(&mut m, [1]);
     assert_eq!(m.take_events(), stored(&m, &block_of(1)));
@@ -206,5 +209,5 @@ fn only_what_was_missing_is_news() {
     assert_eq!(removed(&m.take_events()), head);
     let _again = computed(&mut m, prompt(8));
     assert_eq!(m.take_events(), stored(&m, &prompt(4)));
-    assert_eq!(m.stats().present_blocks, 1);
+    assert_eq!(m.stats().already_cached_blocks, 1);
 }

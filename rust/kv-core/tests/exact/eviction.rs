@@ -1,4 +1,4 @@
-//! Which idle content goes first, content by content.
+//! Which evictable content goes first, content by content.
 
 use kv_core::{BlockManager, Config, Error, Eviction};
 
@@ -19,7 +19,7 @@ fn lru_gives_up_what_was_not_used_for_longest() {
 }
 
 #[test]
-fn free_blocks_go_before_idle_ones() {
+fn free_blocks_go_before_evictable_ones() {
     let mut m = manager(5);
     used(&mut m, [1, 2, 3]);
     assert_eq!(given_up(&mut m, 2, &[]), []);
@@ -27,7 +27,7 @@ fn free_blocks_go_before_idle_ones() {
 }
 
 #[test]
-fn two_queues_keep_those_used_once_to_half_of_the_idle_blocks() {
+fn two_queues_keep_those_used_once_to_half_of_the_evictable_blocks() {
     let all = [1, 2, 3, 4, 5];
     let mut m = two_queues(5);
     used(&mut m, all);
@@ -75,7 +75,7 @@ fn a_content_that_comes_back_late_is_new() {
 }
 
 #[test]
-fn a_lease_is_a_use() {
+fn a_pin_is_a_use() {
     let mut m = two_queues(3);
     used(&mut m, [1, 2, 3]);
     drop(m.match_prefix(&[1; 4], b"").expect("short"));

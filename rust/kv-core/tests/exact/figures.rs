@@ -1,20 +1,20 @@
 //! Every figure that the manager shows, with its exact value.
 
-use kv_core::{BlockManager, BlockState, Config, Ledger, PlanView, Prefill, Stats};
+use kv_core::{BlockManager, BlockState, Config, PlanView, PoolUsage, Prefill, Stats};
 
 use super::tools::{
     PLENTY, begin, commit, computed, manager, prefill, prompt, sequence, settings, table, with,
 };
 
 #[test]
-fn a_ledger_adds_up() {
-    let ledger = Ledger {
+fn a_usage_adds_up() {
+    let usage = PoolUsage {
         free: 1,
-        idle: 2,
+        evictable: 2,
         active: 4,
-        leased: 8,
+        pinned: 8,
     };
-    assert_eq!((ledger.available(), ledger.num_blocks()), (3, 15));
+    assert_eq!((usage.available(), usage.num_blocks()), (3, 15));
 }
 
 #[test]
@@ -34,37 +34,37 @@ fn counters_have_names_in_order() {
 #[test]
 fn a_pool_shows_where_its_blocks_are() {
     let mut m = manager(8);
-    let free = Ledger {
+    let free = PoolUsage {
         free: 8,
-        idle: 0,
+        evictable: 0,
         active: 0,
-        leased: 0,
+        pinned: 0,
     };
-    assert_eq!(m.ledger(), free);
-    drop(computed(&mut m, vec![1; 5])); // one idle
-    let leased = computed(&mut m, vec![2; 9]);
-    let lease = m.lease(leased.key()).expect("live"); // two leased
-    drop(leased);
+    assert_eq!(m.usage(), free);
+    drop(computed(&mut m, vec![1; 5])); // one evictable
+    let pinned = computed(&mut m, vec![2; 9]);
+    let pin = m.pin(pinned.key()).expect("live"); // two pinned
+    drop(pinned);
     let active = computed(&mut m, vec![3; 9]); // three active
-    let ledger = Ledger {
+    let usage = PoolUsage {
         free: 2,
-        idle: 1,
+        evictable: 1,
         active: 3,
-        leased: 2,
+        pinned: 2,
     };
-    assert_eq!((m.ledger(), m.ledger().available()), (ledger, 3));
+    assert_eq!((m.usage(), m.usage().available()), (usage, 3));
     let states: Vec<_> = (0..8).map(|block| m.state(block).expect("known")).collect();
     let count = |state| states.iter().filter(|&&it| it == state).count();
     let counts = [
         BlockState::Free,
-        BlockState::Idle,
+        BlockState::Evictable,
         BlockState::Active,
-        BlockState::Leased,
+        BlockState::Pinned,
     ]
     .map(count);
     assert_eq!(counts, [2, 1, 3, 2]);
     assert_eq!(m.preview(active.key()), Ok(3));
-    drop(lease);
+    drop(pin);
 }
 
 #[test]
@@ -72,7 +72,7 @@ fn a_preview_counts_what_nobody_else_holds() {
     let mut m = manager(8);
     let seq = computed(&mut m, prompt(10));
     assert_eq!(m.preview(seq.key()), Ok(3));
-    let _lease = m.match_prefix(&prompt(4), b"").expect("short");
+    let _pin = m.match_prefix(&prompt(4), b"").expect("short");
     assert_eq!(m.preview(seq.key()), Ok(2));
     let fork = m.fork(seq.key(), 10).expect("within");
     assert_eq!(
@@ -179,16 +179,16 @@ fn a_copy_is_shown_from_source_to_destination() {
 #[test]
 fn contents_are_counted_with_their_namespaces() {
     let mut m = manager(8);
-    assert_eq!((m.num_contents(), m.contents().len()), (0, 0));
+    assert_eq!((m.num_contents(), m.cached_hashes().len()), (0, 0));
     let first = computed(&mut m, prompt(10));
-    assert_eq!((m.num_contents(), m.contents().len()), (3, 2));
+    assert_eq!((m.num_contents(), m.cached_hashes().len()), (3, 2));
     let other = m.sequence(vec![1], b"tenant", true).expect("tokens");
-    assert_eq!((m.num_contents(), m.contents().len()), (4, 2));
+    assert_eq!((m.num_contents(), m.cached_hashes().len()), (4, 2));
     drop((first, other));
     m.settle();
-    assert_eq!((m.num_contents(), m.contents().len()), (3, 2));
-    m.evict_idle();
-    assert_eq!((m.num_contents(), m.contents().len()), (0, 0));
+    assert_eq!((m.num_contents(), m.cached_hashes().len()), (3, 2));
+    m.evict_all();
+    assert_eq!((m.num_contents(), m.cached_hashes().len()), (0, 0));
 }
 
 #[test]
@@ -202,8 +202,8 @@ fn every_group_has_blocks_of_its_own() {
     blocks.sort_unstable();
     assert_eq!(blocks, (0..30).map(Some).collect::<Vec<_>>());
     drop(seq);
-    let lease = m.match_prefix(&prompt(40), b"").expect("short");
-    assert_eq!((lease.num_tokens(), lease.num_blocks()), (40, 30));
+    let pin = m.match_prefix(&prompt(40), b"").expect("short");
+    assert_eq!((pin.num_tokens(), pin.num_blocks()), (40, 30));
     m.check().expect("sound");
 }
 

@@ -1,26 +1,26 @@
-//! Handles, keys and leases: what they show, and that nobody's block is let go of.
+//! Handles, keys and pins: what they show, and that nobody's block is let go of.
 
-use kv_core::{BlockManager, BlockState, Error, Ledger, SeqHandle};
+use kv_core::{BlockManager, BlockState, Error, PoolUsage, SeqHandle};
 
 use super::tools::{PLENTY, begin, computed, manager, prefill, prompt, sequence, table};
 
-fn ledger(m: &mut BlockManager) -> [usize; 4] {
-    let Ledger {
+fn usage(m: &mut BlockManager) -> [usize; 4] {
+    let PoolUsage {
         free,
-        idle,
+        evictable,
         active,
-        leased,
-    } = m.ledger();
-    [free, idle, active, leased]
+        pinned,
+    } = m.usage();
+    [free, evictable, active, pinned]
 }
 
 #[test]
-fn a_lease_covers_whole_blocks() {
+fn a_pin_covers_whole_blocks() {
     let mut m = manager(8);
     let seq = computed(&mut m, prompt(10));
-    let lease = m.match_prefix(&prompt(7), b"").expect("short");
-    assert_eq!((lease.num_tokens(), lease.num_blocks()), (4, 1));
-    let own = m.lease(seq.key()).expect("live");
+    let pin = m.match_prefix(&prompt(7), b"").expect("short");
+    assert_eq!((pin.num_tokens(), pin.num_blocks()), (4, 1));
+    let own = m.pin(seq.key()).expect("live");
     assert_eq!((own.num_tokens(), own.num_blocks()), (8, 2));
     let ids: Vec<_> = own.blocks().map(|block| Some(block.get())).collect();
     assert_eq!(ids, table(&m, &seq, 0)[..2]);
@@ -30,53 +30,53 @@ fn a_lease_covers_whole_blocks() {
     assert_eq!((nothing.num_tokens(), nothing.num_blocks()), (0, 0));
 }
 
-/// Of a manager that is not recorded: a lease lets go of its blocks itself.
+/// Of a manager that is not recorded: a pin lets go of its blocks itself.
 #[test]
-fn a_lease_lets_go_of_what_it_held_alone() {
+fn a_pin_lets_go_of_what_it_held_alone() {
     let mut m = manager(4);
     let seq = computed(&mut m, prompt(10));
-    let leases = [(); 2].map(|()| m.lease(seq.key()).expect("live"));
-    assert_eq!(ledger(&mut m), [1, 0, 3, 0]);
+    let pins = [(); 2].map(|()| m.pin(seq.key()).expect("live"));
+    assert_eq!(usage(&mut m), [1, 0, 3, 0]);
     let first = table(&m, &seq, 0)[0].expect("a block");
     assert_eq!((m.refs(first), m.seq_refs(first)), (Ok(3), Ok(1)));
-    let [one, other] = leases;
+    let [one, other] = pins;
     drop(one);
     assert_eq!((m.refs(first), m.seq_refs(first)), (Ok(2), Ok(1)));
     drop(seq);
-    assert_eq!(ledger(&mut m), [2, 0, 0, 2]);
-    assert_eq!(m.state(first), Ok(BlockState::Leased));
+    assert_eq!(usage(&mut m), [2, 0, 0, 2]);
+    assert_eq!(m.state(first), Ok(BlockState::Pinned));
     drop(other);
-    assert_eq!(ledger(&mut m), [2, 2, 0, 0]);
-    assert_eq!(m.state(first), Ok(BlockState::Idle));
+    assert_eq!(usage(&mut m), [2, 2, 0, 0]);
+    assert_eq!(m.state(first), Ok(BlockState::Evictable));
     m.check().expect("sound");
 }
 
 #[test]
-fn a_lease_leaves_alone_what_a_sequence_holds() {
+fn a_pin_leaves_alone_what_a_sequence_holds() {
     let mut m = manager(4);
     let seq = computed(&mut m, prompt(10));
-    drop(m.lease(seq.key()).expect("live"));
-    assert_eq!(ledger(&mut m), [1, 0, 3, 0]);
+    drop(m.pin(seq.key()).expect("live"));
+    assert_eq!(usage(&mut m), [1, 0, 3, 0]);
     m.check().expect("sound");
     let block = table(&m, &seq, 0)[0].expect("a block");
     assert_eq!(m.state(block), Ok(BlockState::Active));
     drop(seq);
-    assert_eq!(ledger(&mut m), [2, 2, 0, 0]);
+    assert_eq!(usage(&mut m), [2, 2, 0, 0]);
 }
 
 #[test]
 fn attached_tokens_are_computed_and_not_hashed_again() {
     let mut m = manager(8);
     drop(computed(&mut m, prompt(8)));
-    let lease = m.match_prefix(&prompt(8), b"").expect("short");
+    let pin = m.match_prefix(&prompt(8), b"").expect("short");
     let hashed = m.stats().hashed_blocks;
     let seq = sequence(&mut m, prompt(14));
-    m.attach(seq.key(), &lease).expect("its prefix");
+    m.attach(seq.key(), &pin).expect("its prefix");
     let view = m.view(seq.key()).expect("live");
     assert_eq!((view.num_computed_tokens, view.num_cached_tokens), (8, 8));
     assert_eq!(view.num_registered_blocks, 2);
     let error = Error::NotFresh { blocks: 2 };
-    assert_eq!(m.attach(seq.key(), &lease), Err(error));
+    assert_eq!(m.attach(seq.key(), &pin), Err(error));
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &seq);
     m.commit(plan.key(), &[1]).expect("one row");
@@ -84,40 +84,40 @@ fn attached_tokens_are_computed_and_not_hashed_again() {
     assert_eq!(m.stats().hashed_blocks, hashed + 1);
     // The last token of a sequence is left to compute.
     let whole = sequence(&mut m, prompt(8));
-    m.attach(whole.key(), &lease).expect("its prefix");
+    m.attach(whole.key(), &pin).expect("its prefix");
     assert_eq!(m.view(whole.key()).expect("live").num_computed_tokens, 7);
 }
 
 #[test]
-fn a_lease_fits_its_own_tokens_and_namespace() {
+fn a_pin_fits_its_own_tokens_and_namespace() {
     let mut m = manager(8);
     let owner = computed(&mut m, prompt(8));
-    let lease = m.lease(owner.key()).expect("live");
+    let pin = m.pin(owner.key()).expect("live");
     let short = sequence(&mut m, prompt(7));
     let other = m.sequence(prompt(8), b"tenant", true).expect("tokens");
     let differs = sequence(&mut m, vec![0, 1, 2, 3, 4, 5, 6, 8]);
     let early = sequence(&mut m, vec![9, 1, 2, 3, 4, 5, 6, 7]);
     for (seq, len) in [(&short, 7), (&other, 8), (&differs, 8), (&early, 8)] {
-        let error = Error::LeaseMismatch {
-            lease_tokens: 8,
+        let error = Error::PinMismatch {
+            pin_tokens: 8,
             sequence_tokens: len,
         };
-        assert_eq!(m.attach(seq.key(), &lease), Err(error));
+        assert_eq!(m.attach(seq.key(), &pin), Err(error));
     }
     m.check().expect("sound");
 }
 
 #[test]
-fn a_planned_sequence_takes_no_lease() {
+fn a_planned_sequence_takes_no_pin() {
     let mut m = manager(8);
     let owner = computed(&mut m, prompt(8));
-    let lease = m.lease(owner.key()).expect("live");
+    let pin = m.pin(owner.key()).expect("live");
     let planned = sequence(&mut m, prompt(8));
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &planned);
     let sequence = planned.id();
     assert_eq!(
-        m.attach(planned.key(), &lease),
+        m.attach(planned.key(), &pin),
         Err(Error::InPlan { sequence })
     );
     m.check().expect("sound");
@@ -128,13 +128,13 @@ fn keys_of_another_manager_are_foreign() {
     let (mut m, mut other) = (manager(4), manager(4));
     let seq = sequence(&mut other, prompt(4));
     let plan = begin(&mut other, PLENTY);
-    let lease = other.match_prefix(&prompt(4), b"").expect("short");
+    let pin = other.match_prefix(&prompt(4), b"").expect("short");
     let mine = sequence(&mut m, prompt(4));
     let what = |what, id| Error::Foreign { what, id };
     assert_eq!(m.free(seq.key()), Err(what("sequence", 1)));
     assert_eq!(m.rollback(plan.key()), Err(what("plan", 1)));
-    let error = Error::ForeignLease { tokens: 0 };
-    assert_eq!(m.attach(mine.key(), &lease), Err(error));
+    let error = Error::ForeignPin { tokens: 0 };
+    assert_eq!(m.attach(mine.key(), &pin), Err(error));
 }
 
 /// Of the same slot and the same number, ready to decode as well.
@@ -202,7 +202,7 @@ fn a_step_that_was_lost_takes_those_on_top_with_it() {
     let error = Error::PlanClosed { plan: 2 };
     assert_eq!(m.plan_view(second.key()), Err(error));
     assert_eq!(m.stats().rolled_back_steps, 2);
-    assert_eq!(ledger(&mut m), [4, 0, 0, 0]);
+    assert_eq!(usage(&mut m), [4, 0, 0, 0]);
 }
 
 #[test]

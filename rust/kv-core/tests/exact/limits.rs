@@ -26,7 +26,7 @@ fn pool_sizes() {
         assert_eq!(refused(config), Some(Error::NumBlocks(num_blocks)));
     }
     let mut one = with(Config::new(1, 4));
-    assert_eq!(one.ledger().free, 1);
+    assert_eq!(one.usage().free, 1);
     // As many as there may be: a matter of memory.
     let num_blocks = 1 << 31;
     let too_large = refused(Config::new(num_blocks, 65_536));

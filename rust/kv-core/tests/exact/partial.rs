@@ -1,7 +1,7 @@
 //! Partial reuse: where a match ends inside a block, the content that agrees longest lends its first
 //! tokens by a copy.
 
-use kv_core::{BlockManager, Config, Ledger, PlanKey, Prefill, Redirect, SeqHandle};
+use kv_core::{BlockManager, Config, PlanKey, PoolUsage, Prefill, Remapping, SeqHandle};
 
 use super::tools::{
     PLENTY, begin, commit, computed, manager, prefill, prompt, sequence, settings, table, with,
@@ -74,8 +74,8 @@ fn computing_starts_behind_the_copied_tokens() {
         (view.num_cached_tokens, view.num_registered_blocks),
         (10, 3)
     );
-    let lease = m.match_prefix(&apart(10, 3), b"").expect("short");
-    let blocks: Vec<u32> = lease.blocks().map(|block| block.get()).collect();
+    let pin = m.match_prefix(&apart(10, 3), b"").expect("short");
+    let blocks: Vec<u32> = pin.blocks().map(|block| block.get()).collect();
     assert_eq!(blocks, [0, 1, 3]);
     m.check().expect("sound");
 }
@@ -88,7 +88,7 @@ fn what_was_lent_is_given_back_with_the_plan() {
         sequence(&mut m, apart(10, 9)),
         sequence(&mut m, apart(9, 9)),
     );
-    let (ledger, queued) = (m.ledger(), m.queued());
+    let (usage, queued) = (m.usage(), m.queued());
     for cancelled in [false, true] {
         let plan = begin(&mut m, PLENTY);
         assert_eq!(planned(&mut m, plan.key(), &seq), (10, 9));
@@ -103,7 +103,7 @@ fn what_was_lent_is_given_back_with_the_plan() {
         }
         m.rollback(plan.key()).expect("the newest");
         m.check().expect("sound");
-        assert_eq!((m.ledger(), m.queued().len()), (ledger, queued.len()));
+        assert_eq!((m.usage(), m.queued().len()), (usage, queued.len()));
         assert_eq!(m.stats().partial_hits, 0);
     }
 }
@@ -196,7 +196,7 @@ fn a_content_that_is_computed_now_is_not_lent() {
     assert_eq!(copies(&mut m, plan.key()), [(2, 3)]);
 }
 
-/// It takes a block more where the source is idle: if there is none, computing is what is left.
+/// It takes a block more where the source is evictable: if there is none, computing is what is left.
 #[test]
 fn nobody_waits_for_the_sake_of_a_copy() {
     for (num_blocks, cached, lent) in [(5, 10, 1), (4, 8, 0)] {
@@ -216,7 +216,7 @@ fn nobody_waits_for_the_sake_of_a_copy() {
             assert_eq!(copies(&mut m, plan.key()).len(), lent);
             m.check().expect("sound");
             m.rollback(plan.key()).expect("the newest");
-            m.evict_idle();
+            m.evict_all();
             drop(computed(&mut m, prompt(12)));
             m.settle();
         }
@@ -227,15 +227,15 @@ fn nobody_waits_for_the_sake_of_a_copy() {
     m.settle();
     let seq = sequence(&mut m, apart(10, 7));
     let plan = begin(&mut m, PLENTY);
-    let (ledger, expected) = (
-        m.ledger(),
+    let (usage, expected) = (
+        m.usage(),
         Prefill::NoRoom {
             needed: 5,
             available: 4,
         },
     );
     let answer = m.prefill(plan.key(), seq.key(), PLENTY, None);
-    assert_eq!((answer, m.ledger()), (Ok(expected), ledger));
+    assert_eq!((answer, m.usage()), (Ok(expected), usage));
     assert_eq!(copies(&mut m, plan.key()), []);
     let plan_view = m.plan_view(plan.key()).expect("open");
     assert_eq!(plan_view.budget_left, PLENTY);
@@ -275,17 +275,17 @@ fn copies_that_turn_out_equal_are_merged() {
         assert_eq!(planned(&mut m, plan.key(), seq), (10, 3));
     }
     assert_eq!(copies(&mut m, plan.key()), [(2, 3), (2, 5)]);
-    let redirects = commit(&mut m, plan.key());
-    let expected = Redirect {
+    let remappings = commit(&mut m, plan.key());
+    let expected = Remapping {
         sequence: pair[1].id(),
         group: 0,
         index: 2,
         old_block: 5.into(),
         new_block: 3.into(),
     };
-    assert_eq!(redirects, [expected]);
+    assert_eq!(remappings, [expected]);
     m.check().expect("sound");
-    assert_eq!(m.ledger().free, 16 - 3 - 3);
+    assert_eq!(m.usage().free, 16 - 3 - 3);
 }
 
 /// Slots reserved past the boundary are what is copied to.
@@ -303,7 +303,7 @@ fn a_reserved_block_is_copied_to() {
     let mut tokens = m.view(seq.key()).expect("live").tokens.to_vec();
     tokens[6] = 77;
     drop(computed(&mut m, [&tokens[..], &[78]].concat()));
-    let ledger = m.ledger();
+    let usage = m.usage();
     let plan = begin(&mut m, PLENTY);
     assert_eq!(planned(&mut m, plan.key(), &seq), (2, 2));
     assert_eq!(table(&m, &seq, 0), [first, reserved]);
@@ -311,7 +311,7 @@ fn a_reserved_block_is_copied_to() {
     m.check().expect("sound");
     m.rollback(plan.key()).expect("the newest");
     assert_eq!(table(&m, &seq, 0), [first, reserved]);
-    assert_eq!(m.ledger(), ledger);
+    assert_eq!(m.usage(), usage);
 }
 
 /// Of every layer group one block is lent, or nothing is.
@@ -342,20 +342,20 @@ fn every_layer_group_lends() {
 
 /// Two prompts apart from the first token on have nothing to lend each other, however long they are.
 #[test]
-fn the_ledger_is_whole_at_the_end() {
+fn the_usage_is_whole_at_the_end() {
     let mut m = manager(16);
     for _ in 0..3 {
         for common in [0, 2, 5, 11] {
             drop(computed(&mut m, apart(common, 12 - common)));
         }
     }
-    m.evict_idle();
-    let all_free = Ledger {
+    m.evict_all();
+    let all_free = PoolUsage {
         free: 16,
-        idle: 0,
+        evictable: 0,
         active: 0,
-        leased: 0,
+        pinned: 0,
     };
-    assert_eq!(m.ledger(), all_free);
+    assert_eq!(m.usage(), all_free);
     m.check().expect("sound");
 }

@@ -7,8 +7,8 @@ use std::error::Error as _;
 use std::io::{self, Read};
 
 use kv_core::{
-    Answer, BlockId, Call, Config, Divergence, Error, Extend, Ledger, Limits, Prefill, Redirect,
-    TraceError, replay, replay_within,
+    Answer, BlockId, Call, Config, Divergence, Error, Extend, Limits, PoolUsage, Prefill,
+    Remapping, TraceError, replay, replay_within,
 };
 use recording::Recording;
 
@@ -51,8 +51,11 @@ fn operations_in_words() {
             },
             "commit(plan=7, tokens=[5], counts=[])",
         ),
-        (Call::EvictIdle {}, "evict_idle()"),
-        (Call::Adopt { sequence: 1 }, "adopt(sequence=1)"),
+        (Call::EvictAll {}, "evict_all()"),
+        (
+            Call::ReuseCached { sequence: 1 },
+            "reuse_cached(sequence=1)",
+        ),
         (
             Call::Publish {
                 sequence: 1,
@@ -69,7 +72,7 @@ fn operations_in_words() {
 
 #[test]
 fn answers_in_words() {
-    let redirect = Redirect {
+    let remapping = Remapping {
         sequence: 1,
         group: 2,
         index: 3,
@@ -87,11 +90,11 @@ fn answers_in_words() {
         needed: 6,
         available: 7,
     };
-    let ledger = Ledger {
+    let usage = PoolUsage {
         free: 1,
-        idle: 2,
+        evictable: 2,
         active: 3,
-        leased: 4,
+        pinned: 4,
     };
     let answers = [
         (Answer::Done, "done"),
@@ -111,8 +114,8 @@ fn answers_in_words() {
         ),
         (Answer::Prefill(Prefill::NoBudget), "no budget"),
         (
-            Answer::Redirects(vec![redirect]),
-            "redirects [sequence 1 group 2 entry 3 from block 4 to 5]",
+            Answer::Remappings(vec![remapping]),
+            "remappings [sequence 1 group 2 entry 3 from block 4 to 5]",
         ),
         (
             Answer::Extend(Extend::Extended {
@@ -129,8 +132,8 @@ fn answers_in_words() {
             "no room, 8 blocks needed, 9 available",
         ),
         (
-            Answer::Ledger(ledger),
-            "1 blocks free, 2 idle, 3 active, 4 leased",
+            Answer::PoolUsage(usage),
+            "1 blocks free, 2 evictable, 3 active, 4 pinned",
         ),
     ];
     for (answer, words) in answers {
@@ -249,24 +252,24 @@ fn a_manager_with_a_past_is_not_recorded() {
     assert_eq!(m.record(Recording::default()), Err(error));
 }
 
-/// While it is recorded, the manager lets go of a lease's blocks; of one on nothing it says nothing.
+/// While it is recorded, the manager lets go of a pin's blocks; of one on nothing it says nothing.
 #[test]
-fn leases_are_recorded_until_they_go() {
+fn pins_are_recorded_until_they_go() {
     let recording = Recording::default();
     let mut m = with(settings(9));
     m.record(recording.clone()).expect("new");
     drop(computed(&mut m, prompt(6)));
     let nothing = m.match_prefix(&[5; 4], b"").expect("short");
-    let leases = [(); 2].map(|()| m.match_prefix(&prompt(6), b"").expect("short"));
-    assert_eq!(m.ledger().leased, 1);
-    drop((nothing, leases));
-    assert_eq!((m.ledger().leased, m.ledger().idle), (0, 1));
+    let pins = [(); 2].map(|()| m.match_prefix(&prompt(6), b"").expect("short"));
+    assert_eq!(m.usage().pinned, 1);
+    drop((nothing, pins));
+    assert_eq!((m.usage().pinned, m.usage().evictable), (0, 1));
     m.check().expect("sound");
     m.stop_recording().expect("memory takes everything");
     let report = replay(&recording.bytes()[..]).expect("whole");
     assert_eq!((report.divergence, report.check), (None, Ok(())));
     assert!(report.operations.contains(&("match_prefix", 3)));
-    assert!(report.operations.contains(&("drop_lease", 2)));
+    assert!(report.operations.contains(&("drop_pin", 2)));
 }
 
 /// A file on a disk that goes after some bytes.

@@ -28,7 +28,7 @@ fn reserved_slots_do_not_keep_a_turn_from_being_found() {
     for lookahead in [0, 3, 6, 20] {
         let (mut m, seq) = conversation(lookahead);
         let before = table(&m, &seq, 0);
-        let ledger = m.ledger();
+        let usage = m.usage();
         for _ in 0..2 {
             let plan = begin(&mut m, PLENTY);
             let answer = m.prefill(plan.key(), seq.key(), PLENTY, None);
@@ -40,7 +40,7 @@ fn reserved_slots_do_not_keep_a_turn_from_being_found() {
             assert_eq!(answer, Ok(planned), "{lookahead} slots ahead");
             m.check().expect("sound");
             m.rollback(plan.key()).expect("open");
-            assert_eq!((table(&m, &seq, 0), m.ledger()), (before.clone(), ledger));
+            assert_eq!((table(&m, &seq, 0), m.usage()), (before.clone(), usage));
         }
         let plan = begin(&mut m, PLENTY);
         prefill(&mut m, plan.key(), &seq);
@@ -50,7 +50,7 @@ fn reserved_slots_do_not_keep_a_turn_from_being_found() {
     }
 }
 
-/// A content that was used again stays so when an idle block of it is taken over.
+/// A content that was used again stays so when an evictable block of it is taken over.
 #[test]
 fn a_take_over_keeps_what_is_known_of_a_content() {
     let mut m = with(Config {
@@ -74,11 +74,11 @@ fn a_take_over_keeps_what_is_known_of_a_content() {
 fn a_check_changes_nothing() {
     let mut m = manager(8);
     let (seq, other) = (computed(&mut m, prompt(8)), computed(&mut m, prompt(12)));
-    let lease = m.lease(other.key()).expect("live");
+    let pin = m.pin(other.key()).expect("live");
     let plan = begin(&mut m, PLENTY);
     drop((seq, other, plan));
     let queued = m.queued(); // reads the mail
-    drop(lease);
+    drop(pin);
     let stats = m.stats();
     for _ in 0..2 {
         assert_eq!(m.check(), Ok(()));

@@ -75,16 +75,16 @@ fn a_full_hit_is_a_replay_of_one() {
     for (replay, tokens) in [(0, 1), (1, 1), (2, 2), (8, 8)] {
         let (mut m, seq) = eight_and(0);
         let plan = begin(&mut m, PLENTY);
-        let free = m.ledger().free;
+        let free = m.usage().free;
         let answer = m.prefill_again(plan.key(), seq.key(), (PLENTY, None), replay);
         assert_eq!(answer, planned(8 - tokens, tokens, true));
-        assert_eq!(m.ledger().free, free);
+        assert_eq!(m.usage().free, free);
         let arrays = Arrays::new(Sizes::exactly(tokens, 1, 2, 1));
         assert_eq!(arrays.fill(&m, plan.key()), Ok(()));
         assert_eq!(arrays.values(SLOTS), vec![-1; tokens]);
         m.check().expect("sound");
         m.rollback(plan.key()).expect("the newest");
-        assert_eq!((table(&m, &seq, 0), m.ledger().active), (vec![], 0));
+        assert_eq!((table(&m, &seq, 0), m.usage().active), (vec![], 0));
     }
 }
 

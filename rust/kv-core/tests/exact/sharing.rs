@@ -180,7 +180,7 @@ fn a_preemption_is_noticed() {
     let pair = [&seqs[0], &seqs[1]];
     assert_eq!(runner.decode(&mut m, &pair), [(0, 2, 0, 2, None)]);
     assert_eq!(m.reset(seqs[1].key()), Ok(()));
-    m.evict_idle();
+    m.evict_all();
     let plan = begin(&mut m, PLENTY);
     assert_eq!(m.decode(plan.key(), &[seqs[0].key()], 0), Ok(vec![]));
     prefill(&mut m, plan.key(), &seqs[1]); // finds the two blocks of the other, and computes what is its own

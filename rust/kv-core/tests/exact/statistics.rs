@@ -95,7 +95,7 @@ fn a_prefix_whose_head_was_lost() {
     let expected = Stats {
         prompt_tokens: before.prompt_tokens + 8,
         computed_tokens: before.computed_tokens + 8,
-        present_blocks: 1,
+        already_cached_blocks: 1,
         allocated_blocks: before.allocated_blocks + 1,
         registered_blocks: before.registered_blocks + 1,
         committed_steps: before.committed_steps + 1,
@@ -115,8 +115,8 @@ fn drafts() {
         let plan = begin(&mut m, PLENTY);
         m.speculate(plan.key(), seq.key(), &drafts).expect("ready");
         let counts = [accepted.len()];
-        let redirects = m.commit_accepted(plan.key(), accepted, &counts);
-        assert_eq!(redirects, Ok(vec![]));
+        let remappings = m.commit_accepted(plan.key(), accepted, &counts);
+        assert_eq!(remappings, Ok(vec![]));
         expected.computed_tokens += 4;
         expected.draft_tokens += 3;
         expected.accepted_draft_tokens += accepted.len() as u64 - 1;
@@ -143,8 +143,8 @@ fn each_sequence_accepts_its_own_count() {
             .expect("ready");
     }
     let tokens = [10, 5, 6, 10, 11, 7];
-    let redirects = m.commit_accepted(plan.key(), &tokens, &[2, 1, 3]);
-    assert_eq!(redirects, Ok(vec![]));
+    let remappings = m.commit_accepted(plan.key(), &tokens, &[2, 1, 3]);
+    assert_eq!(remappings, Ok(vec![]));
     let tail = |seq: usize| m.view(seqs[seq].key()).expect("live").tokens[2..].to_vec();
     assert_eq!(
         [tail(0), tail(1), tail(2)],
@@ -187,10 +187,10 @@ fn late_merges_and_copies() {
     let mut m = manager(8);
     let (a, b) = (computed(&mut m, prompt(3)), computed(&mut m, prompt(3)));
     let before = m.stats();
-    let redirects = decoded(&mut m, &[&a, &b]); // both complete the same block
-    assert_eq!(redirects.len(), 1);
-    assert_eq!((redirects[0].sequence, redirects[0].group), (b.id(), 0));
-    assert_eq!(redirects[0].index, 0);
+    let remappings = decoded(&mut m, &[&a, &b]); // both complete the same block
+    assert_eq!(remappings.len(), 1);
+    assert_eq!((remappings[0].sequence, remappings[0].group), (b.id(), 0));
+    assert_eq!(remappings[0].index, 0);
     let mut expected = Stats {
         computed_tokens: before.computed_tokens + 2,
         registered_blocks: 1,
@@ -214,7 +214,7 @@ fn late_merges_and_copies() {
     assert_eq!(m.stats(), expected);
 }
 
-/// A sequence that does not read the cache computes what is idle there: its block takes over.
+/// A sequence that does not read the cache computes what is evictable there: its block takes over.
 #[test]
 fn contents_taken_over() {
     let mut m = with(Config {
@@ -237,7 +237,7 @@ fn contents_taken_over() {
         ..before
     };
     assert_eq!(m.stats(), expected);
-    assert_eq!((m.ledger().free, m.ledger().active), (7, 1));
+    assert_eq!((m.usage().free, m.usage().active), (7, 1));
 }
 
 /// Where every content has the same hash, only the first one has a name. All are found: their tokens
@@ -254,13 +254,13 @@ fn contents_without_a_name() {
     // The second block meets the name, and what follows a block without a name has none.
     assert_eq!(m.stats().collisions, 1);
     assert_eq!(m.view(second.key()).expect("live").num_registered_blocks, 3);
-    assert_eq!((m.num_contents(), m.contents().len()), (5, 1));
+    assert_eq!((m.num_contents(), m.cached_hashes().len()), (5, 1));
     assert_eq!(m.take_events().len(), 1);
-    let lease = m.match_prefix(&prompt(12), b"").expect("short");
-    assert_eq!(lease.num_tokens(), 12);
+    let pin = m.match_prefix(&prompt(12), b"").expect("short");
+    assert_eq!(pin.num_tokens(), 12);
     m.check().expect("sound");
-    drop((first, second, lease));
-    assert_eq!(m.evict_idle(), 4);
+    drop((first, second, pin));
+    assert_eq!(m.evict_all(), 4);
     assert_eq!(m.take_events(), [Event::Cleared]);
     // The name is free again.
     let _again = computed(&mut m, prompt(4));
@@ -280,7 +280,7 @@ fn nothing_is_hashed_for_nobody() {
     let second = computed(&mut m, [prompt(900), vec![5; 9]].concat());
     let stats = m.stats();
     assert_eq!((stats.hashed_blocks, stats.cached_tokens), (1, 900));
-    assert_eq!(m.contents().len(), 227);
+    assert_eq!(m.cached_hashes().len(), 227);
     assert_eq!(m.stats().hashed_blocks, 1 + 227);
     m.check().expect("sound");
     drop((first, second));
@@ -336,7 +336,7 @@ fn evictions_and_windows() {
         ..settings(6)
     });
     let seq = computed(&mut m, prompt(12));
-    // Of the second group the last block is left, the others are idle.
+    // Of the second group the last block is left, the others are evictable.
     let mut expected = Stats {
         prompt_tokens: 12,
         computed_tokens: 12,
@@ -347,13 +347,13 @@ fn evictions_and_windows() {
         committed_steps: 1,
         ..Stats::default()
     };
-    assert_eq!((m.stats(), m.ledger().idle), (expected, 2));
+    assert_eq!((m.stats(), m.usage().evictable), (expected, 2));
     decoded(&mut m, &[&seq]); // a row more: both of these go
     expected.computed_tokens += 1;
     expected.allocated_blocks += 2;
     expected.evicted_blocks += 2;
     expected.committed_steps += 1;
-    assert_eq!((m.stats(), m.ledger().idle), (expected, 0));
+    assert_eq!((m.stats(), m.usage().evictable), (expected, 0));
 }
 
 #[test]
@@ -372,5 +372,5 @@ fn without_a_cache_nothing_is_named() {
         committed_steps: 2,
         ..Stats::default()
     };
-    assert_eq!((m.stats(), m.ledger().free), (expected, 8));
+    assert_eq!((m.stats(), m.usage().free), (expected, 8));
 }

@@ -78,7 +78,7 @@ fn a_row_that_has_changed_is_written_whole() {
 }
 
 #[test]
-fn what_was_given_back_reads_as_the_trash_block() {
+fn what_was_given_back_reads_as_the_null_block() {
     let mut m = with(Config {
         groups: vec![Some(4)],
         ..settings(8)

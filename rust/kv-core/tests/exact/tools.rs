@@ -1,7 +1,7 @@
 //! What the scripts are made of: blocks of four tokens, steps with room for everything.
 
 use kv_core::{
-    BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Redirect, SeqHandle,
+    BlockId, BlockManager, Config, Event, PlanHandle, PlanKey, Prefill, Remapping, SeqHandle,
 };
 
 /// A budget that nobody uses up.
@@ -52,7 +52,7 @@ pub(crate) fn prefill(m: &mut BlockManager, plan: PlanKey, seq: &SeqHandle) {
 }
 
 /// Carries out the copies of the oldest plan and commits it; each of its rows samples the same.
-pub(crate) fn commit(m: &mut BlockManager, plan: PlanKey) -> Vec<Redirect> {
+pub(crate) fn commit(m: &mut BlockManager, plan: PlanKey) -> Vec<Remapping> {
     m.copies(plan).expect("open");
     let samples = m.plan_view(plan).expect("open").num_samples;
     m.commit(plan, &vec![SAMPLED; samples]).expect("the oldest")
@@ -68,14 +68,14 @@ pub(crate) fn computed(m: &mut BlockManager, tokens: Vec<u32>) -> SeqHandle {
 }
 
 /// A step that decodes all of these.
-pub(crate) fn decoded(m: &mut BlockManager, seqs: &[&SeqHandle]) -> Vec<Redirect> {
+pub(crate) fn decoded(m: &mut BlockManager, seqs: &[&SeqHandle]) -> Vec<Remapping> {
     let plan = begin(m, PLENTY);
     let keys: Vec<_> = seqs.iter().map(|seq| seq.key()).collect();
     assert_eq!(m.decode(plan.key(), &keys, 0), Ok(vec![]));
     commit(m, plan.key())
 }
 
-/// Contents that are computed, or adopted, and idle afterwards; one after the other.
+/// Contents that are computed, or reused, and evictable afterwards; one after the other.
 pub(crate) fn used(m: &mut BlockManager, names: impl IntoIterator<Item = u32>) {
     for name in names {
         drop(computed(m, block_of(name)));
@@ -123,7 +123,7 @@ pub(crate) fn table(m: &BlockManager, seq: &SeqHandle, group: usize) -> Vec<Opti
 /// is not.
 pub(crate) fn lose_the_head(m: &mut BlockManager) {
     drop(computed(m, prompt(8)));
-    drop(computed(m, prompt(4))); // used again: half of what is idle, and its turn comes first
+    drop(computed(m, prompt(4))); // used again: half of what is evictable, and its turn comes first
     m.take_events();
     let taker = sequence(m, vec![7_000; 12]);
     let plan = begin(m, PLENTY);

@@ -38,7 +38,7 @@ fn what_no_later_token_sees_is_given_back() {
         assert_eq!(kept(&m, &seq), expected, "window {window}, {tokens} tokens");
         let slid = expected.iter().filter(|&&kept| !kept).count();
         assert_eq!(m.stats().slid_blocks, slid as u64);
-        assert_eq!(m.ledger().idle, slid);
+        assert_eq!(m.usage().evictable, slid);
     }
 }
 
@@ -65,7 +65,7 @@ fn windows_slide_without_a_cache() {
     });
     let seq = computed(&mut m, prompt(12));
     assert_eq!(kept(&m, &seq), [false, false, true]);
-    assert_eq!((m.stats().slid_blocks, m.ledger().free), (2, 12));
+    assert_eq!((m.stats().slid_blocks, m.usage().free), (2, 12));
 }
 
 /// What comes before the window of a match is the plan's: given back with its commit.
@@ -97,21 +97,21 @@ fn blocks_before_the_gaps_of_a_match_are_given_back() {
 }
 
 #[test]
-fn a_lease_holds_what_a_later_token_sees() {
+fn a_pin_holds_what_a_later_token_sees() {
     let mut m = with(windowed(16, 4));
     let seq = computed(&mut m, prompt(12));
-    let lease = m.lease(seq.key()).expect("live");
-    assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 4));
-    let blocks: Vec<_> = lease.blocks().map(|block| Some(block.get())).collect();
+    let pin = m.pin(seq.key()).expect("live");
+    assert_eq!((pin.num_tokens(), pin.num_blocks()), (12, 4));
+    let blocks: Vec<_> = pin.blocks().map(|block| Some(block.get())).collect();
     let (all, window) = (table(&m, &seq, 0), table(&m, &seq, 1));
     assert_eq!(blocks, [all[0], all[1], all[2], window[2]]);
     drop(seq);
-    assert_eq!((m.ledger().leased, m.ledger().idle), (4, 2));
+    assert_eq!((m.usage().pinned, m.usage().evictable), (4, 2));
     let next = sequence(&mut m, prompt(13));
-    m.attach(next.key(), &lease).expect("its prefix");
+    m.attach(next.key(), &pin).expect("its prefix");
     assert_eq!(kept(&m, &next), [false, false, true]);
     assert_eq!(m.preview(next.key()), Ok(0));
-    assert_eq!((m.ledger().active, m.ledger().leased), (4, 0));
+    assert_eq!((m.usage().active, m.usage().pinned), (4, 0));
     m.check().expect("sound");
 }
 
@@ -137,9 +137,9 @@ fn a_fork_before_the_window_begins_without_blocks() {
 fn a_match_needs_the_rows_of_the_window_only() {
     let mut m = with(windowed(8, 4));
     drop(computed(&mut m, prompt(12)));
-    let lease = m.match_prefix(&prompt(12), b"").expect("short");
-    assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 4));
-    // Two rows: the window's second one is idle and matches; one row: its first one.
+    let pin = m.match_prefix(&prompt(12), b"").expect("short");
+    assert_eq!((pin.num_tokens(), pin.num_blocks()), (12, 4));
+    // Two rows: the window's second one is evictable and matches; one row: its first one.
     for (tokens, blocks) in [(8, 3), (4, 2)] {
         let shorter = m.match_prefix(&prompt(tokens), b"").expect("short");
         assert_eq!(shorter.num_tokens(), tokens as usize);
@@ -165,14 +165,14 @@ fn a_content_of_the_next_step_is_asked_for_again_later() {
             view.num_registered_blocks
         };
         assert_eq!((registered(&m), m.stats().registered_blocks), (0, 0));
-        assert_eq!(m.lease(seq.key()).expect("live").num_tokens(), 0);
+        assert_eq!(m.pin(seq.key()).expect("live").num_tokens(), 0);
         if rolled_back {
             m.rollback(second.key()).expect("the newest");
         } else {
             commit(&mut m, second.key());
         }
-        let redirects = decoded(&mut m, &[&seq]);
-        assert_eq!(redirects.len(), usize::from(!rolled_back));
+        let remappings = decoded(&mut m, &[&seq]);
+        assert_eq!(remappings.len(), usize::from(!rolled_back));
         assert_eq!((registered(&m), m.stats().registered_blocks), (1, 1));
         assert_eq!(m.stats().merged_blocks, u64::from(!rolled_back));
         m.check().expect("sound");
@@ -199,7 +199,7 @@ fn a_content_of_the_step_before_is_not_announced_by_the_next() {
                     commit(&mut m, plan.key());
                     continue;
                 }
-                m.evict_idle();
+                m.evict_all();
                 let next = begin(&mut m, PLENTY);
                 prefill(&mut m, next.key(), &seq);
                 let registered = |m: &BlockManager| {
@@ -213,7 +213,7 @@ fn a_content_of_the_step_before_is_not_announced_by_the_next() {
                 commit(&mut m, plan.key());
                 m.check().expect("sound");
                 assert_eq!(registered(&m), 2);
-                assert_eq!(m.lease(seq.key()).expect("live").num_tokens(), 8);
+                assert_eq!(m.pin(seq.key()).expect("live").num_tokens(), 8);
                 match rolled_back {
                     None => assert_eq!(commit(&mut m, next.key()), []),
                     Some(true) => {}
@@ -228,7 +228,7 @@ fn a_content_of_the_step_before_is_not_announced_by_the_next() {
 }
 
 #[test]
-fn a_lease_ends_before_the_row_that_an_open_step_computes() {
+fn a_pin_ends_before_the_row_that_an_open_step_computes() {
     for groups in [vec![None; 2], vec![None; 3]] {
         let config = Config {
             groups,
@@ -242,14 +242,14 @@ fn a_lease_ends_before_the_row_that_an_open_step_computes() {
         commit(&mut m, first.key());
         let open = begin(&mut m, PLENTY);
         prefill(&mut m, open.key(), &seq);
-        let lease = m.lease(seq.key()).expect("live");
-        assert_eq!((lease.num_tokens(), lease.num_blocks()), (8, 2 * width));
+        let pin = m.pin(seq.key()).expect("live");
+        assert_eq!((pin.num_tokens(), pin.num_blocks()), (8, 2 * width));
     }
 }
 
-/// The last row is what an open step computes: the lease ends before it.
+/// The last row is what an open step computes: the pin ends before it.
 #[test]
-fn a_lease_ends_before_what_is_not_there_yet() {
+fn a_pin_ends_before_what_is_not_there_yet() {
     let mut m = with(windowed(16, 8));
     let seq = sequence(&mut m, prompt(16));
     let first = begin(&mut m, PLENTY);
@@ -257,16 +257,16 @@ fn a_lease_ends_before_what_is_not_there_yet() {
     commit(&mut m, first.key());
     let second = begin(&mut m, PLENTY);
     m.prefill(second.key(), seq.key(), 4, None).expect("room");
-    let lease = m.lease(seq.key()).expect("live");
-    assert_eq!((lease.num_tokens(), lease.num_blocks()), (8, 4));
+    let pin = m.pin(seq.key()).expect("live");
+    assert_eq!((pin.num_tokens(), pin.num_blocks()), (8, 4));
     commit(&mut m, second.key());
-    let lease = m.lease(seq.key()).expect("live");
-    assert_eq!((lease.num_tokens(), lease.num_blocks()), (12, 5));
+    let pin = m.pin(seq.key()).expect("live");
+    assert_eq!((pin.num_tokens(), pin.num_blocks()), (12, 5));
 }
 
 /// What is left of a match in flight without its last row has gaps at its end: that is no prefix.
 #[test]
-fn a_lease_does_not_end_in_a_gap() {
+fn a_pin_does_not_end_in_a_gap() {
     for groups in [vec![Some(4)], vec![None, Some(4)], vec![Some(5), None]] {
         let mut m = with(Config {
             groups,
@@ -282,34 +282,34 @@ fn a_lease_does_not_end_in_a_gap() {
         prefill(&mut m, plan.key(), &second);
         let registered = m.view(second.key()).expect("live").num_registered_blocks;
         assert_eq!(registered, 4);
-        let lease = m.lease(second.key()).expect("live");
-        assert_eq!((lease.num_tokens(), lease.num_blocks()), (0, 0));
+        let pin = m.pin(second.key()).expect("live");
+        assert_eq!((pin.num_tokens(), pin.num_blocks()), (0, 0));
         m.rollback(plan.key()).expect("the newest");
         let third = sequence(&mut m, prompt(17));
-        m.attach(third.key(), &lease).expect("nothing");
+        m.attach(third.key(), &pin).expect("nothing");
         m.check().expect("sound");
     }
 }
 
-/// Of a content that has lost its block in one group, the open step computes that one: a lease ends
+/// Of a content that has lost its block in one group, the open step computes that one: a pin ends
 /// before it, though later rows are there.
 #[test]
-fn a_lease_ends_before_the_first_block_that_is_not_there_yet() {
+fn a_pin_ends_before_the_first_block_that_is_not_there_yet() {
     let mut m = with(windowed(16, 4));
     drop(computed(&mut m, prompt(12)));
     m.settle();
     let shorter = sequence(&mut m, prompt(4));
-    // The window's first rows are idle; the rest is held.
+    // The window's first rows are evictable; the rest is held.
     let held = m.match_prefix(&prompt(12), b"").expect("short");
     assert_eq!((held.num_tokens(), held.num_blocks()), (12, 4));
-    m.evict_idle();
+    m.evict_all();
     let plan = begin(&mut m, PLENTY);
     prefill(&mut m, plan.key(), &shorter);
     let reader = m.sequence(prompt(12), b"", false).expect("tokens");
     prefill(&mut m, plan.key(), &reader);
     for seq in [&shorter, &reader] {
-        let lease = m.lease(seq.key()).expect("live");
-        assert_eq!((lease.num_tokens(), lease.num_blocks()), (0, 0));
+        let pin = m.pin(seq.key()).expect("live");
+        assert_eq!((pin.num_tokens(), pin.num_blocks()), (0, 0));
     }
     m.check().expect("sound");
 }
@@ -337,9 +337,9 @@ fn a_fork_that_ends_within_the_gaps_has_nothing() {
     }
 }
 
-/// A lease that is taken while a match is planned covers no gap, and neither does what is made of it.
+/// A pin that is taken while a match is planned covers no gap, and neither does what is made of it.
 #[test]
-fn a_lease_inside_a_plan_has_no_gap() {
+fn a_pin_inside_a_plan_has_no_gap() {
     for (groups, block_size, factor) in [(vec![Some(2)], 1, 1), (vec![None, Some(64)], 16, 32)] {
         let mut m = BlockManager::new(Config {
             groups: groups.clone(),
@@ -357,12 +357,12 @@ fn a_lease_inside_a_plan_has_no_gap() {
         drop(computed(&mut m, tokens.clone()));
         let plan = begin(&mut m, PLENTY);
         prefill(&mut m, plan.key(), &early);
-        let lease = m.lease(early.key()).expect("live");
-        assert_eq!(lease.num_tokens(), 6 * factor as usize);
+        let pin = m.pin(early.key()).expect("live");
+        assert_eq!(pin.num_tokens(), 6 * factor as usize);
         m.check().expect("no gap");
         commit(&mut m, plan.key());
         let other = sequence(&mut m, [&tokens[..], &[7_777]].concat());
-        m.attach(other.key(), &lease).expect("its prefix");
+        m.attach(other.key(), &pin).expect("its prefix");
         m.check().expect("no gap");
         let held: usize = (0..groups.len())
             .map(|group| table(&m, &other, group).iter().flatten().count())
@@ -393,7 +393,7 @@ fn what_a_match_puts_out_of_sight_comes_back() {
     commit(&mut m, plan.key());
     drop(computed(&mut m, prompt(28)));
     let before = [table(&m, &late, 0), table(&m, &late, 1)];
-    let ledger = m.ledger();
+    let usage = m.usage();
     for cancel in [false, true] {
         let plan = begin(&mut m, PLENTY);
         prefill(&mut m, plan.key(), &late);
@@ -404,7 +404,7 @@ fn what_a_match_puts_out_of_sight_comes_back() {
         }
         m.rollback(plan.key()).expect("open");
         assert_eq!([table(&m, &late, 0), table(&m, &late, 1)], before);
-        assert_eq!(m.ledger(), ledger);
+        assert_eq!(m.usage(), usage);
         m.check().expect("sound");
     }
 }
@@ -430,7 +430,7 @@ fn computed_again(blocks: u32) -> Duration {
     };
     drop(prefilled(&mut m, tokens(7_000_001)));
     let (child, ..) = prefilled(&mut m, tokens(7_000_002));
-    assert!(m.evict_idle() >= blocks as usize);
+    assert!(m.evict_all() >= blocks as usize);
     let (_, answer, took) = prefilled(&mut m, tokens(7_000_003));
     let Prefill::Planned { cached_tokens, .. } = answer else {
         panic!("{answer:?}")

@@ -9,7 +9,7 @@ pub(crate) mod world;
 
 use std::collections::{BTreeMap, HashMap};
 
-use kv_core::{BlockId, Config, Error, Extend, Ledger, Prefill, Redirect};
+use kv_core::{BlockId, Config, Error, Extend, PoolUsage, Prefill, Remapping};
 
 /// A namespace and every token up to the end of a block.
 type Content = (u8, Vec<u32>);
@@ -60,8 +60,8 @@ struct Entry {
     copied: Vec<(usize, usize, u32, u32)>,
     /// The partial blocks that it goes on writing.
     in_place: Vec<u32>,
-    /// Blocks adopted, found present, and those whose contents this entry computes for all.
-    adopted: Vec<u32>,
+    /// Blocks reused, found present, and those whose contents this entry computes for all.
+    reused: Vec<u32>,
     present: Vec<u32>,
     announced: Vec<u32>,
     /// The blocks that lend it tokens of the row behind the match, and their copies.
@@ -95,7 +95,7 @@ pub(crate) struct Model {
     /// By layer group.
     contents: HashMap<(Content, usize), u32>,
     pub(crate) seqs: BTreeMap<u64, Seq>,
-    pub(crate) leases: BTreeMap<usize, Vec<Row>>,
+    pub(crate) pins: BTreeMap<usize, Vec<Row>>,
     /// Oldest first.
     pub(crate) plans: Vec<Plan>,
     num_blocks: usize,
@@ -114,7 +114,7 @@ impl Model {
             num_blocks,
             contents: HashMap::new(),
             seqs: BTreeMap::new(),
-            leases: BTreeMap::new(),
+            pins: BTreeMap::new(),
             plans: Vec::new(),
         }
     }
@@ -139,10 +139,10 @@ impl Model {
     }
 
     pub(crate) fn refs(&self, block: u32) -> u32 {
-        let leases = self.leases.values();
+        let pins = self.pins.values();
         let fenced = self.plans.iter().flat_map(|plan| &plan.fenced);
         self.seq_refs(block)
-            + leases
+            + pins
                 .filter(|rows| blocks(rows).any(|held| held == block))
                 .count() as u32
             + fenced.filter(|&&fenced| fenced == block).count() as u32
@@ -152,8 +152,8 @@ impl Model {
         self.contents.values().any(|&holder| holder == block)
     }
 
-    pub(crate) fn ledger(&self) -> Ledger {
-        let idle = self
+    pub(crate) fn usage(&self) -> PoolUsage {
+        let evictable = self
             .queue
             .iter()
             .filter(|&&block| self.has_content(block))
@@ -161,12 +161,12 @@ impl Model {
         let active = (0..self.num_blocks as u32)
             .filter(|&block| self.seq_refs(block) > 0)
             .count();
-        let free = self.queue.len() - idle;
-        Ledger {
+        let free = self.queue.len() - evictable;
+        PoolUsage {
             free,
-            idle,
+            evictable,
             active,
-            leased: self.num_blocks - free - idle - active,
+            pinned: self.num_blocks - free - evictable - active,
         }
     }
 
@@ -251,13 +251,13 @@ impl Model {
             .all(|&computing| computing != block)
     }
 
-    pub(crate) fn match_prefix(&mut self, lease: usize, namespace: u8, tokens: &[u32]) {
+    pub(crate) fn match_prefix(&mut self, pin: usize, namespace: u8, tokens: &[u32]) {
         let rows = self.matched(namespace, tokens, 0, 0, |block| self.is_ready(block));
         blocks(&rows).for_each(|block| self.unqueue(block));
-        self.leases.insert(lease, rows);
+        self.pins.insert(pin, rows);
     }
 
-    pub(crate) fn lease(&mut self, lease: usize, seq: u64) {
+    pub(crate) fn pin(&mut self, pin: usize, seq: u64) {
         let seq = &self.seqs[&seq];
         let is_whole = |rows: usize| {
             let ready = blocks(&seq.table[..rows]).all(|block| self.is_ready(block));
@@ -275,17 +275,17 @@ impl Model {
                 }
             }
         }
-        self.leases.insert(lease, rows);
+        self.pins.insert(pin, rows);
     }
 
-    pub(crate) fn drop_lease(&mut self, lease: usize) {
-        let rows = self.leases.remove(&lease).unwrap_or_default();
+    pub(crate) fn drop_pin(&mut self, pin: usize) {
+        let rows = self.pins.remove(&pin).unwrap_or_default();
         self.settle(blocks(&rows).rev());
     }
 
-    /// Whether the lease's blocks hold a prefix of the sequence.
-    pub(crate) fn attach(&mut self, seq: u64, lease: usize) -> bool {
-        let rows = self.leases[&lease].clone();
+    /// Whether the pin's blocks hold a prefix of the sequence.
+    pub(crate) fn attach(&mut self, seq: u64, pin: usize) -> bool {
+        let rows = self.pins[&pin].clone();
         let s = &self.seqs[&seq];
         if s.planned > 0 || !s.table.is_empty() {
             return false;
@@ -508,7 +508,7 @@ impl Model {
             before,
             copied,
             in_place,
-            adopted: blocks(matched).collect(),
+            reused: blocks(matched).collect(),
             present,
             announced,
             lent,
@@ -830,10 +830,10 @@ impl Model {
         let first = plan.entries.iter().position(|entry| entry.seq == seq);
         let (mut out, mut gone, mut left) = (Vec::new(), Vec::new(), Vec::new());
         for (at, entry) in plan.entries.iter().enumerate() {
-            let mut shared = entry.adopted.iter().chain(&entry.present);
+            let mut shared = entry.reused.iter().chain(&entry.present);
             let mut in_place = entry.in_place.iter();
-            let adopts = shared.any(|block| gone.contains(block));
-            if Some(at) == first || adopts || in_place.any(|block| left.contains(block)) {
+            let reuses = shared.any(|block| gone.contains(block));
+            if Some(at) == first || reuses || in_place.any(|block| left.contains(block)) {
                 gone.extend(entry.announced.clone());
                 left.extend(entry.copied.iter().map(|copied| copied.2));
                 out.push(at);
@@ -873,10 +873,10 @@ impl Model {
     }
 
     /// `accepted` holds the tokens of each sampling entry, in plan order.
-    pub(crate) fn commit(&mut self, accepted: &[Vec<u32>]) -> Vec<Redirect> {
+    pub(crate) fn commit(&mut self, accepted: &[Vec<u32>]) -> Vec<Remapping> {
         let mut accepted = accepted.iter();
         let plan = self.plans[0].clone();
-        let mut redirects = Vec::new();
+        let mut remappings = Vec::new();
         for entry in &plan.entries {
             let seq = &entry.seq;
             let mut s = self.seqs[seq].clone();
@@ -899,7 +899,7 @@ impl Model {
             self.seqs.insert(*seq, s);
             let registered = self.seqs[seq].registered;
             for row in registered..full {
-                if !self.merge(*seq, row, 1, &mut redirects) {
+                if !self.merge(*seq, row, 1, &mut remappings) {
                     break;
                 }
             }
@@ -907,12 +907,18 @@ impl Model {
         }
         plan.entries.iter().for_each(|entry| self.bury(entry.seq));
         self.close(0);
-        redirects
+        remappings
     }
 
     /// Late merge of a row that became full, while all plans from `later` on stay open. False if it is
     /// asked again later.
-    fn merge(&mut self, seq: u64, row: usize, later: usize, redirects: &mut Vec<Redirect>) -> bool {
+    fn merge(
+        &mut self,
+        seq: u64,
+        row: usize,
+        later: usize,
+        remappings: &mut Vec<Remapping>,
+    ) -> bool {
         let s = &self.seqs[&seq];
         let content = (
             s.namespace,
@@ -935,7 +941,7 @@ impl Model {
                 Some(first) if first == mine => {}
                 Some(first) if self.refs(first) > 0 => {
                     self.seqs.get_mut(&seq).expect("live").table[row][group] = Some(first);
-                    redirects.push(Redirect {
+                    remappings.push(Remapping {
                         sequence: seq,
                         group,
                         index: row,
@@ -949,9 +955,9 @@ impl Model {
                 }
                 known => {
                     self.contents.insert((content.clone(), group), mine);
-                    if let Some(idle) = known {
-                        self.unqueue(idle);
-                        self.settle([idle]);
+                    if let Some(evictable) = known {
+                        self.unqueue(evictable);
+                        self.settle([evictable]);
                     }
                 }
             }
@@ -978,7 +984,7 @@ impl Model {
         }
     }
 
-    pub(crate) fn adopt(&mut self, seq: u64) -> usize {
+    pub(crate) fn reuse_cached(&mut self, seq: u64) -> usize {
         let (size, s) = (self.block_size, self.seqs[&seq].clone());
         let stands = s.computed == s.registered * size && s.table.len() == s.registered;
         if !stands || !self.caching || !s.read_cache {
@@ -996,7 +1002,7 @@ impl Model {
         now.registered = now.table.len();
         now.computed = (now.registered * size).min(s.tokens.len() - 1);
         now.ahead = now.computed;
-        let (registered, adopted) = (now.registered, now.computed - s.computed);
+        let (registered, reused) = (now.registered, now.computed - s.computed);
         for group in 0..self.groups.len() {
             let unseen = self.first_row(group, registered).min(s.registered);
             for row in (0..unseen).rev() {
@@ -1004,7 +1010,7 @@ impl Model {
                 self.settle(gone);
             }
         }
-        adopted
+        reused
     }
 
     pub(crate) fn extend(&mut self, seq: u64, num_tokens: usize) -> Extend {
@@ -1038,40 +1044,45 @@ impl Model {
         }
     }
 
-    pub(crate) fn publish(&mut self, seq: u64, num_tokens: usize, tokens: &[u32]) -> Vec<Redirect> {
+    pub(crate) fn publish(
+        &mut self,
+        seq: u64,
+        num_tokens: usize,
+        tokens: &[u32],
+    ) -> Vec<Remapping> {
         let s = self.seqs.get_mut(&seq).expect("live");
         s.tokens.extend(tokens);
         s.computed += num_tokens;
         s.ahead = s.computed;
         let (registered, full) = (s.registered, s.computed / self.block_size);
-        let mut redirects = Vec::new();
+        let mut remappings = Vec::new();
         if self.caching {
             for row in registered..full {
-                if !self.merge(seq, row, 0, &mut redirects) {
+                if !self.merge(seq, row, 0, &mut remappings) {
                     break;
                 }
             }
         }
         self.slide(seq);
-        redirects
+        remappings
     }
 
     pub(crate) fn budget(&self) -> usize {
         self.plans.last().map_or(0, |plan| plan.budget)
     }
 
-    pub(crate) fn evict_idle(&mut self) -> usize {
-        let idle: Vec<u32> = self
+    pub(crate) fn evict_all(&mut self) -> usize {
+        let evictable: Vec<u32> = self
             .queue
             .iter()
             .copied()
             .filter(|&block| self.has_content(block))
             .collect();
-        for &block in &idle {
+        for &block in &evictable {
             self.unqueue(block);
             self.contents.retain(|_, holder| *holder != block);
             self.settle([block]);
         }
-        idle.len()
+        evictable.len()
     }
 }

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use kv_core::{
-    BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Lease, Ledger, PlanHandle,
+    BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Pin, PlanHandle, PoolUsage,
     SeqHandle, SharedPrefixes, Stats, TableRows,
 };
 use proptest::prelude::*;
@@ -27,16 +27,16 @@ pub(crate) struct World {
     /// only keeps the sequences' tokens.
     exact: bool,
     handles: Vec<SeqHandle>,
-    leases: Vec<(usize, Lease)>,
+    pins: Vec<(usize, Pin)>,
     /// The open steps, oldest first.
     steps: VecDeque<Step>,
-    next_lease: usize,
+    next_pin: usize,
     /// What the last committed step sampled, by row.
     sampled: Vec<u32>,
     /// Tokens that were handed to the device before they were known.
     num_pending: u64,
-    /// Tokens adopted and published without a plan.
-    num_adopted: u64,
+    /// Tokens reused and published without a plan.
+    num_reused: u64,
     num_published: u64,
     /// The set of contents as the events tell it.
     told: HashSet<u128>,
@@ -129,12 +129,12 @@ impl World {
             model: Model::new(&config),
             exact,
             handles: Vec::new(),
-            leases: Vec::new(),
+            pins: Vec::new(),
             steps: VecDeque::new(),
-            next_lease: 0,
+            next_pin: 0,
             sampled: Vec::new(),
             num_pending: 0,
-            num_adopted: 0,
+            num_reused: 0,
             num_published: 0,
             told: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
@@ -172,11 +172,11 @@ impl World {
         self.manager.record(writer).expect("nothing was done yet");
     }
 
-    /// Ends the recording; the ledger and the counters at its end.
+    /// Ends the recording; the usage and the counters at its end.
     #[allow(dead_code)]
-    pub(crate) fn stop_recording(&mut self) -> (Ledger, Stats) {
+    pub(crate) fn stop_recording(&mut self) -> (PoolUsage, Stats) {
         self.manager.stop_recording().expect("the writer is sound");
-        (self.manager.ledger(), self.manager.stats())
+        (self.manager.usage(), self.manager.stats())
     }
 
     fn pick<T>(list: &[T], index: usize) -> Option<usize> {
@@ -241,28 +241,26 @@ impl World {
                 len,
             } => {
                 let tokens = tokens(pattern, len);
-                let lease = self
+                let pin = self
                     .manager
                     .match_prefix(&tokens, &[namespace])
                     .expect("short");
-                self.model.match_prefix(self.next_lease, namespace, &tokens);
-                self.keep(lease);
+                self.model.match_prefix(self.next_pin, namespace, &tokens);
+                self.keep(pin);
             }
-            Op::Lease(i) => {
+            Op::Pin(i) => {
                 if let Some(i) = Self::pick(&self.handles, i) {
-                    let lease = self.manager.lease(self.handles[i].key()).expect("live");
-                    self.model.lease(self.next_lease, self.handles[i].id());
-                    self.keep(lease);
+                    let pin = self.manager.pin(self.handles[i].key()).expect("live");
+                    self.model.pin(self.next_pin, self.handles[i].id());
+                    self.keep(pin);
                 }
             }
             Op::Attach(i, j) => {
                 if let (Some(i), Some(j)) =
-                    (Self::pick(&self.handles, i), Self::pick(&self.leases, j))
+                    (Self::pick(&self.handles, i), Self::pick(&self.pins, j))
                 {
-                    let answer = self
-                        .manager
-                        .attach(self.handles[i].key(), &self.leases[j].1);
-                    let agreed = self.model.attach(self.handles[i].id(), self.leases[j].0);
+                    let answer = self.manager.attach(self.handles[i].key(), &self.pins[j].1);
+                    let agreed = self.model.attach(self.handles[i].id(), self.pins[j].0);
                     prop_assert!(!self.exact || answer.is_ok() == agreed, "{answer:?}");
                 }
             }
@@ -298,17 +296,17 @@ impl World {
                     }
                 }
             }
-            Op::DropLease(i) => {
-                if let Some(i) = Self::pick(&self.leases, i) {
-                    self.model.drop_lease(self.leases.swap_remove(i).0);
+            Op::DropPin(i) => {
+                if let Some(i) = Self::pick(&self.pins, i) {
+                    self.model.drop_pin(self.pins.swap_remove(i).0);
                 }
             }
-            Op::EvictIdle => {
-                let gone = self.manager.evict_idle();
-                let expected = self.model.evict_idle();
+            Op::EvictAll => {
+                let gone = self.manager.evict_all();
+                let expected = self.model.evict_all();
                 prop_assert!(!self.exact || gone == expected);
             }
-            Op::Adopt(i) => self.adopt(i)?,
+            Op::Reuse(i) => self.reuse_cached(i)?,
             Op::Extend(i, more) => self.extend(i, more)?,
             Op::Publish(i, how) => self.publish(i, how)?,
             _ => self.apply_step(op)?,
@@ -349,15 +347,15 @@ impl World {
         }
     }
 
-    /// A lease holds what a token after it sees, and no more.
-    fn keep(&mut self, lease: Lease) {
-        let most = self.manager.blocks_for(lease.num_tokens(), 0);
-        assert!(lease.num_blocks() <= most, "{lease:?}");
-        if self.leases.len() == MOST_LEASES {
-            self.model.drop_lease(self.leases.remove(0).0);
+    /// A pin holds what a token after it sees, and no more.
+    fn keep(&mut self, pin: Pin) {
+        let most = self.manager.blocks_for(pin.num_tokens(), 0);
+        assert!(pin.num_blocks() <= most, "{pin:?}");
+        if self.pins.len() == MOST_LEASES {
+            self.model.drop_pin(self.pins.remove(0).0);
         }
-        self.leases.push((self.next_lease, lease));
-        self.next_lease += 1;
+        self.pins.push((self.next_pin, pin));
+        self.next_pin += 1;
     }
 
     /// Whether an open step holds the sequence.
@@ -418,7 +416,7 @@ impl World {
                 Event::Cleared => self.told.clear(),
             }
         }
-        let held: HashSet<u128> = self.manager.contents().into_iter().collect();
+        let held: HashSet<u128> = self.manager.cached_hashes().into_iter().collect();
         prop_assert_eq!(&self.told, &held);
         Ok(())
     }
@@ -429,16 +427,16 @@ impl World {
         }
         self.replay_events()?;
         self.manager.check().map_err(TestCaseError::fail)?;
-        let ledger = self.manager.ledger();
+        let usage = self.manager.usage();
         let num_blocks = self.manager.config().num_blocks;
-        prop_assert_eq!(ledger.num_blocks(), num_blocks);
+        prop_assert_eq!(usage.num_blocks(), num_blocks);
         if !self.exact {
             return Ok(());
         }
-        prop_assert_eq!(ledger, self.model.ledger());
+        prop_assert_eq!(usage, self.model.usage());
         let queued = self.manager.queued().into_iter().map(BlockId::get);
         prop_assert_eq!(queued.collect::<Vec<_>>(), self.model.queued());
-        let survey = self.manager.survey();
+        let snapshot = self.manager.snapshot();
         for block in 0..num_blocks as u32 {
             let (refs, seq_refs) = (
                 self.manager.refs(block).expect("known"),
@@ -451,7 +449,11 @@ impl World {
             let state = self.manager.state(block).expect("known");
             prop_assert_eq!(matches!(state, BlockState::Active), seq_refs > 0);
             let at = block as usize;
-            let surveyed = (survey.states[at], survey.refs[at], survey.seq_refs[at]);
+            let surveyed = (
+                snapshot.states[at],
+                snapshot.refs[at],
+                snapshot.seq_refs[at],
+            );
             prop_assert_eq!(surveyed, (state as u8, refs, seq_refs));
         }
         for handle in &self.handles {
@@ -502,12 +504,12 @@ impl World {
     pub(crate) fn end(mut self) -> Result<Vec<(&'static str, u64)>, TestCaseError> {
         self.steps.clear();
         self.handles.clear();
-        self.leases.clear();
+        self.pins.clear();
         self.manager.check().map_err(TestCaseError::fail)?;
-        let ledger = self.manager.ledger();
-        prop_assert_eq!((ledger.active, ledger.leased), (0, 0));
-        self.manager.evict_idle();
-        prop_assert_eq!(self.manager.ledger().free, self.manager.config().num_blocks);
+        let usage = self.manager.usage();
+        prop_assert_eq!((usage.active, usage.pinned), (0, 0));
+        self.manager.evict_all();
+        prop_assert_eq!(self.manager.usage().free, self.manager.config().num_blocks);
         prop_assert_eq!(
             self.manager.num_contents(),
             0,
@@ -515,7 +517,7 @@ impl World {
         );
         let more = [
             ("pending_tokens", self.num_pending),
-            ("adopted_tokens", self.num_adopted),
+            ("reused_tokens", self.num_reused),
             ("published_tokens", self.num_published),
             ("shared_prefixes", self.sharing.num_prefixes),
             ("unchanged_prefixes", self.sharing.num_unchanged),

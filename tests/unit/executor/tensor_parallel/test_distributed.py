@@ -253,8 +253,8 @@ def test_a_worker_that_is_killed_ends_the_engine(llama: Path) -> None:
             tokens(llm)
         assert time.monotonic() - started < IN_TIME
         assert workers_left(os.getpid(), IN_TIME) == []
-        ledger = llm.stats().ledger
-        assert (ledger.active, ledger.leased) == (0, 0)
+        usage = llm.stats().usage
+        assert (usage.active, usage.pinned) == (0, 0)
 
 
 def test_a_worker_that_cannot_start_ends_it_too(
@@ -344,8 +344,8 @@ def test_ctrl_c_ends_the_wait_for_a_worker_that_was_stopped(
         assert workers_left(os.getpid(), IN_TIME) == []
         with pytest.raises(EngineDeadError, match=r"interrupted within a step.*new LLM"):
             tokens(llm)
-        ledger = llm.stats().ledger
-        assert (ledger.active, ledger.leased) == (0, 0)
+        usage = llm.stats().usage
+        assert (usage.active, usage.pinned) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -15,7 +15,7 @@ from pyengine.sampling_params import SamplingParams
 from pyengine.server.dashboard.frames import MAX_NAMESPACES, FrameMaker, Tree
 from tests.support.engines import Bench, add_request, make_bench
 
-STATES = ["free", "idle", "active", "leased"]
+STATES = ["free", "evictable", "active", "pinned"]
 LONG = SamplingParams(temperature=0, ignore_eos=True, max_tokens=30)
 
 
@@ -50,7 +50,7 @@ def test_columns_are_those_of_the_manager() -> None:
     bench.submit({str(at): [*common, at, 50, 51, 52] for at in range(3)}, LONG)
     bench.submit({"gone": [60, 61, 62, 63, 64]}, SamplingParams(temperature=0, max_tokens=1))
     shown, manager = Shown(decoded(bench)), bench.manager
-    assert shown.message["usage"] == {name: getattr(manager.ledger(), name) for name in STATES}
+    assert shown.message["usage"] == {name: getattr(manager.usage(), name) for name in STATES}
     for block in range(40):
         assert STATES[shown.states[block]] == manager.state(block)
         assert shown.refs[block] == manager.refs(block)
@@ -78,18 +78,18 @@ def test_the_tree_is_cut_where_prefixes_part() -> None:
 
 def naive_pieces(manager: BlockManager) -> dict[int, int]:
     """Of each block with a content the contents before it, going up branch by branch."""
-    pool = manager.survey()
-    branches, rows, parents, behind = (
+    pool = manager.snapshot()
+    nodes, indices, parents, attached = (
         np.frombuffer(each, np.uint32).tolist()
-        for each in (pool.branches, pool.rows, pool.parents, pool.behind)
+        for each in (pool.nodes, pool.node_indices, pool.parents, pool.parent_indices)
     )
     found = {}
-    for block, branch in enumerate(branches):
-        depth, at = rows[block] - 1, branch
+    for block, node in enumerate(nodes):
+        depth, at = indices[block] - 1, node
         while at:
-            depth += behind[at - 1]
+            depth += attached[at - 1]
             at = parents[at - 1]
-        if branch:
+        if node:
             found[block] = depth
     return found
 
@@ -103,7 +103,7 @@ def test_any_tree_is_cut_right(seed: int) -> None:
         namespace = bytes([int(random.integers(0, 3))])
         add_request(bench.engine, str(at), Prompt(token_ids=tokens, namespace=namespace), LONG)
         bench.step()
-        tree = Tree.of(bench.manager.survey())
+        tree = Tree.of(bench.manager.snapshot())
         held = np.flatnonzero(tree.block_pieces >= 0).tolist()
         depths = naive_pieces(bench.manager)
         assert {block: int(tree.block_depths[block]) for block in held} == depths

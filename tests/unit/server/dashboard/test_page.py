@@ -45,7 +45,7 @@ def test_nothing_is_computed_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) 
             assert broadcaster.num_polls == 0
             stream = broadcaster.stream()
             frame = await next_frame(stream)
-            assert frame["usage"]["idle"] > 0
+            assert frame["usage"]["evictable"] > 0
             assert frame["about"]["model"] == "tiny"
             await stream.aclose()  # type: ignore[attr-defined]
             await asyncio.sleep(2 * page_module.FRAME_SECONDS)

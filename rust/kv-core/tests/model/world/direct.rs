@@ -17,19 +17,19 @@ impl World {
         Some((self.handles[i].key(), self.handles[i].id()))
     }
 
-    pub(super) fn adopt(&mut self, i: usize) -> Result<(), TestCaseError> {
+    pub(super) fn reuse_cached(&mut self, i: usize) -> Result<(), TestCaseError> {
         let Some((key, id)) = self.chosen(i) else {
             return Ok(());
         };
-        let answer = self.manager.adopt(key);
+        let answer = self.manager.reuse_cached(key);
         if self.busy(id) {
             prop_assert_eq!(answer, Err(Error::InPlan { sequence: id }));
             return Ok(());
         }
-        let adopted = answer.expect("at rest");
-        self.num_adopted += adopted as u64;
+        let reused = answer.expect("at rest");
+        self.num_reused += reused as u64;
         if self.exact {
-            prop_assert_eq!(adopted, self.model.adopt(id));
+            prop_assert_eq!(reused, self.model.reuse_cached(id));
         }
         let view = self.manager.view(key).expect("live");
         let (computed, rows) = (view.num_computed_tokens, view.num_registered_blocks);
@@ -143,9 +143,9 @@ impl World {
             return Ok(());
         }
         self.num_published += num_tokens as u64;
-        let redirects = answer.expect("slots and tokens are there");
+        let remappings = answer.expect("slots and tokens are there");
         if self.exact {
-            prop_assert_eq!(redirects, self.model.publish(id, num_tokens, &tokens));
+            prop_assert_eq!(remappings, self.model.publish(id, num_tokens, &tokens));
         } else {
             let seq = self.model.seqs.get_mut(&id).expect("live");
             seq.tokens.extend(&tokens);

@@ -459,12 +459,12 @@ impl World {
         let tokens = accepted.concat();
         let counts: Vec<usize> = accepted.iter().map(Vec::len).collect();
         self.refuse_wrong_commits(plan, &tokens, &counts)?;
-        let redirects = if counts.iter().all(|&count| count == 1) {
+        let remappings = if counts.iter().all(|&count| count == 1) {
             self.manager.commit(plan, &tokens)
         } else {
             self.manager.commit_accepted(plan, &tokens, &counts)
         };
-        let redirects = redirects.expect("the oldest");
+        let remappings = remappings.expect("the oldest");
         refused!(
             self.manager.commit(plan, &[]),
             Err(Error::PlanClosed { .. })
@@ -483,7 +483,7 @@ impl World {
         }
         drop(self.steps.pop_front());
         if self.exact {
-            prop_assert_eq!(redirects, self.model.commit(&accepted));
+            prop_assert_eq!(remappings, self.model.commit(&accepted));
         }
         Ok(())
     }
@@ -572,7 +572,7 @@ impl World {
                     position
                 );
             }
-            // What was given back reads as the trash block.
+            // What was given back reads as the null block.
             for &block in &table[..first / size] {
                 prop_assert!(block * size <= self.kv.len());
             }

@@ -9,7 +9,7 @@ from time import monotonic
 
 import pytest
 
-from pyengine.kv_cache import BlockManager, Lease, NoRoom, Prefilled, Sequence
+from pyengine.kv_cache import BlockManager, NoRoom, Pin, Prefilled, Sequence
 from tests.support.blocks import compute, computed
 
 THREADS = 8
@@ -27,11 +27,11 @@ def _switch_often() -> Iterator[None]:
 
 
 class Hammer:
-    """What the threads share: a manager, leases that one takes and another drops, a deadline."""
+    """What the threads share: a manager, pins that one takes and another drops, a deadline."""
 
     def __init__(self, seconds: float) -> None:
         self.manager = BlockManager(NUM_BLOCKS, BLOCK)
-        self.leases: SimpleQueue[Lease] = SimpleQueue()
+        self.pins: SimpleQueue[Pin] = SimpleQueue()
         self.deadline = monotonic() + seconds
         self.stepping = threading.Lock()
         self.errors: list[BaseException] = []
@@ -87,7 +87,7 @@ class Hammer:
             if rng.random() < 0.2:
                 sequence.reset()
         if rng.random() < 0.5:
-            self.leases.put(sequence.lease())
+            self.pins.put(sequence.pin())
         if rng.random() < 0.5:
             sequence.free()
         return "sequence ended"
@@ -118,41 +118,41 @@ class Hammer:
             assert self.manager.state(block) == "active"
 
     def match(self, rng: random.Random) -> str:
-        lease = self.manager.match_prefix(rng.choice(PROMPTS))
-        for block in lease.blocks:
+        pin = self.manager.match_prefix(rng.choice(PROMPTS))
+        for block in pin.blocks:
             assert self.manager.refs(block) >= 1
-            assert self.manager.state(block) in {"active", "leased"}
-        if self.leases.qsize() < 4 and rng.random() < 0.5:
-            self.leases.put(lease)
-            return "lease handed on"
-        return "lease dropped by its owner" if lease.blocks else "nothing matched"
+            assert self.manager.state(block) in {"active", "pinned"}
+        if self.pins.qsize() < 4 and rng.random() < 0.5:
+            self.pins.put(pin)
+            return "pin handed on"
+        return "pin dropped by its owner" if pin.blocks else "nothing matched"
 
     def drop(self, rng: random.Random) -> str:
         try:
-            lease = self.leases.get(timeout=0.001)
+            pin = self.pins.get(timeout=0.001)
         except Empty:
             return "nothing to drop"
         if rng.random() < 0.5:
-            lease.release()
-        return "lease dropped by another"
+            pin.release()
+        return "pin dropped by another"
 
     def check(self, rng: random.Random) -> str:
         self.manager.check()
-        now = self.manager.ledger()
-        assert now.free + now.idle + now.active + now.leased == NUM_BLOCKS
+        now = self.manager.usage()
+        assert now.free + now.evictable + now.active + now.pinned == NUM_BLOCKS
         if rng.random() < 0.02:
-            self.manager.evict_idle()
+            self.manager.evict_all()
         return "checked"
 
     def assert_all_free(self) -> None:
-        while not self.leases.empty():
-            self.leases.get().release()
+        while not self.pins.empty():
+            self.pins.get().release()
         manager = self.manager
         manager.check()
-        now = manager.ledger()
-        assert (now.active, now.leased, now.available) == (0, 0, NUM_BLOCKS)
-        assert manager.evict_idle() == now.idle
-        assert manager.ledger().free == NUM_BLOCKS
+        now = manager.usage()
+        assert (now.active, now.pinned, now.available) == (0, 0, NUM_BLOCKS)
+        assert manager.evict_all() == now.evictable
+        assert manager.usage().free == NUM_BLOCKS
         assert all(manager.refs(block) == 0 for block in range(NUM_BLOCKS))
         manager.check()
         self.assert_whole_pool_usable()
@@ -172,7 +172,7 @@ def test_eight_threads(seconds: float) -> None:
     hammer.run()
     expected = {
         *("sequence ended", "dropped in a step", "checked"),
-        *("lease handed on", "lease dropped by its owner", "lease dropped by another"),
+        *("pin handed on", "pin dropped by its owner", "pin dropped by another"),
     }
     assert expected <= set(hammer.done), f"some paths were never taken: {hammer.done}"
     stats = hammer.manager.stats()
@@ -181,17 +181,17 @@ def test_eight_threads(seconds: float) -> None:
     hammer.assert_all_free()
 
 
-def test_one_lease_released_by_many_threads_counts_once() -> None:
+def test_one_pin_released_by_many_threads_counts_once() -> None:
     manager = BlockManager(16, BLOCK)
     sequence = computed(manager, range(32))
     for _ in range(50):
-        lease = sequence.lease()
-        assert manager.refs(lease.blocks[0]) == 2
+        pin = sequence.pin()
+        assert manager.refs(pin.blocks[0]) == 2
         barrier = threading.Barrier(THREADS)
 
-        def release(lease: Lease = lease, barrier: threading.Barrier = barrier) -> None:
+        def release(pin: Pin = pin, barrier: threading.Barrier = barrier) -> None:
             barrier.wait()
-            lease.release()
+            pin.release()
 
         threads = [threading.Thread(target=release) for _ in range(THREADS)]
         for thread in threads:
@@ -202,16 +202,16 @@ def test_one_lease_released_by_many_threads_counts_once() -> None:
         manager.check()
 
 
-def test_the_last_of_many_leases_gives_the_blocks_back() -> None:
+def test_the_last_of_many_pins_gives_the_blocks_back() -> None:
     manager = BlockManager(16, BLOCK)
     compute(manager, manager.sequence(range(32)))
     for _ in range(50):
-        leases = [manager.match_prefix(range(32)) for _ in range(THREADS)]
-        assert manager.ledger().leased == 8
-        threads = [threading.Thread(target=lease.release) for lease in leases]
+        pins = [manager.match_prefix(range(32)) for _ in range(THREADS)]
+        assert manager.usage().pinned == 8
+        threads = [threading.Thread(target=pin.release) for pin in pins]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert (manager.ledger().leased, manager.ledger().idle) == (0, 8)
+        assert (manager.usage().pinned, manager.usage().evictable) == (0, 8)
         manager.check()

@@ -1,4 +1,4 @@
-//! Leases: prefixes that are kept alive without being sequences.
+//! Pins: prefixes that are kept alive without being sequences.
 
 use crate::contents::Spot;
 use crate::ids::BlockId;
@@ -10,7 +10,7 @@ use crate::table::BlockTable;
 ///
 /// Dropping it takes neither the manager nor its lock and may happen on any thread.
 #[derive(Debug)]
-pub struct Lease {
+pub struct Pin {
     shared: Arc<Shared>,
     /// Granted while recording: its number there. Then the manager lets go of the blocks, at its next
     /// call, so that a replay can do it at the same place.
@@ -22,7 +22,7 @@ pub struct Lease {
     num_tokens: usize,
 }
 
-impl Lease {
+impl Pin {
     /// Holds each block of `table` once more. Called by the manager, under its lock.
     pub(crate) fn over(
         shared: &Arc<Shared>,
@@ -33,11 +33,11 @@ impl Lease {
     ) -> Self {
         let num_blocks = table.len();
         shared
-            .lease_refs_ceiling
+            .pin_refs_ceiling
             .fetch_add(num_blocks, Ordering::AcqRel);
         table.blocks().for_each(|block| shared.hold(block));
         shared
-            .lease_refs_floor
+            .pin_refs_floor
             .fetch_add(num_blocks, Ordering::AcqRel);
         Self {
             shared: Arc::clone(shared),
@@ -73,7 +73,7 @@ impl Lease {
     }
 
     pub(crate) fn serial(&self) -> u64 {
-        self.serial.expect("a recorded lease")
+        self.serial.expect("a recorded pin")
     }
 
     pub(crate) fn end(&self) -> Option<Spot> {
@@ -81,17 +81,17 @@ impl Lease {
     }
 }
 
-impl Drop for Lease {
+impl Drop for Pin {
     fn drop(&mut self) {
         let shared = &self.shared;
         if let Some(serial) = self.serial {
             if self.num_blocks > 0 {
-                shared.post([Dropped::Lease(serial, self.blocks().collect())]);
+                shared.post([Dropped::Pin(serial, self.blocks().collect())]);
             }
             return;
         }
         shared
-            .lease_refs_floor
+            .pin_refs_floor
             .fetch_sub(self.num_blocks, Ordering::AcqRel);
         // Last block first, so that a prefix outlives its continuations in the queue.
         let released: Vec<_> = self
@@ -103,7 +103,7 @@ impl Drop for Lease {
             shared.post([Dropped::Blocks(released)]);
         }
         shared
-            .lease_refs_ceiling
+            .pin_refs_ceiling
             .fetch_sub(self.num_blocks, Ordering::AcqRel);
     }
 }

@@ -1,4 +1,4 @@
-//! `Survey`: all blocks and contents at once, in columns of native 32-bit integers.
+//! `PoolSnapshot`: the whole pool at one moment, in columns of native 32-bit integers.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -9,7 +9,7 @@ use crate::cells::bytes_filled_by;
 /// The pool at one moment, in columns for NumPy: `states` uint8, all others uint32 of the machine's
 /// byte order. No token is in it.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct Survey(pub(crate) kv_core::Survey);
+pub(crate) struct PoolSnapshot(pub(crate) kv_core::PoolSnapshot);
 
 fn column<'py>(
     py: Python<'py>,
@@ -26,7 +26,7 @@ fn column<'py>(
 macro_rules! columns {
     ($($of_blocks:ident: $doc:literal),* $(,)?) => {
         #[pymethods]
-        impl Survey {
+        impl PoolSnapshot {
             $(
                 #[doc = $doc]
                 #[getter]
@@ -35,36 +35,36 @@ macro_rules! columns {
                 }
             )*
 
-            /// By block: 0 free, 1 idle, 2 active, 3 leased.
+            /// By block: 0 free, 1 evictable, 2 active, 3 pinned.
             #[getter]
             fn states<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
                 bounded::bytes(py, &self.0.states)
             }
 
-            /// By branch: the number of the one behind which it hangs; 0 for a namespace.
+            /// By node: the number of its parent; 0 for the root of a namespace.
             #[getter]
             fn parents<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-                column(py, self.0.tree.iter().map(|branch| branch.parent))
+                column(py, self.0.tree.iter().map(|node| node.parent))
             }
 
-            /// By branch: behind so many rows of that.
+            /// By node: it is attached after so many blocks of its parent.
             #[getter]
-            fn behind<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-                column(py, self.0.tree.iter().map(|branch| branch.behind))
+            fn parent_indices<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+                column(py, self.0.tree.iter().map(|node| node.parent_index))
             }
 
-            /// By branch: contents in it.
+            /// By node: its length in blocks.
             #[getter]
             fn lengths<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-                column(py, self.0.tree.iter().map(|branch| branch.rows))
+                column(py, self.0.tree.iter().map(|node| node.len))
             }
 
-            /// The branches of namespaces, each with its name.
+            /// The roots: the number of the node, and its namespace.
             #[getter]
             fn namespaces<'py>(&self, py: Python<'py>) -> Vec<(u32, Bound<'py, PyBytes>)> {
                 let tree = (1..).zip(&self.0.tree);
-                let name = |(number, branch): (u32, &kv_core::Branch)| {
-                    let name = branch.namespace.as_ref()?;
+                let name = |(number, node): (u32, &kv_core::SnapshotNode)| {
+                    let name = node.namespace.as_ref()?;
                     Some((number, PyBytes::new(py, name)))
                 };
                 tree.filter_map(name).collect()
@@ -74,9 +74,9 @@ macro_rules! columns {
 }
 
 columns! {
-    refs: "By block: all holders.",
+    refs: "By block: all references.",
     seq_refs: "By block: live sequences whose table holds it.",
-    ages: "By block: how many steps ago its content was computed; 0 without content.",
-    branches: "By block: the number of the branch of its content, counted from 1; 0 without content.",
-    rows: "By block: the place of its content in that branch, counted from 1; 0 without content.",
+    ages: "By block: steps since it was computed; 0 if it is not cached.",
+    nodes: "By block: the number of its radix node, from 1; 0 if it is not cached.",
+    node_indices: "By block: its index in that node, from 1; 0 if it is not cached.",
 }

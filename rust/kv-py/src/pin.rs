@@ -1,4 +1,4 @@
-//! `Lease`: dropped by any thread, without the manager's lock and without the GIL.
+//! `Pin`: dropped by any thread, without the manager's lock and without the GIL.
 
 use std::sync::Mutex;
 
@@ -7,38 +7,38 @@ use pyo3::prelude::*;
 /// Keeps a prefix alive without being a sequence. Any thread may let go of it at any time: that takes
 /// neither the manager's lock nor the GIL.
 #[pyclass(frozen, module = "pyengine._kv")]
-pub(crate) struct Lease(Mutex<Option<kv_core::Lease>>);
+pub(crate) struct Pin(Mutex<Option<kv_core::Pin>>);
 
-impl Lease {
-    pub(crate) fn new(lease: kv_core::Lease) -> Self {
-        Self(Mutex::new(Some(lease)))
+impl Pin {
+    pub(crate) fn new(pin: kv_core::Pin) -> Self {
+        Self(Mutex::new(Some(pin)))
     }
 
-    /// The lease, unless it was released.
-    pub(crate) fn with<R>(&self, look: impl FnOnce(Option<&kv_core::Lease>) -> R) -> R {
+    /// The pin, unless it was released.
+    pub(crate) fn with<R>(&self, look: impl FnOnce(Option<&kv_core::Pin>) -> R) -> R {
         // Held for a few instructions, and nothing is waited for under it: the GIL may be held.
-        let lease = self
+        let pin = self
             .0
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        look(lease.as_ref())
+        look(pin.as_ref())
     }
 }
 
 #[pymethods]
-impl Lease {
+impl Pin {
     /// Tokens covered: blocks x block size; 0 once released.
     #[getter]
     fn num_tokens(&self) -> usize {
-        self.with(|lease| lease.map_or(0, kv_core::Lease::num_tokens))
+        self.with(|pin| pin.map_or(0, kv_core::Pin::num_tokens))
     }
 
     /// Ids of the blocks kept, first to last (of each block of tokens those of all layer groups); empty once released.
     #[getter]
     fn blocks(&self) -> Vec<u32> {
-        self.with(|lease| {
-            lease.map_or(Vec::new(), |lease| {
-                lease.blocks().map(|block| block.get()).collect()
+        self.with(|pin| {
+            pin.map_or(Vec::new(), |pin| {
+                pin.blocks().map(|block| block.get()).collect()
             })
         })
     }
@@ -46,17 +46,17 @@ impl Lease {
     /// Whether it was let go of.
     #[getter]
     fn is_released(&self) -> bool {
-        self.with(|lease| lease.is_none())
+        self.with(|pin| pin.is_none())
     }
 
     /// Lets go of the blocks; a second call does nothing.
     fn release(&self) {
-        let lease = self
+        let pin = self
             .0
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .take();
-        drop(lease);
+        drop(pin);
     }
 
     fn __enter__(this: Py<Self>) -> Py<Self> {
@@ -76,8 +76,8 @@ impl Lease {
 
     fn __repr__(&self) -> String {
         match self.is_released() {
-            true => "<Lease, released>".into(),
-            false => format!("<Lease on {} tokens>", self.num_tokens()),
+            true => "<Pin, released>".into(),
+            false => format!("<Pin on {} tokens>", self.num_tokens()),
         }
     }
 }
