@@ -13,11 +13,12 @@ GENERATE = [sys.executable, "-c", "from pyengine.cli import main; main()"]
 GENERATE += ["generate", "--max-tokens", "4", "hello"]
 LIBRARY = """
 import pyengine
+import pyengine.errors
 try:
     llm = pyengine.LLM(num_blocks=64)
     params = pyengine.SamplingParams(max_tokens=4)
     print(llm.generate(["hello"], params, use_tqdm=False)[0].finished)
-except pyengine.utils.PyEngineError as error:
+except pyengine.errors.PyEngineError as error:
     print(f"refused: {error}")
 """
 
