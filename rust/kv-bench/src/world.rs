@@ -1,11 +1,9 @@
 //! A manager in steady state, and what the operations need beside it.
 
-use std::cell::Cell;
-
 use crate::Outcome;
 use kv_core::{
-    BlockManager, Config, Error, IntArray, Pin, PlanHandle, SeqHandle, SeqKey, StepArrays,
-    TableRows,
+    BlockManager, Config, Error, IntArray, Pin, PlanHandle, SeqHandle, SeqKey, SharedI64,
+    StepArrays, TableRows,
 };
 
 const NUM_BLOCKS: usize = 65_536;
@@ -31,7 +29,7 @@ pub struct World {
     keys: Vec<SeqKey>,
     plan: Option<PlanHandle>,
     pin: Option<Pin>,
-    arrays: [Vec<Cell<i64>>; 7],
+    arrays: [Vec<SharedI64>; 7],
     written: TableRows,
 }
 
@@ -64,7 +62,7 @@ impl World {
             keys: Vec::new(),
             plan: None,
             pin: None,
-            arrays: widths.map(|width| vec![Cell::new(0); width]),
+            arrays: widths.map(|width| vec![SharedI64::new(0); width]),
             written: TableRows::default(),
         };
         while world.manager.usage().free > 0 {

@@ -3,14 +3,15 @@
 //! Neither NumPy nor the buffer protocol knows bfloat16: its bits come as uint16.
 
 use std::path::PathBuf;
-use std::sync::Mutex;
 
 use cpu_attention::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
-use crate::cells::{is_swapped, shared_rows, shared_slice, unique_slice};
+use crate::claims::{Claim, overlap};
 use crate::errors::{BufferError, no_buffer, raise_attention};
+use crate::guarded::Guarded;
+use crate::memory::{is_swapped, shared_rows, shared_slice, unique_slice};
 use crate::numbers::number;
 use crate::rotation::{RotationArguments, Turning};
 
@@ -81,8 +82,7 @@ pub(crate) fn apart<T, U>(
 ) -> PyResult<()> {
     let own = bytes(target.1);
     for (name, other) in others {
-        let other = bytes(other);
-        if own.start < other.end && other.start < own.end {
+        if overlap(&own, &bytes(other)) {
             let target = target.0;
             return Err(BufferError::new_err(format!(
                 "arrays {target} and {name} share memory"
@@ -103,7 +103,7 @@ fn bytes<T>(buffer: &PyBuffer<T>) -> std::ops::Range<usize> {
     }
 }
 
-type Pair<T> = Mutex<(PyBuffer<T>, PyBuffer<T>)>;
+type Pair<T> = Guarded<(PyBuffer<T>, PyBuffer<T>)>;
 
 /// Keys and values, by what they hold.
 enum Tensors {
@@ -114,18 +114,21 @@ enum Tensors {
 /// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may
 /// differ in `head_dim`; both float32, or both the bits of bfloat16 as uint16.
 ///
-/// Raises `BufferError` for an array of another type, shape or layout.
+/// Raises `BufferError` for an array of another type, shape or layout, and for one that shares memory with
+/// another `CpuCache`, as long as that lives: two threads could write there at once.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuCache {
     shape: CacheShape,
     tensors: Tensors,
+    /// Dropped last: the arrays are released by then.
+    _claim: Claim,
 }
 
 /// Keys and values that fit each other.
 fn pair<T: Element>(
     keys: &Bound<'_, PyAny>,
     values: &Bound<'_, PyAny>,
-) -> PyResult<(CacheShape, Pair<T>)> {
+) -> PyResult<(CacheShape, Pair<T>, Claim)> {
     let (keys, values) = (writable("keys", keys, 4)?, writable("values", values, 4)?);
     if keys.shape()[..3] != values.shape()[..3] {
         return Err(BufferError::new_err(format!(
@@ -143,22 +146,35 @@ fn pair<T: Element>(
         dim_k: shape[3],
         dim_v,
     };
-    Ok((shape, Mutex::new((keys, values))))
+    let claim = Claim::on(vec![bytes(&keys), bytes(&values)]).map_err(|at| {
+        let name = ["keys", "values"][at];
+        BufferError::new_err(format!(
+            "array {name} shares memory with another CpuCache: use that one, or drop it first"
+        ))
+    })?;
+    Ok((shape, Guarded::new((keys, values), |_| ()), claim))
 }
 
 #[pymethods]
 impl CpuCache {
     #[new]
     fn new(keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|one| one.as_typed::<u16>().is_ok());
-        if is_half {
-            let (shape, pair) = pair(keys, values)?;
-            let tensors = Tensors::BFloat16(pair);
-            return Ok(Self { shape, tensors });
-        }
-        let (shape, pair) = pair(keys, values)?;
-        let tensors = Tensors::Float32(pair);
-        Ok(Self { shape, tensors })
+        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|keys| keys.as_typed::<u16>().is_ok());
+        let (shape, tensors, claim) = match is_half {
+            true => {
+                let (shape, pair, claim) = pair(keys, values)?;
+                (shape, Tensors::BFloat16(pair), claim)
+            }
+            false => {
+                let (shape, pair, claim) = pair(keys, values)?;
+                (shape, Tensors::Float32(pair), claim)
+            }
+        };
+        Ok(Self {
+            shape,
+            tensors,
+            _claim: claim,
+        })
     }
 }
 
@@ -406,11 +422,9 @@ impl Call<'_, '_> {
         );
         let rotation = self.rotation.map(Turning::<T>::new).transpose()?;
         let mut out = writable("out", self.out, 3)?;
-        let Ok(mut tensors) = tensors.try_lock() else {
-            return Err(BufferError::new_err(
-                "another thread attends over this cache",
-            ));
-        };
+        let mut tensors = tensors
+            .try_lock()
+            .ok_or_else(|| BufferError::new_err("another thread attends over this cache"))?;
         let (keys, values) = &mut *tensors;
         let read = [("query", &query), ("key", &key), ("value", &value)];
         for target in [("keys", &*keys), ("values", values), ("out", &out)] {

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cells::bytes_filled_by;
+use crate::memory::bytes_filled_by;
 
 /// Items that become Python objects before another thread may run: some ten microseconds.
 const AT_ONCE: usize = 1_024;

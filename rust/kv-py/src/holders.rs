@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use crate::bounded;
-use crate::cells::bytes_filled_by;
 use crate::errors::ConfigError;
+use crate::memory::bytes_filled_by;
 use crate::numbers::number;
 use crate::tokens::token_ids;
 

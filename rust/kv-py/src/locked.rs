@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::errors::{InvariantError, raise};
+use crate::guarded;
 
 /// Contents that are named, and events that are taken, with the GIL.
 const FEW_EVENTS: usize = 256;
@@ -63,10 +64,19 @@ impl Locked {
         self.detached(py, |core| Ok(work(core)))
     }
 
-    /// For `StepPlan.fill` alone, whose arrays stay in this thread. Whoever holds it makes no Python
-    /// object.
+    /// For `StepPlan.fill`, which changes nothing in the core: not even a panic in it does. Like `with`, `work`
+    /// makes no Python object, but its arrays cannot go to another thread.
     #[inline]
-    pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
+    pub(crate) fn read<R>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&Core) -> PyResult<R>,
+    ) -> PyResult<R> {
+        guarded::read(self.lock(py)?, work)
+    }
+
+    #[inline]
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
         let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
         core.settle();
         Ok(core)

@@ -168,17 +168,18 @@ impl StepPlan {
         buffers: &StepBuffers,
         shared: Option<&SharedPrefixes>,
     ) -> PyResult<()> {
-        let (core, plan) = (self.core.lock(py)?, self.handle.key());
-        let Some(shared) = shared else {
-            let filled = buffers.with(py, |arrays, rows| core.fill(plan, arrays, rows))?;
-            return filled.map_err(raise);
-        };
-        let sequences = core.plan_view(plan).map_err(raise)?.num_sequences;
-        shared.with(py, sequences, |shared| {
-            let filled = buffers.with(py, |arrays, rows| {
-                core.fill_shared(plan, arrays, rows, shared)
-            })?;
-            filled.map_err(raise)
+        let plan = self.handle.key();
+        self.core.read(py, |core| {
+            let Some(shared) = shared else {
+                let filled = buffers.with(|arrays, rows| core.fill(plan, arrays, rows))?;
+                return filled.map_err(raise);
+            };
+            let sequences = core.plan_view(plan).map_err(raise)?.num_sequences;
+            shared.with(sequences, |shared| {
+                let filled =
+                    buffers.with(|arrays, rows| core.fill_shared(plan, arrays, rows, shared))?;
+                filled.map_err(raise)
+            })
         })
     }
 

@@ -5,7 +5,7 @@ use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
 use crate::attention::{apart, array};
-use crate::cells::shared_slice;
+use crate::memory::shared_slice;
 
 /// Cosines and sines `[T, columns]`, both float32 or both the bits of bfloat16; how many numbers of a head they turn,
 /// whether those are neighbours, the columns from one angle to the next; and the head norm, if there is one.

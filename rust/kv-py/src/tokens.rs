@@ -1,17 +1,19 @@
 //! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
 
-use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use std::sync::atomic::Ordering;
+
+use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{
     PyBufferError, PyException, PyNotImplementedError, PyTypeError, PyValueError,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList};
 
-use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
 use crate::exported::{NoBuffer, buffer_of};
 use crate::items::{items, reserved};
 use crate::lists::leading_ints;
+use crate::memory::{SharedInt, elements, is_swapped};
 use crate::numbers::{in_words, not_an_int};
 
 /// Tokens for which there is room beside those given, so that the first ones sampled do not move a
@@ -152,8 +154,8 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
 
 fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
     let room = room_for(buffer.item_count())?;
-    if let Some(cells) = cells(py, buffer) {
-        return narrow(room, cells.iter().map(|cell| cell.get()));
+    if let Some(elements) = elements(buffer) {
+        return narrow(room, elements.iter().map(T::read));
     }
     let mut in_a_row = reserved(buffer.item_count())?;
     in_a_row.resize(buffer.item_count(), T::default());
@@ -166,66 +168,39 @@ fn narrow<T: TokenInt>(
     mut tokens: Vec<u32>,
     values: impl ExactSizeIterator<Item = T> + Clone,
 ) -> PyResult<Vec<u32>> {
-    let cut_off = low_halves(&mut tokens, values.clone());
-    if cut_off == 0 {
-        return Ok(tokens);
-    }
-    let bad = |(_, value): &(usize, T)| value.wide() >> 32 != 0;
-    let (at, value) = values.enumerate().find(bad).expect("something was cut off");
-    Err(bad_token(&value, at))
-}
-
-/// Adds the lower 32 bits of each value; what the higher ones of any have: a loop without branches, in
-/// the widest vectors that the machine has.
-fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: impl ExactSizeIterator<Item = T>) -> u64 {
-    #[cfg(target_arch = "x86_64")]
-    macro_rules! with {
-        ($feature:tt) => {
-            if is_x86_feature_detected!($feature) {
-                #[target_feature(enable = $feature)]
-                fn wide<T: TokenInt>(
-                    tokens: &mut Vec<u32>,
-                    values: impl ExactSizeIterator<Item = T>,
-                ) -> u64 {
-                    low_halves_here(tokens, values)
-                }
-                // SAFETY: the machine has the feature, as was looked up.
-                #[allow(unsafe_code)]
-                return unsafe { wide(tokens, values) };
-            }
-        };
-    }
-    #[cfg(target_arch = "x86_64")]
-    {
-        with!("avx512f");
-        with!("avx2");
-    }
-    low_halves_here(tokens, values)
-}
-
-#[inline(always)]
-fn low_halves_here<T: TokenInt>(
-    tokens: &mut Vec<u32>,
-    values: impl ExactSizeIterator<Item = T>,
-) -> u64 {
     let mut cut_off = 0;
-    tokens.extend(values.map(|value| {
+    tokens.extend(values.clone().map(|value| {
         let wide = value.wide();
         cut_off |= wide >> 32;
         wide as u32
     }));
-    cut_off
+    if cut_off == 0 {
+        return Ok(tokens);
+    }
+    let is_bad = |(_, value): &(usize, T)| value.wide() >> 32 != 0;
+    Err(match values.enumerate().find(is_bad) {
+        Some((at, value)) => bad_token(&value, at),
+        None => TokenError::new_err("token ids changed while they were read"),
+    })
 }
 
 /// An element of a buffer of token ids.
-trait TokenInt: Element + Copy + Default + std::fmt::Display {
+trait TokenInt: SharedInt + Copy + Default + std::fmt::Display {
+    /// The value of an element now.
+    fn read(element: &Self::Shared) -> Self;
+
     /// As 64 bits; a negative one has its high bits set.
     fn wide(self) -> u64;
 }
 
 macro_rules! token_ints {
-    ($($int:ty),*) => {
+    ($($int:ty: |$element:ident| $value:expr),* $(,)?) => {
         $(impl TokenInt for $int {
+            #[inline]
+            fn read($element: &Self::Shared) -> Self {
+                $value
+            }
+
             #[inline]
             fn wide(self) -> u64 {
                 self as u64 // extends the sign of a signed one
@@ -234,4 +209,13 @@ macro_rules! token_ints {
     };
 }
 
-token_ints!(i64, i32, u32, u64, u16, i16, u8, i8);
+token_ints!(
+    i64: |element| element.get(),
+    i32: |element| element.get(),
+    u32: |element| element.load(Ordering::Relaxed),
+    u64: |element| element.load(Ordering::Relaxed),
+    u16: |element| element.load(Ordering::Relaxed),
+    i16: |element| element.load(Ordering::Relaxed),
+    u8: |element| element.load(Ordering::Relaxed),
+    i8: |element| element.load(Ordering::Relaxed),
+);

@@ -1,27 +1,56 @@
 //! One unsafe corner: a Python buffer's memory as a slice.
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
 use cpu_attention::Rows;
+use kv_core::{SharedI32, SharedI64};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+/// An integer that Python's arrays hold, and the type by which its memory is shared with other threads.
+pub(crate) trait SharedInt: Element {
+    /// Of the same size and alignment; every access is atomic.
+    type Shared;
+}
+
+macro_rules! shared_ints {
+    ($($int:ty: $shared:ty),* $(,)?) => {
+        $(
+            impl SharedInt for $int {
+                type Shared = $shared;
+            }
+
+            const _: () = assert!(
+                size_of::<$int>() == size_of::<$shared>() && align_of::<$int>() == align_of::<$shared>()
+            );
+        )*
+    };
+}
+
+shared_ints!(
+    i64: SharedI64, i32: SharedI32, u32: AtomicU32, u64: AtomicU64, u16: AtomicU16, i16: AtomicI16, u8: AtomicU8,
+    i8: AtomicI8,
+);
+
 /// The elements of a C-contiguous buffer; `None` for one that is not.
 ///
-/// As with every buffer of Python, whoever lets another thread write to the array meanwhile gets
-/// mixed values; with the GIL (`py`) no Python code can.
+/// Other threads may read and write the array meanwhile, with or without an interpreter's lock: every access is
+/// atomic, so they see old values and new ones.
 #[allow(unsafe_code)]
-pub(crate) fn cells<'a, T: Element>(
-    _py: Python<'a>,
-    buffer: &'a PyBuffer<T>,
-) -> Option<&'a [Cell<T>]> {
-    let elements = buffer.as_slice_ptr()?;
-    // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`; the exporter keeps the
-    // memory in place while the buffer is held, which outlives 'a; `Cell<T>` has the layout of `T`
-    // and allows aliases. Plain integers have no invalid values.
-    Some(unsafe { &*(elements.as_ptr() as *const [Cell<T>]) })
+pub(crate) fn elements<T: SharedInt>(buffer: &PyBuffer<T>) -> Option<&[T::Shared]> {
+    if !buffer.is_c_contiguous() {
+        return None;
+    }
+    match buffer.item_count() {
+        0 => Some(&[]), // an empty array may have no memory
+        // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has too (see
+        // above); the exporter keeps the memory in place while the buffer is held; integers have no invalid
+        // values. What other threads do is atomic if they come this way; if they do not (NumPy), it is one
+        // machine instruction an element.
+        count => Some(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) }),
+    }
 }
 
 /// The elements of a C-contiguous buffer, to be read while the GIL is released.
