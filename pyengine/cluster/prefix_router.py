@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.cache import Holders
+from pyengine.cache import ReplicaIndex
 from pyengine.cluster.messages import CacheKind, Events, Load, ReplicaInfo, Snapshot
 from pyengine.core.errors import ConfigurationError, NoReplicaError
 
@@ -158,7 +158,7 @@ class PrefixRouter:
         self.stats = RouterStats()
         self._imbalance = imbalance
         self._slack = slack
-        self._holders = Holders(kind.block_size, hash_seed=kind.hash_seed)
+        self._index = ReplicaIndex(kind.block_size, hash_seed=kind.hash_seed)
         self._replicas: dict[str, _Replica] = {}
         self._free = list(range(MOST_REPLICAS - 1, -1, -1))
         self._lock = Lock()
@@ -198,7 +198,7 @@ class PrefixRouter:
             replica = self._replicas.pop(name, None)
             if replica is None:
                 return
-            self._holders.clear(replica.slot)
+            self._index.clear(replica.slot)
             if replica.num_requests == 0:
                 self._free.append(replica.slot)
 
@@ -221,7 +221,7 @@ class PrefixRouter:
                 return Taken.KNOWN
             replica.load = events.load
             kinds, names = events.kinds[skipped:], events.names[skipped * _NAME :]
-            replica.num_held = self._holders.apply(replica.slot, kinds, names)
+            replica.num_held = self._index.apply(replica.slot, kinds, names)
             replica.next = events.end
             self.stats.num_events += len(kinds)
             if replica.num_held > replica.info.num_blocks:  # it cannot be: something was missed
@@ -233,7 +233,7 @@ class PrefixRouter:
         self.stats.num_gaps += replica.is_current
         replica.is_current = False
         if life != replica.life:
-            self._holders.clear(replica.slot)
+            self._index.clear(replica.slot)
             replica.num_held = 0
         return Taken.GAP
 
@@ -257,9 +257,9 @@ class PrefixRouter:
                     f"replica {name!r} has {replica.info.num_blocks} blocks and says that it holds "
                     f"{count} contents"
                 )
-            self._holders.clear(replica.slot)
+            self._index.clear(replica.slot)
             replica.is_current = False
-            replica.num_held = self._holders.apply(replica.slot, _STORED * count, snapshot.names)
+            replica.num_held = self._index.apply(replica.slot, _STORED * count, snapshot.names)
             replica.life, replica.next, replica.load = snapshot.life, snapshot.next, snapshot.load
             replica.is_current = True
             self.stats.num_snapshots += 1
@@ -276,7 +276,7 @@ class PrefixRouter:
 
         Nothing has changed until `begin`. Raises `NoReplicaError` if there is none; `TokenError`.
         """
-        names = self._holders.names(token_ids, namespace=namespace)
+        names = self._index.block_hashes(token_ids, namespace=namespace)
         num_blocks = -(-len(token_ids) // self.kind.block_size)
         with self._lock:
             replicas = [
@@ -284,19 +284,19 @@ class PrefixRouter:
             ]
             if not replicas:
                 raise NoReplicaError("no replica can take requests now: try again later")
-            depths = self._holders.depths(names)
-            best = min(replicas, key=lambda one: self._cost(one, num_blocks, depths))
+            matched = self._index.matched_blocks(names)
+            best = min(replicas, key=lambda one: self._cost(one, num_blocks, matched))
             least = self._least_loaded(replicas, best)
             if least is not replicas:
-                best = min(least, key=lambda one: self._cost(one, num_blocks, depths))
-            hits = depths[best.slot] if best.slot < len(depths) else 0
+                best = min(least, key=lambda one: self._cost(one, num_blocks, matched))
+            hits = matched[best.slot] if best.slot < len(matched) else 0
             return Choice(best.info.name, num_blocks, hits, names)
 
     def _cost(
-        self, replica: _Replica, num_blocks: int, depths: list[int]
+        self, replica: _Replica, num_blocks: int, matched: list[int]
     ) -> tuple[float, int, int, float, int]:
         """Of equal costs hits come first: to compute twice gains nothing. Then load, then room."""
-        hits = depths[replica.slot] if replica.slot < len(depths) else 0
+        hits = matched[replica.slot] if replica.slot < len(matched) else 0
         to_compute = num_blocks - hits + replica.num_pending
         return (
             to_compute + self._running_weight * replica.num_running,
@@ -322,14 +322,14 @@ class PrefixRouter:
             if its is None:
                 return None
             if its.info.name != choice.replica:
-                depths = self._holders.depths(choice.names)
-                hits = depths[its.slot] if its.slot < len(depths) else 0
+                matched = self._index.matched_blocks(choice.names)
+                hits = matched[its.slot] if its.slot < len(matched) else 0
                 choice = Choice(its.info.name, choice.num_blocks, hits, choice.names)
             its.last = self.stats.num_routed = self.stats.num_routed + 1
             its.num_requests += 1
             its.num_routed += 1
             its.num_pending += choice.num_blocks - choice.num_hits
-            its.num_expected = self._holders.expect(its.slot, choice.names)
+            its.num_expected = self._index.add_request(its.slot, choice.names)
             return Ticket(choice, its)
 
     def begun(self, ticket: Ticket, num_prompt: int, num_cached: int) -> None:
@@ -356,7 +356,7 @@ class PrefixRouter:
             ticket.has_ended = True
             its = ticket.replica
             its.num_requests -= 1
-            its.num_expected = self._holders.unexpect(its.slot, ticket.choice.names)
+            its.num_expected = self._index.remove_request(its.slot, ticket.choice.names)
             has_left = self._replicas.get(its.info.name) is not its
             if has_left and its.num_requests == 0:  # nothing is expected in its slot any more
                 self._free.append(its.slot)
@@ -364,7 +364,7 @@ class PrefixRouter:
     def contents(self, name: str) -> set[bytes]:
         """The names of what a replica holds, as far as is known. O(contents known)."""
         with self._lock:
-            return set(self._holders.contents(self._replicas[name].slot))
+            return set(self._index.cached_blocks(self._replicas[name].slot))
 
     def replicas(self) -> list[ReplicaState]:
         """Every replica, in the order in which they joined."""
@@ -385,7 +385,7 @@ class PrefixRouter:
     @property
     def num_contents(self) -> int:
         """Different contents that are known."""
-        return self._holders.num_names
+        return self._index.num_blocks
 
     @property
     def imbalance(self) -> float:

@@ -13,12 +13,12 @@ use crate::answers::{PoolUsage, Stats};
 use crate::bounded;
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
-use crate::holders::packed;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;
 use crate::plan::StepPlan;
+use crate::replica_index::packed;
 use crate::sequence::Sequence;
 use crate::snapshot::PoolSnapshot;
 use crate::tokens::token_ids;
@@ -246,7 +246,7 @@ impl BlockManager {
     }
 
     /// The same as bytes: a kind for each (0 removed, 1 stored, 2 cleared), and a name of 16 bytes for
-    /// each, of zeros where all is cleared. What `Holders.apply` takes.
+    /// each, of zeros where all is cleared. What `ReplicaIndex.apply` takes.
     fn take_packed_events<'py>(
         &self,
         py: Python<'py>,
