@@ -1,7 +1,7 @@
 """The KV cache: the block manager and what it hands out, and (beside it) the KV tensors.
 
 `CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
-a step), attends over such tensors in Rust; `Suffixes` finds what came after a text's end before.
+a step), attends over such tensors in Rust; `SuffixIndex` drafts tokens from earlier text.
 
 This room is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
 only; the tensors live in `pyengine.cache.kv_pool`, which imports torch when it is used.
@@ -38,7 +38,7 @@ from pyengine._kv import (
     StepBuffers,
     StepPlan,
     Stored,
-    Suffixes,
+    SuffixIndex,
     TokenError,
     TraceError,
     replay,
@@ -75,7 +75,7 @@ __all__ = [
     "StepBuffers",
     "StepPlan",
     "Stored",
-    "Suffixes",
+    "SuffixIndex",
     "TokenError",
     "TraceError",
     "replay",

@@ -1,12 +1,12 @@
 """What came after the longest part of a text's end, in the text and in earlier answers.
 
 As suffix decoding (Oliaro et al., 2024): requests that are made of templates, and agents that go in
-circles, get answers that stand there already. The search is in Rust (`rust/suffix`).
+circles, get answers that stand there already. The search is in Rust (`rust/suffix-index`).
 """
 
 from collections.abc import Sequence
 
-from pyengine.cache import Suffixes
+from pyengine.cache import SuffixIndex
 from pyengine.speculation.drafter import NO_DRAFT, Context, Draft
 
 _ARCHIVED = 1 << 20
@@ -20,7 +20,7 @@ class SuffixDrafter:
     """
 
     def __init__(self, max_tokens: int = _ARCHIVED) -> None:
-        self._suffixes = Suffixes(max_tokens)
+        self._index = SuffixIndex(max_tokens)
         self._texts: dict[Context, tuple[int, int]] = {}
         """What each is called there, and how much of its answer is known there."""
 
@@ -28,7 +28,7 @@ class SuffixDrafter:
         """See `Drafter.propose`."""
         drafts = []
         for context, count in zip(contexts, most, strict=True):
-            tokens, support = self._suffixes.guess(self._grown(context), count)
+            tokens, support = self._index.draft(self._grown(context), count)
             drafts.append(Draft(tokens, support) if tokens else NO_DRAFT)
         return drafts
 
@@ -37,11 +37,11 @@ class SuffixDrafter:
         found, answer = self._texts.get(context), context.token_ids
         if found is None:
             request = context.request
-            name = self._suffixes.begin(request.prompt_token_ids, namespace=request.namespace)
+            name = self._index.start(request.prompt_token_ids, namespace=request.namespace)
             found = name, 0
         name, known = found
         if known < len(answer):
-            self._suffixes.extend(name, answer[known:])
+            self._index.extend(name, answer[known:])
         self._texts[context] = name, len(answer)
         return name
 
@@ -50,4 +50,4 @@ class SuffixDrafter:
         if context in self._texts:
             name = self._grown(context)
             del self._texts[context]
-            self._suffixes.end(name)
+            self._index.finish(name)

@@ -24,7 +24,7 @@ mod replica_index;
 mod rotation;
 mod sequence;
 mod snapshot;
-mod suffixes;
+mod suffix_index;
 mod tokens;
 mod trace;
 
@@ -55,7 +55,7 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
     module.add_class::<replica_index::ReplicaIndex>()?;
-    module.add_class::<suffixes::Suffixes>()?;
+    module.add_class::<suffix_index::SuffixIndex>()?;
     module.add_class::<snapshot::PoolSnapshot>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;
