@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use cpu_attention::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
+use cpu_kernels::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -282,12 +282,12 @@ impl CpuAttention {
 
     #[staticmethod]
     fn is_fast() -> PyResult<bool> {
-        cpu_attention::Isa::is_fast().map_err(raise_attention)
+        cpu_kernels::Isa::is_fast().map_err(raise_attention)
     }
 
     #[staticmethod]
     fn isa() -> PyResult<&'static str> {
-        let isa = cpu_attention::Isa::chosen().map_err(raise_attention)?;
+        let isa = cpu_kernels::Isa::chosen().map_err(raise_attention)?;
         Ok(isa.name())
     }
 
@@ -364,7 +364,7 @@ impl CpuAttention {
 }
 
 impl CpuAttention {
-    fn normalise<T: Element + cpu_attention::Element>(
+    fn normalise<T: Element + cpu_kernels::Element>(
         &self,
         py: Python<'_>,
         rows: &Bound<'_, PyAny>,
@@ -409,7 +409,7 @@ struct Call<'a, 'py> {
 impl Call<'_, '_> {
     fn run<T>(self, py: Python<'_>, tensors: &Pair<T>) -> PyResult<()>
     where
-        T: Element + cpu_attention::Element,
+        T: Element + cpu_kernels::Element,
     {
         let [query, key, value] = self.rows;
         let query = any_array::<T>("query", query, 3)?;
@@ -461,13 +461,13 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn run<T: Element + cpu_attention::Element>(
+    fn run<T: Element + cpu_kernels::Element>(
         &self,
         (query, key, value): (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
         rotation: Option<&Turning<T>>,
         (keys, values): (&mut [T], &mut [T]),
         out: &mut [T],
-    ) -> Result<(), cpu_attention::Error> {
+    ) -> Result<(), cpu_kernels::Error> {
         let (attention, step, shape) = (self.attention, self.step, self.shape);
         let cache = (&mut *keys, &mut *values);
         let scratch;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-use cpu_attention::Rows;
+use cpu_kernels::Rows;
 use kv_core::{SharedI32, SharedI64};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::ffi;

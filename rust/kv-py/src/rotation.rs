@@ -1,6 +1,6 @@
 //! How queries and keys are turned before they attend, as Python says it.
 
-use cpu_attention::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows};
+use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
@@ -36,7 +36,7 @@ pub(crate) struct Turning<T: Element> {
     norm: Option<(Two<T>, f32, f32)>,
 }
 
-impl<T: Element + cpu_attention::Element> Turning<T> {
+impl<T: Element + cpu_kernels::Element> Turning<T> {
     pub(crate) fn new(arguments: RotationArguments<'_>) -> PyResult<Self> {
         let RotationArguments(cos, sin, size, are_neighbours, step, norm) = arguments;
         let is_half = PyUntypedBuffer::get(&cos).is_ok_and(|one| one.as_typed::<u16>().is_ok());

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use cpu_attention::{
+use cpu_kernels::{
     Attention, CacheShape, Element, Error, HeadNorm, Isa, Layout, Order, Rotation, Rows,
 };
 use levels::{Tests, check};

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use cpu_attention::{
+use cpu_kernels::{
     Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes, Step,
 };
 use levels::{FLOATS, HALVES, Tests, check};

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use cpu_attention::{
+use cpu_kernels::{
     Attention, CacheShape, Error, Options, Query, Rows, Sequences, SharedPrefixes, Step,
 };
 

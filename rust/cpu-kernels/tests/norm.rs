@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use cpu_attention::{Attention, Element, Error, Isa};
+use cpu_kernels::{Attention, Element, Error, Isa};
 use levels::Tests;
 
 #[allow(dead_code)] // for its neighbours

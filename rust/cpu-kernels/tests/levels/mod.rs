@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use cpu_attention::Isa;
+use cpu_kernels::Isa;
 use libtest_mimic::{Arguments, Trial};
 use proptest::prelude::*;
 use proptest::test_runner::{TestError, TestRunner};

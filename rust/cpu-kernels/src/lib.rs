@@ -23,7 +23,7 @@
 //!   [`Error`] that names the value, and nothing has been written then.
 //!
 //! ```
-//! use cpu_attention::{Attention, CacheShape, Options, Query, Rows, Sequences, Step};
+//! use cpu_kernels::{Attention, CacheShape, Options, Query, Rows, Sequences, Step};
 //!
 //! // A cache of two blocks of two positions, one KV head of dimension 1.
 //! let shape = CacheShape { num_blocks: 2, block_size: 2, kv_heads: 1, dim_k: 1, dim_v: 1 };
@@ -36,7 +36,7 @@
 //! let options = Options { scaling: 1.0, window: None, softcap: None, sinks: None };
 //! Attention::new(1)?.attend(&step, &shape, &keys, &values, query, &options, &mut out)?;
 //! assert_eq!(out, [2.0, 2.0]); // equal scores: the mean of 1, 2 and 3
-//! # Ok::<(), cpu_attention::Error>(())
+//! # Ok::<(), cpu_kernels::Error>(())
 //! ```
 #![deny(unsafe_code)]
 #![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
