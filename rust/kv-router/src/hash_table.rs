@@ -6,7 +6,8 @@
 //! themselves, or in the standard library's map, each change of 10,000,000 entries reads another page of
 //! half a gigabyte: twice the time.
 
-use crate::BlockHash;
+/// The chained hash of a block.
+pub type BlockHash = u128;
 
 const MIN_SLOTS: usize = 16;
 const NONE: u32 = u32::MAX;

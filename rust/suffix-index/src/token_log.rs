@@ -2,7 +2,21 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::{Draft, MAX_MATCH, MAX_MATCHES, MIN_MATCH};
+/// The shortest suffix that counts as a match, in tokens.
+pub const MIN_MATCH: usize = 3;
+/// The longest suffix that is compared, in tokens.
+pub const MAX_MATCH: usize = 32;
+/// Occurrences that are looked at, latest first, in the sequence and in the archive each.
+pub const MAX_MATCHES: usize = 64;
+
+/// Draft tokens for a sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Draft {
+    /// The tokens, in order.
+    pub tokens: Vec<u32>,
+    /// The length of the suffix that matched: [`MIN_MATCH`] to [`MAX_MATCH`]; 0 without a draft.
+    pub match_len: usize,
+}
 
 /// A token.
 struct Entry {
