@@ -10,10 +10,12 @@ use std::f32::consts::LOG2_E;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::kernel::{self, Arithmetic, Bounds, HEADER, How, TILE, state_len};
+use crate::cache_tiles;
+use crate::job::{HEADER, state_len};
+use crate::kernel::{Arithmetic, Bounds, How};
 use crate::lanes::{Vector, transpose_16};
 use crate::softmax::capped;
-use crate::step::{CacheShape, PART};
+use crate::step::{CacheShape, PART, TILE};
 use crate::tiles::{Line, ROWS, Rows, STRIDE, Tiles, WIDTH, load, multiply_add, store, zero};
 
 /// Keys of a tile of the kernel, for each half.
@@ -90,7 +92,7 @@ impl Arithmetic<u16, ROWS> for Amx {
     fn attend(
         &mut self,
         how: How,
-        tiles: &kernel::Tiles<'_, u16>,
+        tiles: &cache_tiles::Tiles<'_, u16>,
         vectors: &[Bounds<ROWS>],
         states: &mut [[f32; ROWS]],
     ) {

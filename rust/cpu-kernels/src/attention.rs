@@ -1,19 +1,17 @@
 //! Work for threads: runs cut into parts, handed out, brought together.
 
 use std::cmp::Reverse;
-use std::f32::consts::LOG2_E;
 use std::ops::{DerefMut, Range};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use rayon_core::{ThreadPool, ThreadPoolBuilder};
-
-use crate::element::Element;
+use crate::dispatch::Attend;
+use crate::element::{Element, Kept};
 use crate::error::Error;
 use crate::isa::Isa;
-use crate::kernel::state_len;
-use crate::openmp::OpenMp;
-use crate::step::{CacheShape, PART, Run, Step, above_zero, same_length};
+use crate::job::{Job, Member, Task};
+use crate::step::{CacheShape, PART, Step, above_zero, same_length};
+use crate::threads::Threads;
 use crate::write::{Rows, check_write, copy};
 
 /// Rows over a shared part that a thread takes at a time, about: their queries and sums stay in a core's cache.
@@ -21,10 +19,6 @@ const MOST_ROWS: usize = 64;
 
 /// A run is one task, unless it is more of the work than this share of a thread's: then its parts are.
 const SHARE: usize = 4;
-
-/// Floats of what is found in parts before it is brought together, about: long prefills over long contexts would
-/// need a gigabyte.
-const MOST_STATES: usize = 4 << 20;
 
 /// Products of a step below which other threads are not woken: about ten microseconds of work.
 const SMALL: usize = 200_000;
@@ -54,143 +48,18 @@ pub struct Options<'a> {
     pub sinks: Option<&'a [f32]>,
 }
 
-/// Everything that a run needs to know.
-pub(crate) struct Job<'a, E> {
-    pub(crate) step: &'a Step,
-    pub(crate) shape: CacheShape,
-    pub(crate) keys: &'a [E],
-    pub(crate) values: &'a [E],
-    pub(crate) query: Rows<'a, E>,
-    pub(crate) heads: usize,
-    pub(crate) group: usize,
-    pub(crate) scaling: f32,
-    pub(crate) softcap: Option<f32>,
-    pub(crate) window: Option<usize>,
-    pub(crate) sinks: Option<&'a [f32]>,
-    /// Multiplications of a run beyond which its parts are tasks of their own.
-    most_products: usize,
-}
-
-impl<E> Job<'_, E> {
-    /// The first position that a row at `position` sees.
-    #[inline(always)]
-    pub(crate) fn low(&self, position: usize) -> usize {
-        self.window
-            .map_or(0, |window| (position + 1).saturating_sub(window))
-    }
-
-    /// The parts that the rows of a run see, by number.
-    pub(crate) fn parts(&self, run: &Run) -> Range<usize> {
-        self.low(run.position) / PART..(run.position + run.count).div_ceil(PART)
-    }
-
-    /// Those of them that are tasks of their own: what they give is kept until the run is completed.
-    fn parts_apart(&self, run: &Run) -> Range<usize> {
-        let parts = self.parts(run);
-        let end = match self.products(run) > self.most_products {
-            true => parts.end,
-            false => self.shared_end(run),
-        };
-        parts.start..end.max(parts.start)
-    }
-
-    /// The first part that the run does not share with others. With a window nothing is shared: what a row sees moves
-    /// on with every token.
-    fn shared_end(&self, run: &Run) -> usize {
-        self.window.map_or(run.shared_parts, |_| 0)
-    }
-
-    /// The state of a query head that has seen nothing.
-    #[inline(always)]
-    pub(crate) fn nothing(&self, head: usize) -> [f32; 2] {
-        match self.sinks {
-            Some(sinks) => [sinks[head] * LOG2_E, 1.0],
-            None => [f32::NEG_INFINITY, 0.0],
-        }
-    }
-
-    /// Floats of what one row finds in a part.
-    pub(crate) fn per_row(&self) -> usize {
-        self.heads * state_len(self.shape.dim_v)
-    }
-
-    /// Floats of what a run finds in the parts that are tasks of their own.
-    fn size(&self, run: &Run) -> usize {
-        self.parts_apart(run).len() * run.count * self.per_row()
-    }
-
-    /// Runs from `first` on that are worked on at a time, one at least, and the floats of what they find.
-    fn slab(&self, first: usize) -> (Range<usize>, usize) {
-        let (mut end, mut size) = (first, 0);
-        for run in &self.step.runs[first..] {
-            let more = self.size(run);
-            if end > first && size + more > MOST_STATES {
-                break;
-            }
-            (end, size) = (end + 1, size + more);
-        }
-        (first..end, size)
-    }
-
-    /// Multiplications of a run beyond the parts that it shares, about.
-    fn products(&self, run: &Run) -> usize {
-        let first = self.low(run.position).max(self.shared_end(run) * PART);
-        let seen = run.count * (run.position + run.count).saturating_sub(first);
-        seen.saturating_mul(self.per_key())
-    }
-
-    /// Multiplications of a row with a key and its value.
-    fn per_key(&self) -> usize {
-        self.heads * (self.shape.dim_k + self.shape.dim_v)
-    }
-}
-
-/// A run over one part: which run, and where what it finds goes.
-pub(crate) type Member<'a> = (usize, &'a mut [f32]);
-
-/// What a thread does at a time.
-pub(crate) enum Task<'a, 'b, E> {
-    /// Runs over one part whose keys they share; mostly one.
-    Part {
-        part: usize,
-        members: &'b mut [Member<'a>],
-    },
-    /// All that is left of a run, with what it found in its first parts, and where its rows go.
-    Rest {
-        run: &'b Run,
-        found: &'b [f32],
-        out: &'b mut [E],
-    },
-}
-
 /// A task and its multiplications, about.
 type Weighed<'a, 'b, E> = (usize, Task<'a, 'b, E>);
-
-/// Who works beside the caller's thread.
-#[derive(Debug)]
-enum Others {
-    Nobody,
-    Own(ThreadPool),
-    OpenMp(OpenMp),
-}
-
-/// Memory by what it holds.
-#[derive(Debug, Default)]
-pub(crate) struct Turned {
-    pub(crate) floats: Mutex<Vec<f32>>,
-    pub(crate) halves: Mutex<Vec<u16>>,
-}
 
 /// Threads that attend. The caller's own is one of them.
 #[derive(Debug)]
 pub struct Attention {
-    others: Others,
-    num_threads: usize,
+    threads: Threads,
     isa: Isa,
     /// What runs found in their parts, kept from layer to layer: fresh pages would cost as much as the work.
     states: Mutex<Vec<f32>>,
     /// Likewise, queries that were turned.
-    turned: Turned,
+    kept: Kept,
 }
 
 impl Attention {
@@ -209,25 +78,7 @@ impl Attention {
     ///
     /// As [`Attention::new`].
     pub fn with_isa(num_threads: usize, isa: Isa) -> Result<Self, Error> {
-        above_zero("the number of threads", num_threads)?;
-        let isa = isa.checked()?;
-        let builder = ThreadPoolBuilder::new()
-            .num_threads(num_threads - 1)
-            .thread_name(|number| format!("attention-{number}"));
-        let others = match num_threads {
-            1 => Others::Nobody,
-            _ => builder
-                .build()
-                .map(Others::Own)
-                .map_err(|error| Error::Threads(error.to_string()))?,
-        };
-        Ok(Self {
-            others,
-            num_threads,
-            isa,
-            states: Mutex::default(),
-            turned: Turned::default(),
-        })
+        Self::with(Threads::pool(num_threads), isa.checked())
     }
 
     /// With so many threads of the OpenMP runtime in this file, for callers that compute by it, too: two
@@ -237,14 +88,15 @@ impl Attention {
     ///
     /// No threads, a file that is no OpenMP runtime, or a level of instructions that is not known or not there.
     pub fn with_openmp(num_threads: usize, runtime: &Path) -> Result<Self, Error> {
-        above_zero("the number of threads", num_threads)?;
-        let refused = |error| Error::Threads(format!("{}: {error}", runtime.display()));
+        Self::with(Threads::openmp(num_threads, runtime), Isa::chosen())
+    }
+
+    fn with(threads: Result<Threads, Error>, isa: Result<Isa, Error>) -> Result<Self, Error> {
         Ok(Self {
-            others: Others::OpenMp(OpenMp::load(runtime).map_err(refused)?),
-            num_threads,
-            isa: Isa::chosen()?,
+            threads: threads?,
+            isa: isa?,
             states: Mutex::default(),
-            turned: Turned::default(),
+            kept: Kept::default(),
         })
     }
 
@@ -266,10 +118,10 @@ impl Attention {
         check_write(shape, slots, rows, (cache.0.len(), cache.1.len()))?;
         let copies = vec![(rows.0, cache.0), (rows.1, cache.1)];
         let num_threads = match rows.0.len() * rows.0.width() > MANY {
-            true => self.num_threads.min(2),
+            true => self.threads.count().min(2),
             false => 1,
         };
-        self.each(num_threads, copies, |(rows, cache)| {
+        self.threads.each(num_threads, copies, |(rows, cache)| {
             copy(slots, rows, cache)
         });
         Ok(())
@@ -282,7 +134,7 @@ impl Attention {
     ///
     /// Arrays that do not fit each other: nothing is written then.
     #[allow(clippy::too_many_arguments)]
-    pub fn attend<E: Element>(
+    pub fn attend<E: Attend>(
         &self,
         step: &Step,
         shape: &CacheShape,
@@ -309,9 +161,9 @@ impl Attention {
             sinks: options.sinks,
             most_products: usize::MAX,
         };
-        if self.num_threads > 1 {
+        if self.threads.count() > 1 {
             let products = step.runs.iter().map(|run| job.products(run)).sum::<usize>();
-            job.most_products = products / (SHARE * self.num_threads);
+            job.most_products = products / (SHARE * self.threads.count());
         }
         let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
         let mut first = 0;
@@ -326,7 +178,7 @@ impl Attention {
         Ok(())
     }
 
-    fn attend_slab<E: Element>(
+    fn attend_slab<E: Attend>(
         &self,
         job: &Job<'_, E>,
         runs: Range<usize>,
@@ -339,52 +191,32 @@ impl Attention {
     }
 
     /// Does tasks, the longest first: each thread takes another one when it is done.
-    fn work<E: Element>(&self, job: &Job<'_, E>, mut tasks: Vec<Weighed<'_, '_, E>>) {
+    fn work<E: Attend>(&self, job: &Job<'_, E>, mut tasks: Vec<Weighed<'_, '_, E>>) {
         let products = tasks.iter().map(|(products, _)| products).sum::<usize>();
         let num_threads = match products > SMALL {
-            true => self.num_threads.min(tasks.len()),
+            true => self.threads.count().min(tasks.len()),
             false => 1,
         };
         tasks.sort_by_key(|&(products, _)| Reverse(products));
-        self.each(num_threads, tasks, |(_, task)| E::work(self.isa, job, task));
+        self.threads
+            .each(num_threads, tasks, |(_, task)| E::work(self.isa, job, task));
     }
 
     /// Memory for `count` elements, kept from call to call; what it holds is left over.
     pub fn scratch<E: Element>(&self, count: usize) -> impl DerefMut<Target = Vec<E>> {
-        let mut memory = E::kept(&self.turned)
+        let mut memory = E::kept(&self.kept)
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         memory.resize(count, E::narrow(0.0));
         memory
     }
 
-    pub(crate) fn num_threads(&self) -> usize {
-        self.num_threads
+    pub(crate) fn threads(&self) -> &Threads {
+        &self.threads
     }
 
     pub(crate) fn isa(&self) -> Isa {
         self.isa
-    }
-
-    /// Every thread takes the next task until none is left.
-    pub(crate) fn each<T: Send>(&self, num_threads: usize, tasks: Vec<T>, work: impl Fn(T) + Sync) {
-        let queue = Mutex::new(tasks.into_iter());
-        let next = || queue.lock().ok().and_then(|mut tasks| tasks.next());
-        let work = || {
-            while let Some(task) = next() {
-                work(task);
-            }
-        };
-        match &self.others {
-            Others::Own(pool) if num_threads > 1 => pool.in_place_scope(|scope| {
-                for _ in 1..num_threads {
-                    scope.spawn(|_| work());
-                }
-                work();
-            }),
-            Others::OpenMp(runtime) if num_threads > 1 => runtime.run(num_threads, &work),
-            _ => work(),
-        }
     }
 }
 

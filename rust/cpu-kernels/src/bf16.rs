@@ -13,10 +13,12 @@ use std::mem::take;
 use std::ops::Range;
 
 use crate::amx::weight;
-use crate::kernel::{Arithmetic, Bounds, HEADER, How, TILE, Tiles, state_len};
+use crate::cache_tiles::Tiles;
+use crate::job::{HEADER, state_len};
+use crate::kernel::{Arithmetic, Bounds, How};
 use crate::lanes::{Vector, transpose_16};
 use crate::softmax::capped;
-use crate::step::{CacheShape, PART};
+use crate::step::{CacheShape, PART, TILE};
 use crate::tiles::Line;
 
 /// Lanes of a vector; rows of a group of them, too.

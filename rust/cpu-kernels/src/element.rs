@@ -3,12 +3,10 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use crate::attention::{Job, Task, Turned};
-use crate::isa::{Isa, in_floats, in_halves};
-use crate::kernel::TILE;
+use crate::step::TILE;
 
 /// A number as queries, keys, values and results have it in memory.
-pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
+pub trait Element: Copy + Send + Sync + Memory + 'static {
     /// Its value.
     fn widen(self) -> f32;
 
@@ -29,36 +27,31 @@ pub trait Element: Copy + Send + Sync + private::Sealed + 'static {
     ) -> [&'a [f32]; TILE];
 }
 
-#[allow(private_interfaces)] // sealed: who is outside has no use for a job
-mod private {
-    use super::*;
+/// Memory that is kept from call to call, by element.
+#[derive(Debug, Default)]
+pub(crate) struct Kept {
+    floats: Mutex<Vec<f32>>,
+    halves: Mutex<Vec<u16>>,
+}
 
-    /// The kernel, once for each element and in this crate: a caller's crate, which would compile a
-    /// generic function again, may be optimised otherwise.
-    pub trait Sealed: Sized {
-        fn work(isa: Isa, job: &Job<'_, Self>, task: Task<'_, '_, Self>);
+/// The memory for each element.
+#[allow(private_interfaces)] // sealed: no other crate can name this trait
+pub trait Memory: Sized {
+    #[doc(hidden)]
+    fn kept(memory: &Kept) -> &Mutex<Vec<Self>>;
+}
 
-        fn kept(memory: &Turned) -> &Mutex<Vec<Self>>;
+#[allow(private_interfaces)]
+impl Memory for f32 {
+    fn kept(memory: &Kept) -> &Mutex<Vec<f32>> {
+        &memory.floats
     }
+}
 
-    impl Sealed for f32 {
-        fn work(isa: Isa, job: &Job<'_, f32>, task: Task<'_, '_, f32>) {
-            in_floats(isa, job, task);
-        }
-
-        fn kept(memory: &Turned) -> &Mutex<Vec<f32>> {
-            &memory.floats
-        }
-    }
-
-    impl Sealed for u16 {
-        fn work(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
-            in_halves(isa, job, task);
-        }
-
-        fn kept(memory: &Turned) -> &Mutex<Vec<u16>> {
-            &memory.halves
-        }
+#[allow(private_interfaces)]
+impl Memory for u16 {
+    fn kept(memory: &Kept) -> &Mutex<Vec<u16>> {
+        &memory.halves
     }
 }
 

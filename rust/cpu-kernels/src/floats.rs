@@ -3,11 +3,13 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use crate::cache_tiles::Tiles;
 use crate::element::Element;
-use crate::kernel::{Arithmetic, Bounds, How, TILE, Tiles};
+use crate::job::HEADER;
+use crate::kernel::{Arithmetic, Bounds, How};
 use crate::lanes::{Scratch, Vector};
-use crate::softmax::attend_tile;
-use crate::step::CacheShape;
+use crate::softmax::{cap, scale, scale_and_hide, soften};
+use crate::step::{CacheShape, TILE};
 
 /// Queries as lanes, and what is widened for a tile.
 pub(crate) struct Floats<V, const L: usize, const N: usize> {
@@ -19,7 +21,7 @@ pub(crate) struct Floats<V, const L: usize, const N: usize> {
 }
 
 /// Keys and values of a tile, with the queries `[vectors, dim_k]` of lanes.
-pub(crate) struct FloatTile<'t, V, const L: usize, const N: usize> {
+struct FloatTile<'t, V, const L: usize, const N: usize> {
     keys: [&'t [f32]; TILE],
     values: [&'t [f32]; TILE],
     queries: &'t [[f32; L]],
@@ -106,10 +108,34 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
     }
 }
 
+/// Vector `number` of rows over the tile that begins at `start`.
+#[inline(always)]
+fn attend_tile<V: Vector<L>, const L: usize, const N: usize>(
+    how: How,
+    (tile, start): (&FloatTile<'_, V, L, N>, usize),
+    (number, bounds): (usize, &Bounds<L>),
+    (weights, state): (&mut [[f32; L]; TILE], &mut [[f32; L]]),
+) {
+    let near = bounds.near(start);
+    if near.is_empty() {
+        return;
+    }
+    tile.scores(number, &near, weights);
+    let factor = cap(how, weights[near.clone()].as_flattened_mut());
+    let whole = bounds.is_whole(start);
+    let largest = match whole {
+        true => scale(weights, factor),
+        false => scale_and_hide(weights, factor, (start, bounds)),
+    };
+    let (header, sums) = state.split_at_mut(HEADER);
+    let faded = soften(weights, largest, header);
+    tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
+}
+
 impl<V: Vector<L>, const L: usize, const N: usize> FloatTile<'_, V, L, N> {
     /// The products of a vector of queries with, at least, the keys in `near`.
     #[inline(always)]
-    pub(crate) fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]) {
+    fn scores(&self, vector: usize, near: &Range<usize>, scores: &mut [[f32; L]; TILE]) {
         let dim = self.keys[0].len();
         let query = &self.queries[vector * dim..][..dim];
         for at in (near.start / N * N..near.end).step_by(N) {
@@ -131,7 +157,7 @@ impl<V: Vector<L>, const L: usize, const N: usize> FloatTile<'_, V, L, N> {
     /// Adds the values, weighted, to the `sums` of so many rows, which count `faded` times from now on, or in full. Where
     /// the tile is not `whole`, some lanes do not see some of the keys in `near`; the weight is 0 then.
     #[inline(always)]
-    pub(crate) fn weigh(
+    fn weigh(
         &self,
         weights: &[[f32; L]; TILE],
         (near, whole): (&Range<usize>, bool),

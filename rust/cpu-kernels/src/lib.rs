@@ -48,10 +48,15 @@ mod attention;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // memory is read and written as vectors
 mod bf16;
+mod builds;
+mod cache_tiles;
+mod choice;
+mod dispatch;
 mod element;
 mod error;
 mod floats;
 mod isa;
+mod job;
 mod kernel;
 mod lanes;
 mod norm;
@@ -61,12 +66,14 @@ mod parts;
 mod rotation;
 mod softmax;
 mod step;
+mod threads;
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)] // instructions that Rust has no name for
 mod tiles;
 mod write;
 
 pub use attention::{Attention, Options, Query};
+pub use dispatch::Attend;
 pub use element::Element;
 pub use error::Error;
 pub use isa::Isa;

@@ -1,9 +1,9 @@
 //! Root mean square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467), in one pass over each row.
 
 use crate::attention::Attention;
+use crate::builds::{InEachBuild, best_build};
 use crate::element::Element;
 use crate::error::Error;
-use crate::isa::{InEachBuild, best_build};
 use crate::step::{above_zero, same_length};
 
 /// Squares that are added up side by side: the same for all builds.
@@ -32,7 +32,8 @@ impl Attention {
         same_length("rows", whole, rows.len())?;
         let size = (MANY / weight.len()).max(1) * weight.len();
         let tasks: Vec<_> = rows.chunks(size).zip(out.chunks_mut(size)).collect();
-        self.each(self.num_threads().min(tasks.len()), tasks, |(rows, out)| {
+        let num_threads = self.threads().count().min(tasks.len());
+        self.threads().each(num_threads, tasks, |(rows, out)| {
             let work = Normalise {
                 rows,
                 weight,

@@ -1,8 +1,7 @@
 //! How what a query has found in several parts comes together: in the order of the parts, whoever found it.
 
-use crate::attention::Job;
 use crate::element::Element;
-use crate::kernel::{HEADER, state_len};
+use crate::job::{HEADER, Job, state_len};
 use crate::lanes::{exp2, larger};
 
 /// Brings `found` together, where nothing is left to be attended to.

@@ -2,9 +2,9 @@
 //! (RoPE, Su et al., 2021, arXiv:2104.09864), the keys straight into their slots. Computed in float32, rounded once.
 
 use crate::attention::Attention;
+use crate::builds::{InEachBuild, best_build};
 use crate::element::{Element, widen};
 use crate::error::Error;
-use crate::isa::{InEachBuild, best_build};
 use crate::norm::sum_of_squares;
 use crate::step::{CacheShape, same_length};
 use crate::write::{Rows, check_write, copy};
@@ -105,10 +105,11 @@ impl Attention {
             tasks.push(Task::Queries(of_queries, out));
         }
         let num_threads = match expected > MANY / 2 {
-            true => self.num_threads().min(tasks.len()),
+            true => self.threads().count().min(tasks.len()),
             false => 1,
         };
-        self.each(num_threads, tasks, |task| best_build(self.isa(), task));
+        self.threads()
+            .each(num_threads, tasks, |task| best_build(self.isa(), task));
         Ok(())
     }
 }

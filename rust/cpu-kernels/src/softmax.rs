@@ -2,38 +2,14 @@
 
 use std::f32::consts::LOG2_E;
 
-use crate::floats::FloatTile;
-use crate::kernel::{Bounds, HEADER, How, TILE};
-use crate::lanes::{Vector, exp2, larger};
+use crate::kernel::{Bounds, How};
+use crate::lanes::{exp2, larger};
 use crate::parts::faded;
-
-/// Vector `number` of rows over the tile that begins at `start`.
-#[inline(always)]
-pub(crate) fn attend_tile<V: Vector<L>, const L: usize, const N: usize>(
-    how: How,
-    (tile, start): (&FloatTile<'_, V, L, N>, usize),
-    (number, bounds): (usize, &Bounds<L>),
-    (weights, state): (&mut [[f32; L]; TILE], &mut [[f32; L]]),
-) {
-    let near = bounds.near(start);
-    if near.is_empty() {
-        return;
-    }
-    tile.scores(number, &near, weights);
-    let factor = cap(how, weights[near.clone()].as_flattened_mut());
-    let whole = bounds.is_whole(start);
-    let largest = match whole {
-        true => scale(weights, factor),
-        false => scale_and_hide(weights, factor, (start, bounds)),
-    };
-    let (header, sums) = state.split_at_mut(HEADER);
-    let faded = soften(weights, largest, header);
-    tile.weigh(&*weights, (&near, whole), faded, (bounds.num_rows, sums));
-}
+use crate::step::TILE;
 
 /// Caps scores, if that is asked for; what they are to be multiplied with, for powers of 2.
 #[inline(always)]
-fn cap((scaling, softcap): How, scores: &mut [f32]) -> f32 {
+pub(crate) fn cap((scaling, softcap): How, scores: &mut [f32]) -> f32 {
     let Some(cap) = softcap else {
         return scaling * LOG2_E;
     };
@@ -55,7 +31,7 @@ pub(crate) fn capped(how: How, scores: &mut [f32]) {
 
 /// Multiplies scores; the largest of each lane.
 #[inline(always)]
-fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L] {
+pub(crate) fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L] {
     let mut largest = [f32::NEG_INFINITY; L];
     for score in scores {
         for lane in 0..L {
@@ -68,7 +44,7 @@ fn scale<const L: usize>(scores: &mut [[f32; L]; TILE], factor: f32) -> [f32; L]
 
 /// The same, and what a lane does not see is minus infinity.
 #[inline(always)]
-fn scale_and_hide<const L: usize>(
+pub(crate) fn scale_and_hide<const L: usize>(
     scores: &mut [[f32; L]; TILE],
     factor: f32,
     (start, bounds): (usize, &Bounds<L>),
@@ -93,7 +69,7 @@ const SLACK: f32 = 12.0;
 /// Turns scores into weights `2 ^ (score - reference)` and brings the header up to them; how much what was found
 /// before counts now, unless it counts in full.
 #[inline(always)]
-fn soften<const L: usize>(
+pub(crate) fn soften<const L: usize>(
     weights: &mut [[f32; L]; TILE],
     largest: [f32; L],
     header: &mut [[f32; L]],

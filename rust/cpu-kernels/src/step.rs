@@ -4,7 +4,11 @@ use std::ops::Range;
 
 use crate::error::Error;
 
-/// Rows of one sequence that are worked on together: they read each key once.
+/// Keys that are scored before their values are read: keys and values of a head stay in the L1 cache from one
+/// query to the next.
+pub(crate) const TILE: usize = 32;
+
+/// Rows of one sequence that are computed together: they read each key once.
 const RUN_ROWS: usize = 64;
 
 /// The sizes of a cache `[num_blocks, block_size, kv_heads, dim]`, keys and values.

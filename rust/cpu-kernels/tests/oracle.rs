@@ -3,7 +3,8 @@
 use std::process::ExitCode;
 
 use cpu_kernels::{
-    Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes, Step,
+    Attend, Attention, CacheShape, Element, Isa, Options, Query, Rows, Sequences, SharedPrefixes,
+    Step,
 };
 use levels::{FLOATS, HALVES, Tests, check};
 use proptest::prelude::*;
@@ -79,7 +80,7 @@ impl World {
     }
 
     /// Attends in the format of `nothing`, which the result holds where nobody attends.
-    fn attend_in<E: Element>(&self, attention: &Attention, nothing: E) -> Vec<E> {
+    fn attend_in<E: Attend>(&self, attention: &Attention, nothing: E) -> Vec<E> {
         let narrow =
             |floats: &[f32]| -> Vec<E> { floats.iter().map(|&one| E::narrow(one)).collect() };
         let sequences = Sequences {

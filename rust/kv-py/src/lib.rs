@@ -4,12 +4,14 @@
 
 mod answers;
 mod attention;
+mod batch;
 mod bounded;
 mod buffers;
 mod claims;
 mod errors;
 mod events;
 mod exported;
+mod float_arrays;
 mod guarded;
 mod items;
 mod lists;

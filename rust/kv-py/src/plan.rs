@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use kv_core::{BlockId, PlanHandle, SeqKey};
+use kv_core::{BlockId, PlanHandle};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
 
 use crate::answers::{Remapping, prefill_answer};
+use crate::batch::Batch;
 use crate::buffers::StepBuffers;
 use crate::errors::{PlanError, raise};
 use crate::items::items;
-use crate::lists::sequence_keys;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::prefixes::SharedPrefixes;
@@ -28,34 +27,6 @@ pub(crate) struct StepPlan {
 impl StepPlan {
     fn view(&self, py: Python<'_>) -> PyResult<kv_core::PlanView> {
         self.core.with(py, |core| core.plan_view(self.handle.key()))
-    }
-}
-
-/// The sequences of a decode batch: a list of them, or anything else that iterates.
-struct Batch(Vec<SeqKey>);
-
-impl Batch {
-    /// The most sequences of anything but a list, whose length can be believed.
-    const MOST: usize = 1 << 24;
-
-    fn too_many(count: usize) -> PyErr {
-        let most = Self::MOST;
-        PlanError::new_err(format!(
-            "{count} sequences are more than the {most} that are read one by one; give a list"
-        ))
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for Batch {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let key = |item: &Bound<'py, PyAny>| Ok(item.cast::<Sequence>()?.get().key());
-        let keys = match object.cast_exact::<PyList>() {
-            Ok(list) => sequence_keys(&list),
-            Err(_) => items(&object, Self::MOST, Self::too_many, |item, _| key(item)),
-        };
-        keys.map(Self)
     }
 }
 

@@ -4,7 +4,7 @@ use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotatio
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
-use crate::attention::{apart, array};
+use crate::float_arrays::{apart, array};
 use crate::memory::shared_slice;
 
 /// Cosines and sines `[T, columns]`, both float32 or both the bits of bfloat16; how many numbers of a head they turn,

@@ -2,7 +2,8 @@
 //!
 //! An import is any path that begins with `crate`, `super`, `self` or a submodule, in `use` lists and macros too. A name
 //! that `lib.rs` re-exports counts as an import of the module that it comes from; a name that `lib.rs` defines, as an
-//! import of `lib`, which imports all that it uses. Comments, documentation and test modules do not count.
+//! import of `lib`, which imports all that it uses. Comments, documentation and test modules do not count; `use super::`
+//! is taken for one in a module within the file where it is indented.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -144,6 +145,11 @@ fn paths(text: &str, module: &str) -> Vec<String> {
             if !text[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':') {
                 for path in expand(until_end(&text[at..])) {
                     let path = path.split(" as ").next().unwrap_or_default();
+                    let path = match text[..at].ends_with(" use ") {
+                        // Indented: in a module of this file, whose parent is the file's.
+                        true => path.strip_prefix("super::").unwrap_or(path),
+                        false => path,
+                    };
                     found.push(from_root(path, module));
                 }
             }
@@ -268,6 +274,10 @@ mod tests {
                 "// crate::a\n/// [`crate::b`]\n#[cfg(test)]\nmod tests {\n use crate::c; }",
             ),
             ("g", "use crate::own;"),
+            (
+                "i",
+                "mod x {\n    use super::y;\n    use super::super::b;\n}",
+            ),
             ("h", "#[cfg(test)]\nuse std::fmt;\nuse crate::a;"),
         ]);
         for (module, others) in [
@@ -280,6 +290,7 @@ mod tests {
             ("e", vec!["b"]),
             ("f", vec![]),
             ("g", vec!["lib"]),
+            ("i", vec!["b"]),
             ("h", vec!["a"]),
         ] {
             let found: Vec<_> = graph.0[module].iter().map(String::as_str).collect();
