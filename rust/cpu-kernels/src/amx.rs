@@ -106,8 +106,9 @@ impl Arithmetic<u16, ROWS> for Amx {
             // SAFETY: the machine has AVX-512, as every one with AMX.
             unsafe { transpose(&tiles.values(tile), values) };
             for (rows, half) in keys.iter_mut().zip(tiles.keys(tile).as_chunks().0) {
-                *rows = Rows::spread(half)
-                    .unwrap_or_else(|| copied(half, copies.next().expect("there is room")));
+                *rows = Rows::spread(half).unwrap_or_else(|| {
+                    copied(half, copies.next().expect("as many as there are tiles"))
+                });
             }
         }
         let part = Part {
@@ -375,7 +376,7 @@ impl Part<'_> {
     }
 }
 
-/// What a lane does not see of the tile from `start` on becomes minus infinity.
+/// Sets the scores of keys that a lane does not see, in the tile from `start` on, to minus infinity.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn hide(scores: &mut [Line<f32>], start: usize, bounds: &Bounds<ROWS>) {

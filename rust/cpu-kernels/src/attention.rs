@@ -1,4 +1,4 @@
-//! Work for threads: runs cut into parts, handed out, brought together.
+//! Attention of a step: runs are cut into parts, computed by threads, merged.
 
 use std::cmp::Reverse;
 use std::ops::{DerefMut, Range};
@@ -35,7 +35,7 @@ pub struct Query<'a, E> {
     pub heads: usize,
 }
 
-/// What a layer asks of attention, beyond causality.
+/// Options of a layer's attention, beyond causality.
 #[derive(Clone, Copy, Debug)]
 pub struct Options<'a> {
     /// Factor on the products of queries and keys.
@@ -56,9 +56,9 @@ type Weighed<'a, 'b, E> = (usize, Task<'a, 'b, E>);
 pub struct Attention {
     threads: Threads,
     isa: Isa,
-    /// What runs found in their parts, kept from layer to layer: fresh pages would cost as much as the work.
+    /// The states of runs in their parts, memory that is kept from layer to layer: fresh pages cost as much as the work.
     states: Mutex<Vec<f32>>,
-    /// Likewise, queries that were turned.
+    /// Memory for rotated queries.
     kept: Kept,
 }
 
@@ -328,7 +328,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// What completes each run.
+/// The task that completes each run.
 fn rests<'b, E>(
     job: &Job<'b, E>,
     runs: Range<usize>,

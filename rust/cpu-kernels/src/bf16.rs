@@ -43,7 +43,7 @@ pub(crate) struct Bf16 {
     memory: Memory,
 }
 
-/// What it computes with: room for that much, or more.
+/// Buffers, large enough for the part or larger.
 #[derive(Default)]
 struct Memory {
     /// `[vectors, lanes, dim_k / 2]`: two neighbouring dimensions each.

@@ -1,4 +1,4 @@
-//! What the cache holds: float32, or bfloat16 as its 16 bits. Sums are float32 in either case.
+//! Elements of the cache: float32, or bfloat16 as its 16 bits. Sums are float32 in either case.
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -147,7 +147,7 @@ mod tests {
             }
             for low in [1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let between = f32::from_bits(exact.to_bits() | low);
-                let [down, up] = [exact, next].map(|one| f64::from(one) - f64::from(between));
+                let [down, up] = [exact, next].map(|end| f64::from(end) - f64::from(between));
                 let nearest = match down.abs().total_cmp(&up.abs()) {
                     std::cmp::Ordering::Less => half,
                     std::cmp::Ordering::Greater => half + 1,

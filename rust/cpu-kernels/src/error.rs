@@ -1,4 +1,4 @@
-//! What can be wrong with the arrays of a call.
+//! Errors in the arrays and settings of a call.
 
 use std::fmt;
 
@@ -13,9 +13,9 @@ pub enum Error {
     Length {
         /// The array.
         name: &'static str,
-        /// What it should have.
+        /// The length that the other arrays require.
         expected: usize,
-        /// What it has.
+        /// Its length.
         found: usize,
     },
     /// Sizes whose product does not fit this machine's addresses.
@@ -29,14 +29,14 @@ pub enum Error {
     },
     /// `starts` does not begin with 0, or falls.
     Starts {
-        /// Where in the array.
+        /// Index in the array.
         at: usize,
-        /// What stands there.
+        /// The value.
         value: i32,
     },
     /// A sequence that is shorter than its new tokens.
     SeqLen {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// Its length.
         len: i32,
@@ -45,7 +45,7 @@ pub enum Error {
     },
     /// A sequence that needs more blocks than its row of the block table has.
     TableWidth {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// Blocks it needs.
         needed: usize,
@@ -54,7 +54,7 @@ pub enum Error {
     },
     /// A block id that the cache does not have.
     Block {
-        /// Which sequence.
+        /// Index of the sequence.
         sequence: usize,
         /// The id.
         block: i32,
@@ -63,12 +63,12 @@ pub enum Error {
     },
     /// A prefix that does not lie in its parent, or that its sequences' block tables do not share.
     Prefix {
-        /// Which prefix.
+        /// Index of the prefix.
         prefix: usize,
     },
     /// A slot that the cache does not have.
     Slot {
-        /// Which row.
+        /// Index of the row.
         row: usize,
         /// The slot.
         slot: i64,

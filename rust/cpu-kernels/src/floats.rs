@@ -11,7 +11,7 @@ use crate::lanes::{Scratch, Vector};
 use crate::softmax::{cap, scale, scale_and_hide, soften};
 use crate::step::{CacheShape, TILE};
 
-/// Queries as lanes, and what is widened for a tile.
+/// Queries as lanes, and the widened elements of a tile.
 pub(crate) struct Floats<V, const L: usize, const N: usize> {
     dim_k: usize,
     queries: Scratch,
@@ -72,7 +72,7 @@ impl<E: Element, V: Vector<L>, const L: usize, const N: usize> Arithmetic<E, L>
             }
         }
         for (dim, lanes) in rest.iter_mut().enumerate() {
-            *lanes = rows.map(|row| row.get(first + dim).map_or(0.0, |one| one.widen()));
+            *lanes = rows.map(|row| row.get(first + dim).map_or(0.0, |element| element.widen()));
         }
     }
 

@@ -3,10 +3,10 @@
 #[cfg(target_arch = "x86_64")]
 use crate::tiles;
 
-/// Which build of the arithmetic runs. All but the last two give the same bits.
+/// A level of instructions. All but the last two give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// What the target has in any case.
+    /// The baseline of the target.
     Portable,
     /// Arm's 128-bit vectors.
     Neon,

@@ -19,7 +19,7 @@ pub(crate) fn state_len(dim_v: usize) -> usize {
     HEADER + dim_v
 }
 
-/// Everything that a run needs to know.
+/// The arrays and options of a call.
 pub(crate) struct Job<'a, E> {
     pub(crate) step: &'a Step,
     pub(crate) shape: CacheShape,
@@ -32,7 +32,7 @@ pub(crate) struct Job<'a, E> {
     pub(crate) softcap: Option<f32>,
     pub(crate) window: Option<usize>,
     pub(crate) sinks: Option<&'a [f32]>,
-    /// Multiplications of a run beyond which its parts are tasks of their own.
+    /// Multiplications of a run beyond which each of its parts is a task.
     pub(crate) most_products: usize,
 }
 
@@ -49,7 +49,7 @@ impl<E> Job<'_, E> {
         self.low(run.position) / PART..(run.position + run.count).div_ceil(PART)
     }
 
-    /// Those of them that are tasks of their own: what they give is kept until the run is completed.
+    /// The parts that are separate tasks: their states are kept until the run is completed.
     pub(crate) fn parts_apart(&self, run: &Run) -> Range<usize> {
         let parts = self.parts(run);
         let end = match self.products(run) > self.most_products {
@@ -59,8 +59,8 @@ impl<E> Job<'_, E> {
         parts.start..end.max(parts.start)
     }
 
-    /// The first part that the run does not share with others. With a window nothing is shared: what a row sees moves
-    /// on with every token.
+    /// The first part that the run does not share with others. With a window no part is shared: the window moves with
+    /// every token.
     fn shared_end(&self, run: &Run) -> usize {
         self.window.map_or(run.shared_parts, |_| 0)
     }
@@ -74,12 +74,12 @@ impl<E> Job<'_, E> {
         }
     }
 
-    /// Floats of what one row finds in a part.
+    /// Floats of the states of one row in a part.
     pub(crate) fn per_row(&self) -> usize {
         self.heads * state_len(self.shape.dim_v)
     }
 
-    /// Floats of what a run finds in the parts that are tasks of their own.
+    /// Floats of a run's states in the parts that are separate tasks.
     pub(crate) fn size(&self, run: &Run) -> usize {
         self.parts_apart(run).len() * run.count * self.per_row()
     }
@@ -113,7 +113,7 @@ impl<E> Job<'_, E> {
 /// A run over one part: which run, and where what it finds goes.
 pub(crate) type Member<'a> = (usize, &'a mut [f32]);
 
-/// What a thread does at a time.
+/// A unit of work for a thread.
 pub(crate) enum Task<'a, 'b, E> {
     /// Runs over one part whose keys they share; mostly one.
     Part {

@@ -1,4 +1,4 @@
-//! The rows of a run over their keys, part by part and tile by tile.
+//! Attention of the rows of a task over their keys, part by part and tile by tile.
 
 use std::ops::Range;
 
@@ -126,7 +126,7 @@ impl Row {
     }
 }
 
-/// What all lanes of a task stand for, in their order, the same for every KV head, and what they compute with.
+/// The lanes of a task, in order, the same for every KV head, and their arithmetic.
 struct Rows<'j, A, const L: usize> {
     rows: Vec<Row>,
     vectors: Vec<Bounds<L>>,
@@ -213,7 +213,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
         self.arithmetic.attend(how, &tiles, &self.vectors, states);
     }
 
-    /// What was `found` in the first parts, `[parts, count, query heads, state_len]`, becomes `sums`.
+    /// Merges the states `found` in the first parts, `[parts, count, query heads, state_len]`, into `sums`.
     #[inline(always)]
     fn begin<E: Element>(
         &self,
@@ -291,7 +291,7 @@ impl<'j, A, const L: usize> Rows<'j, A, L> {
     }
 }
 
-/// Which positions the lanes of a vector see.
+/// The positions that the lanes of a vector see.
 pub(crate) struct Bounds<const L: usize> {
     /// Lanes that stand for something.
     pub(crate) num_rows: usize,

@@ -165,7 +165,7 @@ mod arm {
     fn transpose_4([a, b, c, d]: [float32x4_t; 4]) -> [float32x4_t; 4] {
         // SAFETY: every target of this architecture has NEON; bits stay what they are.
         unsafe {
-            let wide = |one| vreinterpretq_f64_f32(one);
+            let wide = |vector| vreinterpretq_f64_f32(vector);
             let (low_ab, high_ab) = (wide(vtrn1q_f32(a, b)), wide(vtrn2q_f32(a, b)));
             let (low_cd, high_cd) = (wide(vtrn1q_f32(c, d)), wide(vtrn2q_f32(c, d)));
             [

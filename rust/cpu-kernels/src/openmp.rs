@@ -1,7 +1,7 @@
-//! Threads of an OpenMP runtime that somebody else has loaded.
+//! Threads of an OpenMP runtime that another library has loaded.
 //!
-//! Its threads stay awake for a while after each piece of work, in case there is more. A pool of our own
-//! would find the processors taken by them, and they would find them taken by it.
+//! Its threads spin for a while after each parallel region. A separate pool would compete with them for the
+//! processors.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::path::Path;
@@ -39,7 +39,7 @@ impl OpenMp {
     }
 
     /// Calls `work` in so many threads, the caller's among them, and waits for all; in fewer where the caller
-    /// has told the runtime to use fewer (`omp_set_num_threads`).
+    /// has limited the runtime (`omp_set_num_threads`).
     pub(crate) fn run<F: Fn() + Sync>(&self, num_threads: usize, work: &F) {
         // SAFETY: it has no arguments, and reads a setting of this thread.
         let most = usize::try_from(unsafe { (self.max_threads)() }).unwrap_or(1);

@@ -12,7 +12,7 @@ use crate::write::{Rows, check_write, copy};
 /// Numbers that a thread turns at a time, about, and beyond which threads share the work.
 const MANY: usize = 20_000;
 
-/// Which numbers of a head belong together.
+/// How the numbers of a head are paired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Number `i` and `i + size / 2`, as in GPT-NeoX.
@@ -21,7 +21,7 @@ pub enum Order {
     Pairs,
 }
 
-/// Which numbers of a head are turned: the first `size`, by the angles in every `step`th column.
+/// The numbers of a head that are rotated: the first `size`, by the angles in every `step`th column.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     /// Numbers, even.
@@ -52,9 +52,9 @@ pub struct Rotation<'a, E, A> {
     pub cos: &'a [A],
     /// Likewise.
     pub sin: &'a [A],
-    /// Which numbers they turn.
+    /// The numbers that are rotated.
     pub layout: Layout,
-    /// What comes before.
+    /// The norm before the rotation.
     pub norm: Option<HeadNorm<'a, E>>,
 }
 
@@ -201,7 +201,10 @@ impl Floats {
         Self {
             cos: vec![0.0; half],
             sin: vec![0.0; half],
-            weight: weight.iter().map(|one| offset + one.widen()).collect(),
+            weight: weight
+                .iter()
+                .map(|weight| offset + weight.widen())
+                .collect(),
             head: vec![0.0; turning.dim],
         }
     }

@@ -107,7 +107,7 @@ pub(crate) struct Run {
     pub(crate) shared_parts: usize,
 }
 
-/// Which sequences of a step have which leading blocks in common, as the block manager says it.
+/// The leading blocks that sequences of a step have in common, as the block manager reports them.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedPrefixes<'a> {
     /// `[B]`: the sequences, in an order in which those that share stand side by side.
@@ -221,7 +221,7 @@ impl Step {
         Ok(step)
     }
 
-    /// Reads each part that several sequences share once for all of them. What a row gives keeps its bits.
+    /// Reads each part that several sequences share once for all of them. The result of a row keeps its bits.
     ///
     /// # Errors
     ///

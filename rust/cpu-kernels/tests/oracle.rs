@@ -29,7 +29,7 @@ struct World {
     lens: Vec<i32>,
     tables: Vec<i32>,
     width: usize,
-    /// As `SharedPrefixes`; empty: the kernel is not told what is shared.
+    /// As `SharedPrefixes`; empty: the kernel shares nothing.
     order: Vec<i32>,
     prefixes: Vec<i32>,
     keys: Vec<f32>,
@@ -79,7 +79,7 @@ impl World {
         self.attend_in(attention, f32::NAN)
     }
 
-    /// Attends in the format of `nothing`, which the result holds where nobody attends.
+    /// Attends in the format of `nothing`, which stays in rows without attention.
     fn attend_in<E: Attend>(&self, attention: &Attention, nothing: E) -> Vec<E> {
         let narrow =
             |floats: &[f32]| -> Vec<E> { floats.iter().map(|&one| E::narrow(one)).collect() };
@@ -450,7 +450,7 @@ fn reading_a_shared_prefix_once_changes_no_bit(isa: Isa) {
     });
 }
 
-/// What comes after a shared part is of the longer one alone.
+/// Parts after the shared one belong to the longer sequence alone.
 fn a_shared_part_is_the_last_of_one_and_not_of_the_other(isa: Isa) {
     let shape = CacheShape {
         num_blocks: 0,
@@ -566,7 +566,7 @@ fn scores_that_leave_no_room_for_others(isa: Isa) {
     }
 }
 
-/// Attention takes what it is told to: a mistake in a name is no lower level.
+/// Attention takes the level that is named: a mistake in a name is no lower level.
 fn a_level_that_is_not_there_is_refused() {
     for isa in Isa::ALL {
         assert_eq!(Attention::with_isa(1, isa).is_ok(), isa.is_there());

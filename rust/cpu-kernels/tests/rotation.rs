@@ -105,9 +105,9 @@ impl World {
 
     /// One head in f64.
     fn exact(&self, head: &[f32], row: usize, weight: &[f32]) -> Vec<f64> {
-        let mut x: Vec<f64> = head.iter().map(|&one| one.into()).collect();
+        let mut x: Vec<f64> = head.iter().map(|&number| number.into()).collect();
         if let Some((epsilon, offset)) = self.norm {
-            let mean = x.iter().map(|one| one * one).sum::<f64>() / x.len() as f64;
+            let mean = x.iter().map(|number| number * number).sum::<f64>() / x.len() as f64;
             let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
             for (one, &weight) in x.iter_mut().zip(weight) {
                 *one *= scale * f64::from(offset + weight);
