@@ -12,9 +12,9 @@ const BLOCK_SIZE: usize = 16;
 const ROWS: usize = 256;
 const WIDTH: usize = 128;
 const SEED: u64 = 1;
-/// Tokens for which a prompt has room beside its own.
+/// Spare capacity of a prompt, in tokens.
 const ROOM: usize = 64;
-/// What the model answers, whatever the question.
+/// The sampled tokens of every step.
 const SAMPLED: [u32; ROWS] = [1; ROWS];
 
 /// A manager, and sequences, plans and prompts in the state that an operation wants.
@@ -154,8 +154,8 @@ impl World {
 
     pub(crate) fn plan_decodes(&mut self) -> Outcome {
         let plan = self.manager.begin_step(self.keys.len())?;
-        let misfits = self.manager.decode(plan.key(), &self.keys, 0)?;
-        assert!(misfits.is_empty(), "the pool has room for all");
+        let rejected = self.manager.decode(plan.key(), &self.keys, 0)?;
+        assert!(rejected.is_empty(), "the pool has blocks for all");
         self.plan = Some(plan);
         Ok(())
     }

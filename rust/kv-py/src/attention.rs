@@ -166,7 +166,7 @@ impl CpuStep {
 /// Threads that attend: `num_threads`, the caller's among them. float32 and bfloat16.
 ///
 /// `openmp`: they are those of the OpenMP runtime (libgomp, libomp) in this file, for callers that compute
-/// by it too, as torch does. Without it they are a pool of their own.
+/// by it too, as torch does. Without it they are a separate pool.
 ///
 /// `isa` is the level of instructions: the best that this machine has, or a lower one that the environment
 /// variable `PYENGINE_CPU_ISA` names: "plain", "neon", "avx2", "avx512", "avx512_bf16" or "amx". `is_fast` is
@@ -216,7 +216,7 @@ impl CpuAttention {
         out: &Bound<'_, PyAny>,
         epsilon: f32,
     ) -> PyResult<()> {
-        let is_half = PyUntypedBuffer::get(rows).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        let is_half = PyUntypedBuffer::get(rows).is_ok_and(|rows| rows.as_typed::<u16>().is_ok());
         match is_half {
             true => self.normalise::<u16>(py, rows, weight, out, epsilon),
             false => self.normalise::<f32>(py, rows, weight, out, epsilon),

@@ -47,7 +47,7 @@ fn sequence_keys(list: &Bound<'_, PyList>) -> PyResult<Vec<SeqKey>> {
         let mut keys = reserved(count)?;
         for at in 0..count {
             // SAFETY: `list` is a list, this thread is attached to the interpreter, and there is such an
-            // item, which the list lends until Python code runs: that may take it out.
+            // item, a borrowed reference until Python code runs, which may remove the item.
             let item = unsafe {
                 let item = ffi::PyList_GetItem(list.as_ptr(), at as ffi::Py_ssize_t);
                 Borrowed::from_ptr(list.py(), item)

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The claims that are in force.
 static CLAIMED: Mutex<Vec<Range<usize>>> = Mutex::new(Vec::new());
 
-/// Ranges of addresses that no other claim overlaps; given up when dropped.
+/// Ranges of addresses that no other claim overlaps; released when dropped.
 pub(crate) struct Claim(Vec<Range<usize>>);
 
 impl Claim {
@@ -36,8 +36,8 @@ impl Drop for Claim {
 }
 
 /// Whether two ranges have an address in common.
-pub(crate) fn overlap(one: &Range<usize>, other: &Range<usize>) -> bool {
-    one.start.max(other.start) < one.end.min(other.end)
+pub(crate) fn overlap(left: &Range<usize>, right: &Range<usize>) -> bool {
+    left.start.max(right.start) < left.end.min(right.end)
 }
 
 /// Nothing that can panic leaves the list in disorder.

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// State that one thread uses at a time and nobody waits for. After a panic under its lock it is reset.
+/// State that one thread uses at a time; no thread waits for it. After a panic under its lock it is reset.
 pub(crate) struct Guarded<T> {
     state: Mutex<T>,
     reset: fn(&mut T),

@@ -33,7 +33,7 @@ fn no_int(list: &Bound<'_, PyList>, value: c_ulong) -> Option<u32> {
 #[allow(unsafe_code)]
 fn int_at(list: &Bound<'_, PyList>, at: usize) -> Option<u32> {
     // SAFETY: `list` is a list and this thread is attached to the interpreter. The index is checked
-    // by `PyList_GetItem`; what it lends stays in the list meanwhile, because no Python code runs:
+    // by `PyList_GetItem`; the borrowed item stays in the list, because no Python code runs:
     // a plain int is read without any.
     let value = unsafe {
         let item = ffi::PyList_GetItem(list.as_ptr(), at as ffi::Py_ssize_t);

@@ -1,4 +1,4 @@
-//! One unsafe corner: a Python buffer's memory as a slice.
+//! Unsafe code: the memory of a Python buffer as a slice.
 
 use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
@@ -47,22 +47,22 @@ pub(crate) fn elements<T: SharedInt>(buffer: &PyBuffer<T>) -> Option<&[T::Shared
         0 => Some(&[]), // an empty array may have no memory
         // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has too (see
         // above); the exporter keeps the memory in place while the buffer is held; integers have no invalid
-        // values. What other threads do is atomic if they come this way; if they do not (NumPy), it is one
-        // machine instruction an element.
+        // values. Accesses of other threads are atomic if they come through here, else (NumPy) one machine
+        // instruction an element.
         count => Some(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) }),
     }
 }
 
 /// The elements of a C-contiguous buffer, to be read while the GIL is released.
 ///
-/// The caller of the Python function promises that nobody writes to the array meanwhile.
+/// The caller of the Python function promises that no thread writes to the array meanwhile.
 #[allow(unsafe_code)]
 pub(crate) fn shared_slice<T: Element>(buffer: &PyBuffer<T>) -> &[T] {
     assert!(buffer.is_c_contiguous(), "looked at when it came in");
     match buffer.item_count() {
         0 => &[], // an empty array may have no memory
         // SAFETY: `PyBuffer<T>` has checked format, size and alignment; the memory stays in place
-        // while the buffer is held; all bits are a `T`; nobody writes (see above).
+        // while the buffer is held; all bits are a `T`; no thread writes (see above).
         count => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) },
     }
 }
@@ -99,7 +99,7 @@ pub(crate) fn shared_rows<T: Element>(buffer: &PyBuffer<T>) -> Option<Rows<'_, T
 
 /// The elements of a writable C-contiguous buffer, to be written while the GIL is released.
 ///
-/// The caller of the Python function promises that nobody else reads or writes the array meanwhile.
+/// The caller of the Python function promises that no other thread reads or writes the array meanwhile.
 #[allow(unsafe_code)]
 pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
     assert!(
@@ -108,7 +108,7 @@ pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
     );
     match buffer.item_count() {
         0 => &mut [],
-        // SAFETY: as in `shared_slice`, and nobody else reads either.
+        // SAFETY: as in `shared_slice`, and no other thread reads either.
         count => unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast(), count) },
     }
 }
@@ -127,7 +127,7 @@ pub(crate) fn bytes_filled_by(
         Bound::from_owned_ptr_or_err(py, object)?
     };
     let bytes = object.cast_into::<PyBytes>()?;
-    // SAFETY: nobody else has the object yet, so its memory, of `count` bytes, may be written to. What is not
+    // SAFETY: no other thread has the object yet, so its memory, of `count` bytes, may be written to. What is not
     // written yet is not read: `MaybeUninit` would say so, but a `u8` of any bits is one, and `fill` writes all.
     let memory = unsafe {
         let start = ffi::PyBytes_AsString(bytes.as_ptr()).cast::<u8>();

@@ -174,9 +174,9 @@ impl StepPlan {
     /// Extends decodes that are in the plan by drafts that may follow them: `counts` says how many of
     /// `drafts` are for each of `sequences`, one sequence after the other.
     ///
-    /// Drafts take what is left of budget and blocks, and nobody waits for them: returns how many each
+    /// Drafts take what is left of budget and blocks, and no decode waits for them: returns how many each
     /// got. The step samples a row for each, as after `speculate`. On misuse (`PlanError`, `HandleError`)
-    /// nobody gets any.
+    /// no sequence gets any.
     fn draft(
         &self,
         py: Python<'_>,

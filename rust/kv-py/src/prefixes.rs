@@ -15,7 +15,7 @@ use crate::numbers::number;
 /// rows of the batch, in an order in which those that share stand side by side; `own_blocks [B]`, by row of
 /// the batch, the first entry of its block table that is in no prefix; `prefixes [B - 1, 5]`, level by
 /// level: first place in `order` and the one after the last, first block and the one after the last, parent
-/// (-1: none). What stands past `num_prefixes`, and past the step's sequences, means nothing.
+/// (-1: none). Elements past `num_prefixes`, and past the step's sequences, are undefined.
 ///
 /// A prefix has at least `min_blocks` blocks and `min_rows` rows; what is shorter belongs to those in it, or
 /// to the rows themselves. It ends where a row begins to compute, so that no row needs a mask there.

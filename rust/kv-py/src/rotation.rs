@@ -39,7 +39,7 @@ pub(crate) struct Turning<T: Element> {
 impl<T: Element + cpu_kernels::Element> Turning<T> {
     pub(crate) fn new(arguments: RotationArguments<'_>) -> PyResult<Self> {
         let RotationArguments(cos, sin, size, are_neighbours, step, norm) = arguments;
-        let is_half = PyUntypedBuffer::get(&cos).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        let is_half = PyUntypedBuffer::get(&cos).is_ok_and(|cos| cos.as_typed::<u16>().is_ok());
         let angles = match is_half {
             true => Angles::BFloat16([array("cos", &cos, 2)?, array("sin", &sin, 2)?]),
             false => Angles::Float32([array("cos", &cos, 2)?, array("sin", &sin, 2)?]),

@@ -16,9 +16,8 @@ use crate::lists::leading_ints;
 use crate::memory::{SharedInt, elements, is_swapped};
 use crate::numbers::{in_words, not_an_int};
 
-/// Tokens for which there is room beside those given, so that the first ones sampled do not move a
-/// prompt in memory.
-const ROOM: usize = 64;
+/// Spare capacity of a prompt, in tokens: the first sampled tokens do not reallocate it.
+const SPARE: usize = 64;
 
 /// The most tokens that anything can have: as many as 32-bit positions reach.
 const MOST: usize = 1 << 31;
@@ -48,7 +47,7 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 }
 
 fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
-    let mut tokens = room_for(list.len())?;
+    let mut tokens = with_spare(list.len())?;
     leading_ints(list, &mut tokens);
     // What is not a plain int may be one all the same: NumPy's, for example.
     for (at, item) in list.iter().enumerate().skip(tokens.len()) {
@@ -57,9 +56,9 @@ fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
     Ok(tokens)
 }
 
-fn room_for(count: usize) -> PyResult<Vec<u32>> {
+fn with_spare(count: usize) -> PyResult<Vec<u32>> {
     match count <= MOST {
-        true => reserved(count + ROOM),
+        true => reserved(count + SPARE),
         false => Err(too_many(count)),
     }
 }
@@ -153,14 +152,14 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
 }
 
 fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
-    let room = room_for(buffer.item_count())?;
+    let tokens = with_spare(buffer.item_count())?;
     if let Some(elements) = elements(buffer) {
-        return narrow(room, elements.iter().map(T::read));
+        return narrow(tokens, elements.iter().map(T::read));
     }
     let mut in_a_row = reserved(buffer.item_count())?;
     in_a_row.resize(buffer.item_count(), T::default());
     buffer.copy_to_slice(py, &mut in_a_row)?;
-    narrow(room, in_a_row.into_iter())
+    narrow(tokens, in_a_row.into_iter())
 }
 
 /// Narrows first and looks at what was cut off once, at the end.

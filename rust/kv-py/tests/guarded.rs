@@ -55,7 +55,7 @@ fn a_panic_of_a_reader_does_not_poison_the_lock() {
     assert_eq!(read(state.lock().expect("free"), |state| *state + 1), 8);
 }
 
-/// As `StepPlan.fill` does it: a manager behind its lock, and what the arrays hold behind theirs.
+/// As in `StepPlan.fill`: the manager has a lock, and so has the state of the arrays.
 #[test]
 fn a_fill_that_panics_is_followed_by_one_that_writes_everything() {
     let mut manager = BlockManager::new(Config::new(8, 4)).expect("a manager");
@@ -65,7 +65,7 @@ fn a_fill_that_panics_is_followed_by_one_that_writes_everything() {
     let plan = manager.begin_step(64).expect("a plan");
     manager
         .prefill(plan.key(), sequence.key(), 64, None)
-        .expect("room");
+        .expect("blocks");
     let manager = Mutex::new(manager);
     let rows = Guarded::new(TableRows::default(), |rows| *rows = TableRows::default());
     let shared = SharedPrefixes::new(0, 1, 2).expect("limits");

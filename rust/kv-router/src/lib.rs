@@ -1,4 +1,4 @@
-//! Which replicas have which cached blocks: what a cache-aware router knows of the caches behind it.
+//! An index of the cached blocks of replicas, for cache-aware routing.
 //!
 //! A block goes by its chained hash of 128 bits, which stands for the whole prefix up to it. For each
 //! hash there is one set of replicas, a bit each: a prompt is looked up once for all of them, in time

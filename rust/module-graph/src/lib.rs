@@ -12,7 +12,7 @@ use std::path::Path;
 /// The root module.
 const ROOT: &str = "lib";
 
-/// Which modules each module imports.
+/// The modules that each module imports.
 #[derive(Debug, Default)]
 pub struct Graph(BTreeMap<String, BTreeSet<String>>);
 
