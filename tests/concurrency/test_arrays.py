@@ -122,7 +122,7 @@ def test_fills_of_one_set_of_buffers_take_turns_or_are_refused() -> None:
 
 
 def test_token_ids_that_change_while_they_are_read() -> None:
-    """They are read or refused; a bad one that is gone when it is looked for is not a panic."""
+    """They are read or refused; what is refused and what is taken are the same values."""
     tokens, manager = np.zeros(50_000, np.int64), BlockManager(8, 4)
     deadline = monotonic() + 1.5
 
@@ -137,7 +137,7 @@ def test_token_ids_that_change_while_they_are_read() -> None:
             try:
                 seen = set(manager.sequence(tokens).tokens())
             except TokenError as error:
-                assert "is not an integer" in str(error) or "changed while" in str(error)
+                assert "is not an integer" in str(error)
                 refused += 1
             else:
                 assert seen <= {0, 7}

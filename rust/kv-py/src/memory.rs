@@ -1,5 +1,6 @@
 //! Unsafe code: the memory of a Python buffer as a slice.
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
 use cpu_kernels::Rows;
@@ -13,13 +14,21 @@ use pyo3::types::PyBytes;
 pub(crate) trait SharedInt: Element {
     /// Of the same size and alignment; every access is atomic.
     type Shared;
+
+    /// The value of an element now.
+    fn read(element: &Self::Shared) -> Self;
 }
 
 macro_rules! shared_ints {
-    ($($int:ty: $shared:ty),* $(,)?) => {
+    ($($int:ty: $shared:ty, |$element:ident| $value:expr;)*) => {
         $(
             impl SharedInt for $int {
                 type Shared = $shared;
+
+                #[inline]
+                fn read($element: &$shared) -> Self {
+                    $value
+                }
             }
 
             const _: () = assert!(
@@ -29,10 +38,16 @@ macro_rules! shared_ints {
     };
 }
 
-shared_ints!(
-    i64: SharedI64, i32: SharedI32, u32: AtomicU32, u64: AtomicU64, u16: AtomicU16, i16: AtomicI16, u8: AtomicU8,
-    i8: AtomicI8,
-);
+shared_ints! {
+    i64: SharedI64, |element| element.get();
+    i32: SharedI32, |element| element.get();
+    u64: AtomicU64, |element| element.load(Relaxed);
+    u32: AtomicU32, |element| element.load(Relaxed);
+    u16: AtomicU16, |element| element.load(Relaxed);
+    i16: AtomicI16, |element| element.load(Relaxed);
+    u8: AtomicU8, |element| element.load(Relaxed);
+    i8: AtomicI8, |element| element.load(Relaxed);
+}
 
 /// The elements of a C-contiguous buffer; `None` for one that is not.
 ///
@@ -51,6 +66,60 @@ pub(crate) fn elements<T: SharedInt>(buffer: &PyBuffer<T>) -> Option<&[T::Shared
         // instruction an element.
         count => Some(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) }),
     }
+}
+
+/// Copies elements that other threads may write meanwhile: what they write may be in the copy, in part.
+pub(crate) fn copy_shared<T: SharedInt>(from: &[T::Shared], to: &mut [T]) {
+    let from = &from[..to.len()];
+    let done = copy_blocks::<T>(from, to);
+    for (to, from) in to.iter_mut().zip(from).skip(done) {
+        *to = T::read(from);
+    }
+}
+
+/// Copies blocks of 64 bytes; returns how many elements that were. In instructions that the compiler cannot look
+/// into: it would take atomic accesses one by one, and must not see others where threads write.
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
+fn copy_blocks<T: SharedInt>(from: &[T::Shared], to: &mut [T]) -> usize {
+    const BLOCK: usize = 64;
+    let blocks = size_of_val(to).min(size_of_val(from)) / BLOCK;
+    if blocks == 0 {
+        return 0;
+    }
+    // SAFETY: both have so many blocks; `from` may be read at any time, and all bits are a `T`. Every x86-64 has
+    // these instructions.
+    unsafe {
+        std::arch::asm!(
+            "2:",
+            "movdqu {a}, [{from}]",
+            "movdqu {b}, [{from} + 16]",
+            "movdqu {c}, [{from} + 32]",
+            "movdqu {d}, [{from} + 48]",
+            "movdqu [{to}], {a}",
+            "movdqu [{to} + 16], {b}",
+            "movdqu [{to} + 32], {c}",
+            "movdqu [{to} + 48], {d}",
+            "add {from}, 64",
+            "add {to}, 64",
+            "dec {blocks}",
+            "jnz 2b",
+            from = inout(reg) from.as_ptr().cast::<u8>() => _,
+            to = inout(reg) to.as_mut_ptr().cast::<u8>() => _,
+            blocks = inout(reg) blocks => _,
+            a = out(xmm_reg) _,
+            b = out(xmm_reg) _,
+            c = out(xmm_reg) _,
+            d = out(xmm_reg) _,
+            options(nostack),
+        );
+    }
+    blocks * BLOCK / size_of::<T>()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn copy_blocks<T: SharedInt>(_: &[T::Shared], _: &mut [T]) -> usize {
+    0
 }
 
 /// The elements of a C-contiguous buffer, to be read while the GIL is released.
