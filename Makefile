@@ -237,7 +237,7 @@ valgrind:
 	@command -v valgrind > /dev/null || sh tools/get_valgrind.sh
 
 # The tests that need NumPy alone. An environment of its own: the extension there is no abi3 one.
-THREADED_TESTS := tests/concurrency/test_arrays.py tests/concurrency/test_leases.py tests/concurrency/test_storm.py \
+THREADED_TESTS := tests/concurrency/test_arrays.py tests/concurrency/test_pins.py tests/concurrency/test_storm.py \
 	tests/unit/cache/test_step_buffers.py tests/unit/cache/test_manager.py
 free-threaded:
 	@command -v $(PYTHON_T) > /dev/null || \
