@@ -1,4 +1,4 @@
-"""Threads that share arrays of the caller: values get mixed, nothing breaks, one cache has one owner."""
+"""Threads that share arrays of the caller: values are mixed, one cache has one owner."""
 
 import sys
 import threading
