@@ -73,7 +73,8 @@ test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it ins
 	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p suffix-index -p kv-router
 
 test-free-threaded: free-threaded ## the block manager's threads in a Python without a global lock; PYTHON_T=python3.14t
-	$(FREE_THREADED)/bin/python -X gil=0 -m pytest -p no:cacheprovider $(THREADED_TESTS)
+	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'
+	$(FREE_THREADED)/bin/python -m pytest -p no:cacheprovider $(THREADED_TESTS)
 
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
