@@ -86,7 +86,7 @@ def read(trace: Path) -> Prompts:
     """The ids of each prompt's full blocks: a partial last one is never shared."""
     with gzip.open(trace) as lines:
         requests = [json.loads(line) for line in lines]
-    full = [request["hash_ids"][: request["input_length"] // TOKENS] for request in requests]
+    full = [one["hash_ids"][: one["input_length"] // TOKENS] for one in requests]
     return [np.array(blocks, np.int64) for blocks in full if blocks]
 
 

@@ -167,10 +167,10 @@ def print_runs() -> None:
                 name: run(Path(folder), layer_groups=name == "groups")
                 for name in ("full", "groups")
             }
-        for name, result in runs.items():
-            same = "yes" if result.tokens == runs["full"].tokens else "no"
-            kib = result.block_bytes / 1024
-            cells = f"{result.peak} | {kib:g} | {result.peak * kib:,.0f} | {same}"
+        for name, one in runs.items():
+            same = "yes" if one.tokens == runs["full"].tokens else "no"
+            kib = one.block_bytes / 1024
+            cells = f"{one.peak} | {kib:g} | {one.peak * kib:,.0f} | {same}"
             print(f"| {family} | {name} | {cells} |")
 
 

@@ -41,7 +41,7 @@ def read(archive: Path, limit: int | None) -> list[str]:
                 head = text(name).split("-----\n", 1)[-1].strip()
                 task = Path(name).stem
                 examples = json.loads(text(f"bbh/{task}.json"))["examples"]
-                texts += [f"{head}\n\nQ: {example['input']}\nA:" for example in examples[:limit]]
+                texts += [f"{head}\n\nQ: {one['input']}\nA:" for one in examples[:limit]]
     return texts
 
 
@@ -68,7 +68,7 @@ def print_table(prompts: list[Tokens]) -> None:
     print("|---:" * 6 + "|")
     for size in BLOCK_SIZES:
         without, with_it = (run(prompts, size, partial_reuse=on) for on in (False, True))
-        before, after = (figures.computed_tokens / len(prompts) for figures in (without, with_it))
+        before, after = (one.computed_tokens / len(prompts) for one in (without, with_it))
         each = with_it.partial_tokens / max(with_it.partial_hits, 1)
         print(
             f"| {size} | {before:.1f} | {after:.1f} | {1 - after / before:.1%} "

@@ -29,7 +29,7 @@ def resident() -> int:
 
 
 def names(random: np.random.Generator, count: int) -> bytes:
-    """Events of blocks that no replica has yet."""
+    """Of contents that nobody has yet."""
     return random.bytes(16 * count)
 
 

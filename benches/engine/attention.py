@@ -239,8 +239,7 @@ def measure(sizes: tuple[tuple[int, int], ...], ways: list[str], effort: Effort)
         rounds = interleave(streams, effort, lambda: None)
         spreads = {way: Spread.of([ns[0] / 1000 for ns in each]) for way, each in rounds.items()}
         results[f"{batch} x {context}"] = {
-            way: {"median": spread.median, "q1": spread.q1, "q3": spread.q3}
-            for way, spread in spreads.items()
+            way: {"median": one.median, "q1": one.q1, "q3": one.q3} for way, one in spreads.items()
         }
     return results
 

@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benches.engine.end_to_end import LLAMA, NAMES, OURS, TRANSFORMERS, VLLM, Engine, say
-from benches.engine.serve import GenerateRequest
+from benches.engine.serve import Asked
 from benches.peers.report import heading, libraries, machine, results_file, results_name
 
 ENGINES = (OURS, TRANSFORMERS, VLLM, LLAMA)
@@ -111,9 +111,7 @@ def measure(names: list[str], rounds: int, missing: dict[str, str]) -> dict[str,
             for turn in range(-1, rounds):  # -1: to get warm
                 some = prompts(random, rows)
                 for engine in engines:
-                    taken = engine.generate(GenerateRequest(some, TOKENS if turn >= 0 else 4))[
-                        "seconds"
-                    ]
+                    taken = engine.generate(Asked(some, TOKENS if turn >= 0 else 4))["seconds"]
                     if turn >= 0:
                         found[str(rows)].setdefault(engine.name, []).append(taken)
                     say(f"{rows} rows: {engine.name} {taken:.2f} s")
@@ -143,12 +141,12 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
         for engine in ENGINES:
             rates = [rate(columns, column, rows, engine) for column in columns]
             if any(rates):
-                cells = [f"{value:.1f}" if value else "" for value in rates]
+                cells = [f"{one:.1f}" if one else "" for one in rates]
                 yield f"| {rows} rows, {engine} | {' | '.join(cells)} |"
         ratios = []
         for column in columns:
             ours = rate(columns, column, rows, OURS)
-            others = [rate(columns, column, rows, engine) for engine in ENGINES if engine != OURS]
+            others = [rate(columns, column, rows, one) for one in ENGINES if one != OURS]
             best = max(filter(None, others), default=None)
             met = ours and best and ours / best
             ratios.append(f"{met:.2f}{'' if met >= GOAL else ' (missed)'}" if met else "")

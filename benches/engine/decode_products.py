@@ -104,13 +104,12 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
     """A table for each model and number of threads, in markdown."""
     yield heading(content["machine"])
     for title, rounds in content["runs"].items():
-        columns = " | ".join(f"{count} rows" for count in ROWS)
-        yield f"\n| {title}, ms a step | product | {columns} |"
+        yield f"\n| {title}, ms a step | product | {' | '.join(f'{one} rows' for one in ROWS)} |"
         yield "|---|---|" + "---:|" * len(ROWS)
         for level, backends in rounds.items():
             for backend, answers in backends.items():
                 cells = [
-                    f"{median(answer['milliseconds'][str(rows)] for answer in answers):.1f}"
+                    f"{median(one['milliseconds'][str(rows)] for one in answers):.1f}"
                     for rows in ROWS
                 ]
                 yield f"| {level} | {backend} | {' | '.join(cells)} |"

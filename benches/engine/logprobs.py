@@ -32,8 +32,8 @@ def texts(count: int) -> list[str]:
     with tarfile.open(TRACES / "bbh_text.tar.gz") as archive:
         names = [name for name in archive.getnames() if "cot-prompts/" in name]
         found = [archive.extractfile(name) for name in sorted(names) if name.endswith(".txt")]
-        whole = [file.read().decode() for file in found if file is not None]
-    return [question.split("-----\n", 1)[-1].strip() for question in whole[:count]]
+        whole = [one.read().decode() for one in found if one is not None]
+    return [one.split("-----\n", 1)[-1].strip() for one in whole[:count]]
 
 
 def logprobs(mode: str, prompts: list[str], tokens: int) -> npt.NDArray[np.float64]:
@@ -66,7 +66,7 @@ def main() -> None:
         found = logprobs(mode, prompts, options.tokens) - exact
         size = np.abs(found)
         figures = (found.mean(), size.mean(), np.quantile(size, 0.99), size.max())
-        print(f"| {mode} | {' | '.join(f'{figure:.4f}' for figure in figures)} |", flush=True)
+        print(f"| {mode} | {' | '.join(f'{one:.4f}' for one in figures)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -288,12 +288,8 @@ def figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str
     columns = zip(names, zip(*rounds, strict=True), strict=True)
     spreads = {name: Spread.of([ns / 1000 for ns in column]) for name, column in columns}
     return {
-        name: {
-            "median": round(spread.median, 2),
-            "q1": round(spread.q1, 2),
-            "q3": round(spread.q3, 2),
-        }
-        for name, spread in spreads.items()
+        name: {"median": round(one.median, 2), "q1": round(one.q1, 2), "q3": round(one.q3, 2)}
+        for name, one in spreads.items()
     }
 
 

@@ -45,7 +45,7 @@ import numpy as np
 from benches.engine.crowd import profile
 from benches.engine.end_to_end import PEERS, ROOT, VLLM_SPINS_SECONDS, say
 from benches.engine.page import publish
-from benches.engine.serve import GenerateRequest
+from benches.engine.serve import Asked
 from benches.engine.serving_tables import ALONE, AT_ONCE, OURS, SEATS, SERVERS, VLLM32, tables
 from benches.engine.works import passages
 from benches.peers.report import libraries, machine, results_file, results_name
@@ -79,7 +79,7 @@ class Load:
         at = random.randrange(len(words) - self.shared)
         common = words[at : at + self.shared]
         starts = random.sample(range(len(words) - self.own), self.count)
-        return [" ".join([*common, *words[start : start + self.own]]) for start in starts]
+        return [" ".join([*common, *words[one : one + self.own]]) for one in starts]
 
 
 def loads(count: int, clients: int, crowd: int) -> tuple[Load, ...]:
@@ -103,7 +103,7 @@ class Child:
     """A process in a group of its own, which is ended with it; what it says is kept for errors.
 
     It answers questions on its standard output, unless it `serves`: then that is what it says, too.
-    An unread pipe would stop it after 64 KiB of log.
+    A pipe that nobody reads would stop it after 64 KiB of log.
     """
 
     serves = False
@@ -198,10 +198,10 @@ class Server(Child):
 
 
 def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody has now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def check_peers() -> None:
@@ -276,14 +276,14 @@ class Run:
         found |= {name: [] for name in offline}
         order: list[Server | str] = [*self.servers, *offline]
         for turn in range(-1, rounds):
-            for entry in order:
-                if isinstance(entry, Server):
-                    name, result = entry.name, self.call(entry, load, turn, rate)
+            for one in order:
+                if isinstance(one, Server):
+                    name, result = one.name, self.call(one, load, turn, rate)
                 else:
-                    asked = GenerateRequest(load.prompts(turn), load.max_tokens)
-                    seconds = self.offline[entry].ask(asdict(asked))["seconds"]
+                    asked = Asked(load.prompts(turn), load.max_tokens)
+                    seconds = self.offline[one].ask(asdict(asked))["seconds"]
                     rate_out = load.count * load.max_tokens / seconds
-                    name, result = entry, {"output_throughput": rate_out}
+                    name, result = one, {"output_throughput": rate_out}
                 say(f"{load.name}: {name}: {result['output_throughput']:.0f} tokens/s")
                 if turn >= 0:
                     found[name].append(result)
@@ -298,7 +298,7 @@ class Run:
         """Requests a second that each server answered when clients waited."""
         closed = next(iter(self.found.values()))
         return {
-            server.name: median([result["request_throughput"] for result in closed[server.name]])
+            server.name: median([one["request_throughput"] for one in closed[server.name]])
             for server in self.servers
         }
 
@@ -315,7 +315,7 @@ class Run:
             if turn < 0:
                 continue
             found[OURS].append(result)
-            asked = json.dumps(asdict(GenerateRequest(load.prompts(turn), load.max_tokens)))
+            asked = json.dumps(asdict(Asked(load.prompts(turn), load.max_tokens)))
             done = subprocess.run(
                 [sys.executable, *command],
                 input=asked,

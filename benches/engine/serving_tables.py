@@ -46,7 +46,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
         yield f"| event loop | {threads['MainThread']:.0%} |"
         yield f"| engine's thread | {threads['pyengine-engine']:.0%} |"
         yield "\n| of the event loop's work | |\n|---|---:|"
-        for place, share in sorted(loop.items(), key=lambda item: -item[1]):
+        for place, share in sorted(loop.items(), key=lambda one: -one[1]):
             yield f"| {place} | {share:.0%} |"
     for name, reason in content["missing"].items():
         yield f"\n{name}: missing ({reason})"
@@ -54,7 +54,7 @@ def tables(content: dict[str, Any]) -> Iterator[str]:
 
 def cell(rounds: list[Any], part: str) -> str:
     """The median of the rounds; nothing where it was not measured."""
-    values = [results[part] for results in rounds if part in results]
+    values = [one[part] for one in rounds if part in one]
     return f"{median(values):,.0f}" if values else ""
 
 
@@ -62,5 +62,5 @@ def share_of_offline(rows: dict[str, list[Any]]) -> float | None:
     """Tokens per second of our server, of those without a server: the median of the rounds."""
     part = "output_throughput"
     pairs = zip(rows.get(OURS, []), rows.get(SEATS, []), strict=False)
-    found = [ours[part] / other[part] for ours, other in pairs]
+    found = [one[part] / other[part] for one, other in pairs]
     return median(found) if found else None

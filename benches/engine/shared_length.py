@@ -78,8 +78,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     yield "|---:|" + "---:|---:|---:|" * len(found)
     for length in map(str, LENGTHS):
         cells = [
-            f"{times['once']:,.0f} | {times['each']:,.0f} | {times['once'] / times['each']:.2f}"
-            for times in (of_dtype[length] for of_dtype in found.values())
+            f"{one['once']:,.0f} | {one['each']:,.0f} | {one['once'] / one['each']:.2f}"
+            for one in (of_dtype[length] for of_dtype in found.values())
         ]
         yield f"| {int(length):,} | " + " | ".join(cells) + " |"
 

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from benches.engine.end_to_end import VLLM32, Engine
-from benches.engine.serve import GenerateRequest
+from benches.engine.serve import Asked
 from benches.peers.report import libraries, machine, results_file, results_name
 from pyengine import LLM, SamplingParams
 
@@ -98,7 +98,7 @@ def functions() -> list[str]:
     found: list[str] = []
     for path in sorted((ROOT / "pyengine").rglob("*.py")):
         found += re.findall(r"^def [^\n]+:\n(?:    [^\n]*\n|\n)+", path.read_text(), re.MULTILINE)
-    return [text.strip() for text in found if 300 <= len(text) <= 900]
+    return [one.strip() for one in found if 300 <= len(one) <= 900]
 
 
 def questions(first: int, count: int) -> list[str]:
@@ -130,7 +130,7 @@ def works(llm: LLM, number: int, count: int, max_tokens: int) -> list[Work]:
     copy = "Write this Python function again, with a comment before it and nothing else changed:"
     form = "as a list of the fields Name, Profession, City, Favourite food, Motto and Summary."
     people = [f"{NAMES[at % 7]} {NAMES[at // 7 % 7 + 7]}, {JOBS[at % len(JOBS)]}" for at in places]
-    profiles = [chat(llm, f"Make up a profile of {person}, {form}") for person in people]
+    profiles = [chat(llm, f"Make up a profile of {one}, {form}") for one in people]
     return [
         Work(
             "copying",
@@ -163,7 +163,7 @@ def ours(llm: LLM, name: str, batch: int, work: Work) -> Figure:
         start = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds += perf_counter() - start
-        tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+        tokens += sum(len(one.outputs[0].token_ids) for one in outputs)
     after = llm.stats()
     accepted = after.counters["accepted_draft_tokens"] - before.counters["accepted_draft_tokens"]
     decodes = after.num_drafts - before.num_drafts
@@ -195,9 +195,9 @@ def peer(engine: Engine, name: str, batch: int, work: Work) -> Figure:
     seconds, tokens, params = 0.0, 0, work.params
     for first in range(0, len(work.prompts), batch):
         prompts = work.prompts[first : first + batch]
-        engine.generate(GenerateRequest(prompts, 1))
+        engine.generate(Asked(prompts, 1))
         answer = engine.generate(
-            GenerateRequest(
+            Asked(
                 prompts,
                 params.max_tokens or 0,
                 temperature=params.temperature,
@@ -231,14 +231,15 @@ def rows(found: Sequence[Sequence[Figure]]) -> list[str]:
     """Tokens per second of each engine and how often that of the first, in one line per engine."""
     lines = []
     for column in zip(*found, strict=True):
-        figure = column[0]
+        one = column[0]
         pairs = zip(column, found, strict=True)
         ratio = median(each.rate / first[0].rate for each, first in pairs)
-        counts = [each.per_step for each in column if each.per_step is not None]
-        per_step = f"{median(counts):.2f}" if counts else ""
+        told = [each.per_step for each in column if each.per_step is not None]
+        per_step = f"{median(told):.2f}" if told else ""
         rate = median(each.rate for each in column)
-        case = f"{figure.work} | {figure.batch} | {figure.engine}"
-        lines.append(f"| {case} | {rate:.1f} | {ratio:.2f} | {per_step} |")
+        lines.append(
+            f"| {one.work} | {one.batch} | {one.engine} | {rate:.1f} | {ratio:.2f} | {per_step} |"
+        )
     return lines
 
 
@@ -297,7 +298,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> None:
     print("|---|---:|---|---:|---:|---:|")
     for rounds in found.values():
         print("\n".join(rows(rounds)))
-    figures = [asdict(figure) for each in found.values() for column in each for figure in column]
+    figures = [asdict(one) for each in found.values() for column in each for one in column]
     about = {**machine(), **libraries(), "drafts": DRAFTS, "dtype": options.dtype}
     target = results_file(results_name("speculative"))
     target.write_text(json.dumps({"about": about, "figures": figures}, indent=1) + "\n")

@@ -31,21 +31,21 @@ class Figures:
 
     def __init__(self, results: Mapping[str, Any]) -> None:
         self._found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-        for figure in results["figures"]:
-            key = figure["work"], figure["batch"], figure["engine"]
-            self._found.setdefault(key, []).append(figure)
+        for one in results["figures"]:
+            key = one["work"], one["batch"], one["engine"]
+            self._found.setdefault(key, []).append(one)
         self.works = list(dict.fromkeys(work for work, _, _ in self._found))
         self.batches = sorted({batch for _, batch, _ in self._found})
 
     def per_decode(self, work: str, batch: int, engine: str) -> float | None:
         """The median of tokens per decode with drafts."""
         found = self._found.get((work, batch, engine))
-        return median([figure["per_step"] for figure in found]) if found else None
+        return median([one["per_step"] for one in found]) if found else None
 
     def gain(self, work: str, batch: int, engine: str) -> float | None:
         """The median of how often the tokens per second without drafts, in the same rounds."""
         both = [self._found.get((work, batch, name), []) for name in (engine, "without")]
-        ratios = [_rate(drafted) / _rate(plain) for drafted, plain in zip(*both, strict=True)]
+        ratios = [_rate(one) / _rate(plain) for one, plain in zip(*both, strict=True)]
         return median(ratios) if ratios else None
 
 

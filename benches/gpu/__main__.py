@@ -5,7 +5,7 @@
 from the root of the repository. It needs the built package, torch, transformers and numpy; random
 weights are made here. Every figure is a line of FOLDER/figures.jsonl as soon as it is known, and
 FOLDER/figures.md, goals and tables, is written anew after each work: who is cut off has both. Each
-work has a separate process; one that fails or hangs is named, and the next one begins. On a CPU
+work has a process of its own; one that fails or hangs is named, and the next one begins. On a CPU
 everything is tiny: it shows that it runs. Whether the path is right: `make gpu-check`.
 """
 
@@ -36,21 +36,21 @@ def read(lines: Path) -> list[Figures]:
 def tables(figures: list[Figures]) -> Iterator[str]:
     """Goals, a table for each work, and what there is no figure for; in markdown."""
     yield f"# The GPU path, {datetime.now(UTC).date().isoformat()}"
-    if any(figure.get("device") == "cpu" for figure in figures):
+    if any(one.get("device") == "cpu" for one in figures):
         yield "Figures of a CPU show only that everything runs."
     else:
         yield table(
             [{"goal": goal, "found": found, "": met} for goal, found, met in goals(figures)]
         )
-    failed = [figure for figure in figures if "failed" in figure]
+    failed = [one for one in figures if "failed" in one]
     for work in WORKS:
-        rows = [figure for figure in figures if figure["work"] == work and figure not in failed]
+        rows = [one for one in figures if one["work"] == work and one not in failed]
         for columns in dict.fromkeys(tuple(row) for row in rows if "skipped" not in row):
             yield f"## {work}\n\n{table([row for row in rows if tuple(row) == columns])}"
         for row in rows:
             if "skipped" in row:
                 yield "- " + ", ".join(f"{name} {shown(value)}" for name, value in row.items())
-    yield from (f"## {figure['work']}: failed\n\n```\n{figure['failed']}\n```" for figure in failed)
+    yield from (f"## {one['work']}: failed\n\n```\n{one['failed']}\n```" for one in failed)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -69,15 +69,13 @@ def shown(value: object) -> str:
 def goals(figures: list[Figures]) -> Iterator[tuple[str, str, str]]:
     """Each with what was found, and whether it is met."""
     shares = [
-        figure["roofline_share"]
-        for figure in figures
-        if figure.get("batch") == ROOFLINE_BATCH and "roofline_share" in figure
+        one["roofline_share"]
+        for one in figures
+        if one.get("batch") == ROOFLINE_BATCH and "roofline_share" in one
     ]
-    rates = {
-        figure["engine"]: figure["tokens_per_second"] for figure in figures if "engine" in figure
-    }
-    hosts = {figure["overlap"]: figure for figure in figures if "overlap" in figure}
-    ratios = [figure["ratio"] for figure in figures if "ratio" in figure]
+    rates = {one["engine"]: one["tokens_per_second"] for one in figures if "engine" in one}
+    hosts = {one["overlap"]: one for one in figures if "overlap" in one}
+    ratios = [one["ratio"] for one in figures if "ratio" in one]
     hidden = None
     if len(hosts) == 2:
         hidden = (hosts[False]["step_us"] - hosts[True]["step_us"]) / hosts[False]["host_us"]
@@ -114,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
         failed = "not run: out of time"
         try:
             if monotonic() - begun < 60 * options.minutes:
-                rates = next((figure for figure in read(lines) if figure["work"] == "machine"), {})
+                rates = next((one for one in read(lines) if one["work"] == "machine"), {})
                 child.run(write_down, work, replace(of, rates=rates), lines, seconds=SECONDS)
                 failed = ""
         except Exception as error:

@@ -105,7 +105,7 @@ class Host:
         if case.longest:
             lengths[-1] = case.width * BLOCK - 8 * BLOCK  # and grows meanwhile
         windows = (None,) * case.groups
-        blocks = case.groups * sum(-(-length // BLOCK) + 20 for length in lengths)
+        blocks = case.groups * sum(-(-one // BLOCK) + 20 for one in lengths)
         self.manager = BlockManager(blocks, BLOCK, groups=windows)
         specs = [KVCacheSpec(1, HEAD_DIM, HEAD_DIM, torch.bfloat16)] * case.groups
         pool = KVPool(specs, 1, BLOCK, CPU)
@@ -126,12 +126,10 @@ class Host:
         self.buffers._upload = self.copies
         self.graphs = DecodeGraphs(self._forward, self.backend, self.buffers, blocks)
         self.graphs.capture([case.rows], NoLaunches())
-        self.sequences = [
-            self.manager.sequence(np.arange(length) + 7 * length) for length in lengths
-        ]
-        for sequence, length in zip(self.sequences, lengths, strict=True):
+        self.sequences = [self.manager.sequence(np.arange(one) + 7 * one) for one in lengths]
+        for one, length in zip(self.sequences, lengths, strict=True):
             plan = self.manager.begin_step(length)
-            plan.prefill(sequence, length)
+            plan.prefill(one, length)
             plan.commit([1])
 
     def _forward(self, inputs: StepInputs, plan: AttentionPlan) -> torch.Tensor:
@@ -187,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     for number, found in enumerate(figures(cases, options.steps)):
         if not number:
             print(f"| {' | '.join(found)} |\n|{'---:|' * len(found)}")
-        cells = [f"{value:,}" if isinstance(value, int) else str(value) for value in found.values()]
+        cells = [f"{one:,}" if isinstance(one, int) else str(one) for one in found.values()]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

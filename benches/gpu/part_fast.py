@@ -9,7 +9,7 @@ import torch
 
 from benches.gpu.model import roofline_tokens_per_second
 from benches.gpu.part_runs import _flashinfer
-from benches.gpu.steps import Found, NotHere, Step, Target
+from benches.gpu.steps import Found, NotHere, Spot, Step
 from benches.gpu.works import (
     CHUNK,
     WARM_STEPS,
@@ -22,20 +22,20 @@ from benches.gpu.works import (
 from pyengine import SamplingParams
 
 
-def _bench(target: Target) -> Bench:
-    return Bench(target.device, target.either("Qwen3-0.6B", "tiny"))
+def _bench(spot: Spot) -> Bench:
+    return Bench(spot.device, spot.either("Qwen3-0.6B", "tiny"))
 
 
-def rates(target: Target) -> Found:
+def rates(spot: Spot) -> Found:
     """Of a copy and of a matrix product: what the others are measured by."""
-    (found,) = machine(_bench(target))
+    (found,) = machine(_bench(spot))
     return {key: found[key] for key in ("device", "bytes_per_second", "flops_per_second")}
 
 
-def decode(target: Target, batch: int, compiles: bool) -> Found:
+def decode(spot: Spot, batch: int, compiles: bool) -> Found:
     """A step of decodes at a context of 512, in graphs."""
-    bench = _bench(target)
-    batch, context, steps = target.either((batch, 512, 24), (min(batch, 4), 32, 2))
+    bench = _bench(spot)
+    batch, context, steps = spot.either((batch, 512, 24), (min(batch, 4), 32, 2))
     (rate,) = machine(bench)
     llm = bench.llm(
         max_num_seqs=batch,
@@ -48,21 +48,21 @@ def decode(target: Target, batch: int, compiles: bool) -> Found:
         seconds = work.seconds_per_step(steps)
         mean = (before + work.context) / 2
     best = roofline_tokens_per_second(bench.shape.size, batch, mean, rate["bytes_per_second"])
-    described = llm.describe()
+    told = llm.describe()
     return {
         "batch": batch,
         "step_ms": 1000 * seconds,
         "tokens_per_second": batch / seconds,
         "roofline_share": batch / seconds / best,
-        "backend": described["attention_backend"],
-        "graphs": str(described["cuda_graphs"])[:24],
+        "backend": told["attention_backend"],
+        "graphs": str(told["cuda_graphs"])[:24],
     }
 
 
-def profile(target: Target, batch: int, compiles: bool) -> Found:
+def profile(spot: Spot, batch: int, compiles: bool) -> Found:
     """Where the time of ten steps goes, kernel by kernel."""
-    bench = _bench(target)
-    batch, context = target.either((batch, 512), (4, 32))
+    bench = _bench(spot)
+    batch, context = spot.either((batch, 512), (4, 32))
     llm = bench.llm(
         max_num_seqs=batch,
         max_model_len=tokens_needed(batch, context, 20),
@@ -70,7 +70,7 @@ def profile(target: Target, batch: int, compiles: bool) -> Found:
         compile=compiles,
     )
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if target.on_cuda:
+    if spot.on_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with (
         decoding(llm, bench.prompts(batch, context, Random(1)), 20) as work,
@@ -78,21 +78,21 @@ def profile(target: Target, batch: int, compiles: bool) -> Found:
     ):
         seconds = work.steps(10)
         bench.synchronize()
-    order = "self_device_time_total" if target.on_cuda else "self_cpu_time_total"
-    events = sorted(seen.key_averages(), key=lambda event: -float(getattr(event, order)))[:25]
+    order = "self_device_time_total" if spot.on_cuda else "self_cpu_time_total"
+    events = sorted(seen.key_averages(), key=lambda one: -float(getattr(one, order)))[:25]
     lines = ["| kernel | calls a step | us a step |", "|---|---:|---:|"]
     lines += [
-        f"| {event.key[:90]} | {event.count / 10:.1f} | {getattr(event, order) / 10:.1f} |"
-        for event in events
+        f"| {one.key[:90]} | {one.count / 10:.1f} | {getattr(one, order) / 10:.1f} |"
+        for one in events
     ]
     return {"step_ms": 1000 * seconds, "table": "\n".join(lines)}
 
 
-def attention(target: Target, batch: int, page: int) -> Found:
+def attention(spot: Spot, batch: int, page: int) -> Found:
     """The decode kernel alone, over 570 tokens a sequence: tensor cores on and off."""
-    if not target.on_cuda:
+    if not spot.on_cuda:
         raise NotHere("flashinfer's kernels are for CUDA")
-    bench, library, device = _bench(target), _flashinfer(), torch.device(target.device)
+    bench, library, device = _bench(spot), _flashinfer(), torch.device(spot.device)
     length, heads, kv_heads, dim = 570, 16, 8, 128
     pages = -(-length // page)
     cache = tuple(
@@ -117,10 +117,10 @@ def attention(target: Target, batch: int, page: int) -> Found:
     return found
 
 
-def sampled(target: Target, batch: int) -> Found:
+def sampled(spot: Spot, batch: int) -> Found:
     """A step of greedy requests, and of drawn ones with top-p 0.9."""
-    bench = _bench(target)
-    batch, context, steps = target.either((batch, 512, 24), (4, 32, 2))
+    bench = _bench(spot)
+    batch, context, steps = spot.either((batch, 512, 24), (4, 32, 2))
     llm = bench.llm(
         max_num_seqs=batch,
         max_model_len=tokens_needed(batch, context, WINDOWS * steps),
@@ -143,23 +143,19 @@ def sampled(target: Target, batch: int) -> Found:
     return found
 
 
-def as_it_comes(target: Target) -> Found:
+def as_it_comes(spot: Spot) -> Found:
     """Without max_model_len: what is chosen, how long the start takes, that it answers."""
-    bench = _bench(target)
+    bench = _bench(spot)
     begin = perf_counter()
     llm = bench.llm(
-        max_num_seqs=target.either(256, 4), compile=None, **target.either({}, {"num_blocks": 64})
+        max_num_seqs=spot.either(256, 4), compile=None, **spot.either({}, {"num_blocks": 64})
     )
     start = perf_counter() - begin
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     llm.generate(bench.prompts(4, 32, Random(1)), params, use_tqdm=False)
-    described = llm.describe()
+    told = llm.describe()
     names = ("max_model_len", "num_blocks", "block_size", "attention_backend", "async_scheduling")
-    return {
-        "start_s": start,
-        **{name: described[name] for name in names},
-        "compile": described["compile"],
-    }
+    return {"start_s": start, **{name: told[name] for name in names}, "compile": told["compile"]}
 
 
 STEPS = [

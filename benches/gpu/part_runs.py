@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.steps import Found, NotHere, Step, Target
+from benches.gpu.steps import Found, NotHere, Spot, Step
 from pyengine.attention.paged import KVWriter
 from pyengine.cache.kv_pool import KVCacheSpec, KVPool
 from tests.gpu.answers import tokens
@@ -21,7 +21,7 @@ from tests.gpu.models import Place, Refused
 PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "apache-tvm-ffi")
 
 
-def machine(target: Target) -> Found:
+def machine(spot: Spot) -> Found:
     """What there is."""
     found: Found = {
         "python": platform.python_version(),
@@ -37,10 +37,10 @@ def machine(target: Target) -> Found:
             subprocess.run(command, capture_output=True, text=True, check=False) if where else None
         )
         found[command[0]] = said.stdout.strip().splitlines()[-1:] if said else "missing"
-    if target.on_cuda:
-        found["device"] = torch.cuda.get_device_name(target.device)
-        found["capability"] = torch.cuda.get_device_capability(target.device)
-        found["free, GiB"] = torch.cuda.mem_get_info(target.device)[0] / 2**30
+    if spot.on_cuda:
+        found["device"] = torch.cuda.get_device_name(spot.device)
+        found["capability"] = torch.cuda.get_device_capability(spot.device)
+        found["free, GiB"] = torch.cuda.mem_get_info(spot.device)[0] / 2**30
     return found
 
 
@@ -51,7 +51,7 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def flashinfer_is_there(_target: Target) -> Found:
+def flashinfer_is_there(_spot: Spot) -> Found:
     """It imports, with what it needs beside it."""
     library = _flashinfer()
     return {
@@ -68,13 +68,13 @@ def _flashinfer() -> Any:
     return flashinfer
 
 
-def build(target: Target, which: str, window: int) -> Found:
+def build(spot: Spot, which: str, window: int) -> Found:
     """The kernels of a wrapper, compiled; bfloat16, heads of 128."""
     library = _flashinfer()
-    if not target.on_cuda:
+    if not spot.on_cuda:
         raise NotHere("flashinfer's kernels are for CUDA")
     begin = monotonic()
-    device = torch.device(target.device)
+    device = torch.device(spot.device)
     workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     starts = torch.tensor([0, 1], dtype=torch.int32)
     pages = torch.zeros(1, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ def build(target: Target, which: str, window: int) -> Found:
         wrapper.plan(starts, starts, pages, last, 16, 8, 128, 16, causal=True, **settings)
     built = monotonic() - begin
     out = wrapper.run(query, cache)
-    keys, values = (tensor[0, :3].float().repeat_interleave(2, 1) for tensor in cache)
+    keys, values = (one[0, :3].float().repeat_interleave(2, 1) for one in cache)
     if window >= 0:
         keys, values = keys[2 - window :], values[2 - window :]
     weights = (torch.einsum("hd,khd->hk", query[0].float(), keys) * 0.1).softmax(-1)
@@ -101,22 +101,22 @@ def build(target: Target, which: str, window: int) -> Found:
     return {"built in": f"{built:.0f} s", "backend": getattr(wrapper, "_backend", "?")}
 
 
-def keep_what_was_built(target: Target) -> Found:
+def keep_what_was_built(spot: Spot) -> Found:
     """The compiled modules in an archive, for the next machine: unpack it beside the report."""
-    folder = Path(target.folder) / "built"
+    folder = Path(spot.folder) / "built"
     libraries = sorted(folder.rglob("*.so"))
     if not libraries:
         raise NotHere("nothing was built")
-    archive = Path(target.folder) / "built.tar.xz"
+    archive = Path(spot.folder) / "built.tar.xz"
     with tarfile.open(archive, "w:xz", preset=1) as file:
-        for library in libraries:
-            file.add(library, library.relative_to(folder))
+        for one in libraries:
+            file.add(one, one.relative_to(folder))
     return {"modules": len(libraries), "MiB": archive.stat().st_size / 2**20}
 
 
-def kv_write(target: Target) -> Found:
+def kv_write(spot: Spot) -> Found:
     """The kernel against torch's copy, in every format of the cache."""
-    device, checked = torch.device(target.device), []
+    device, checked = torch.device(spot.device), []
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         spec = KVCacheSpec(8, 128, 128, dtype, scale_k=0.5, scale_v=2.0)
         pools = [KVPool([spec], 8, 16, device) for _ in range(2)]
@@ -130,30 +130,30 @@ def kv_write(target: Target) -> Found:
         writer = KVWriter(pools[0])
         writer.write(0, (key, key, value), writer.slots(slots))
         pools[1].write(0, key, value, torch.where(slots < 0, pools[1].null_slot, slots))
-        for ours, other in zip(
+        for one, other in zip(
             pools[0].keys + pools[0].values, pools[1].keys + pools[1].values, strict=True
         ):
-            assert torch.equal(ours[:-1].float(), other[:-1].float()), dtype
+            assert torch.equal(one[:-1].float(), other[:-1].float()), dtype
         checked.append(str(dtype).removeprefix("torch."))
     return {"equal in": " ".join(checked)}
 
 
-def generates(target: Target, backend: str, settings: dict[str, Any]) -> Found:
+def generates(spot: Spot, backend: str, settings: dict[str, Any]) -> Found:
     """A few tokens of a small llama; how many answers begin as the gather backend's do."""
-    place = Place(target.device, target.folder)
+    place = Place(spot.device, spot.folder)
     folder, prompts = place.model("llama"), _prompts()
     oracle = _tokens(place.llm(folder, "float32", "gather", async_scheduling=False), prompts)
-    dtype = "bfloat16" if target.on_cuda else "float32"
+    dtype = "bfloat16" if spot.on_cuda else "float32"
     try:
         llm = place.llm(folder, dtype, backend, **settings)
     except Refused as error:
         raise NotHere(str(error)) from error
     found = _tokens(llm, prompts)
-    first = [answer[0] == other[0] for answer, other in zip(found, oracle, strict=True)]
+    first = [one[0] == other[0] for one, other in zip(found, oracle, strict=True)]
     assert sum(first) >= len(first) // 2, (found, oracle)
-    described = llm.describe()
-    equal = sum(answer == other for answer, other in zip(found, oracle, strict=True))
-    return {"as float32": f"{equal} of {len(found)}", "graphs": str(described["cuda_graphs"])[:40]}
+    told = llm.describe()
+    equal = sum(one == other for one, other in zip(found, oracle, strict=True))
+    return {"as float32": f"{equal} of {len(found)}", "graphs": str(told["cuda_graphs"])[:40]}
 
 
 def _prompts() -> list[list[int]]:
@@ -166,22 +166,22 @@ def _tokens(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
 
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=12, detokenize=False)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [list(one.outputs[0].token_ids) for one in outputs]
 
 
-def long_prompt(target: Target) -> Found:
+def long_prompt(spot: Spot) -> Found:
     """5,000 tokens in chunks of 512 beside decodes, with overlap: the same as without."""
-    place = Place(target.device, target.folder)
+    place = Place(spot.device, spot.folder)
     folder = place.model("llama", "llama-long", max_position_embeddings=8192)
     random = Random(1)
-    length, longest = target.either((5_000, 8_192), (700, 1_024))
+    length, longest = spot.either((5_000, 8_192), (700, 1_024))
     prompts = [tokens(length, random), tokens(20, random), tokens(33, random)]
     answers = []
     for ahead in (False, True):
         llm = place.llm(
             folder,
             "float32",
-            "gather" if not target.on_cuda else "auto",
+            "gather" if not spot.on_cuda else "auto",
             max_model_len=longest,
             max_num_batched_tokens=512,
             async_scheduling=ahead,

@@ -51,7 +51,7 @@ class Bench:
         return full if self.on_cuda else tiny
 
     def llm(self, **settings: Any) -> LLM:
-        """An engine over a new random model, after memory without references is released."""
+        """An engine over a new random model, once what nobody refers to has been given back."""
         self.release()
         loaded = self.shape.load(self.device)
         settings = {"compile": False, **settings}  # which takes a minute each time
@@ -177,18 +177,16 @@ def decode(bench: Bench) -> Iterator[Figures]:
     most, needed = max(batches), partial(tokens_needed, steps=WINDOWS * steps)
     llm = bench.llm(
         max_num_seqs=most,
-        max_model_len=max(
-            *(needed(most, context) for context in contexts), *(n + 1 for _, n in prefills)
-        ),
+        max_model_len=max(*(needed(most, one) for one in contexts), *(n + 1 for _, n in prefills)),
         max_num_batched_tokens=CHUNK,
         gpu_memory_utilization=0.93,  # a batch of 256 over 4,096 positions barely fits
     )
-    described = llm.describe()
-    held = int(str(described["num_blocks"])) * int(str(described["block_size"]))
+    told = llm.describe()
+    held = int(str(told["num_blocks"])) * int(str(told["block_size"]))
     for context in contexts:
         for batch in batches:
             found = {"work": "decode", "shape": bench.shape_name, "batch": batch}
-            found |= {"context": context, "backend": described["attention_backend"]}
+            found |= {"context": context, "backend": told["attention_backend"]}
             if batch * needed(batch, context) > held:
                 yield found | {"skipped": f"the pool holds {held} tokens"}
                 continue

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benches.gpu.steps import Target
+from benches.gpu.steps import Spot
 from pyengine import LLM
 from pyengine.attention.choice import backend_names
 from pyengine.core.errors import ConfigurationError
@@ -97,7 +97,7 @@ class Refused(Exception):
     """A backend says that it cannot serve, and why: no failure, nothing to check."""
 
 
-class Place(Target):
+class Place(Spot):
     """The device that checks run on, and a folder for their models."""
 
     @property
