@@ -21,6 +21,7 @@ PEERS  := .venv-peers
 CLIENTS := .venv-clients
 CLUSTER := .venv-cluster
 MUTANTS := .venv-mutants
+FREE_THREADED := .venv-free-threaded
 
 # What `make serve` serves and how: a model, options of `pyengine serve`.
 SERVE_ARGS ?=
@@ -35,6 +36,9 @@ OUT ?= target/gpu
 # The file of `make mutants-python`; all of its files without.
 FILE ?=
 
+# The Python without a global lock that `make test-free-threaded` runs.
+PYTHON_T ?= python3.14t
+
 # How much `make test-aarch64` tries: the processor is emulated.
 AARCH64_CASES ?= 6
 AARCH64_OPS ?= 5000
@@ -42,7 +46,7 @@ AARCH64_OPS ?= 5000
 # How long `make fuzz` looks for differences.
 SECONDS ?= 600
 
-.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
+.PHONY: help hello serve clients cluster cluster-test test test-levels test-aarch64 aarch64 test-free-threaded free-threaded check docs wheel soak loom fuzz mutants mutants-python bench vllm-tests gpu-check gpu-bench bench-rust bench-worst guard guard-update clean
 .PHONY: distclean rust-tools valgrind
 .DEFAULT_GOAL := help
 
@@ -66,7 +70,11 @@ test-aarch64: aarch64 ## Rust tests on an emulated Arm processor; as root it ins
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64-static -L /usr/aarch64-linux-gnu" \
 	ATTENTION_CASES=$(AARCH64_CASES) PROPTEST_CASES=$(AARCH64_CASES) KV_OPS=$(AARCH64_OPS) REQUIRE_ISA=plain,neon \
-	  cargo test --target aarch64-unknown-linux-gnu -p cpu-attention -p kv-core -p kv-store -p suffix -p holders
+	  cargo test --target aarch64-unknown-linux-gnu -p cpu-kernels -p kv-core -p kv-store -p suffix-index -p kv-router
+
+test-free-threaded: free-threaded ## the block manager's threads in a Python without a global lock; PYTHON_T=python3.14t
+	$(FREE_THREADED)/bin/python -c 'import sys, numpy, pyengine._kv; sys.exit(sys._is_gil_enabled() and "the GIL was enabled by an import")'
+	$(FREE_THREADED)/bin/python -m pytest -p no:cacheprovider $(THREADED_TESTS)
 
 clients: $(CLIENTS)/.installed $(BUILT) ## programs of others against the server; the page needs Debian's chromium
 	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
@@ -76,6 +84,7 @@ check: rust-tools $(DEV) $(BUILT) docs ## formats, lints, types, import rules, t
 	cargo fmt --manifest-path rust/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTFLAGS="--cfg loom" cargo check -p kv-core --test loom --target-dir target/loom
+	PYO3_CONFIG_FILE=$(abspath rust/kv-py/python3.14t.cfg) cargo clippy -p kv-py --target-dir target/free-threaded -- -D warnings
 	CUSTOM_LIBFUZZER_PATH=none/libfuzzer.a cargo check --locked --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -154,7 +163,7 @@ clean: ## remove what was built; .venv stays
 	find pyengine tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(MUTANTS)
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(CLUSTER) $(MUTANTS) $(FREE_THREADED)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -227,6 +236,19 @@ rust-tools:
 
 valgrind:
 	@command -v valgrind > /dev/null || sh tools/get_valgrind.sh
+
+# The tests that need NumPy alone. An environment of its own: the extension there is no abi3 one.
+THREADED_TESTS := tests/concurrency/test_arrays.py tests/concurrency/test_pins.py tests/concurrency/test_storm.py \
+	tests/unit/kv_cache/test_step_buffers.py tests/unit/kv_cache/test_manager.py
+free-threaded:
+	@command -v $(PYTHON_T) > /dev/null || \
+	  { echo "$(PYTHON_T) was not found: install a Python 3.14 without a global lock, or say PYTHON_T=..."; exit 1; }
+	@$(PYTHON_T) -c 'import sys, sysconfig; sys.exit(not sysconfig.get_config_var("Py_GIL_DISABLED") or sys.version_info < (3, 14))' || \
+	  { echo "$(PYTHON_T) is $$($(PYTHON_T) -VV): this needs a 3.14 or later that was built without a global lock"; exit 1; }
+	test -d $(FREE_THREADED) || $(PYTHON_T) -m venv $(FREE_THREADED)
+	$(FREE_THREADED)/bin/python -m pip --disable-pip-version-check -q --no-input install numpy hypothesis pytest pytest-timeout 'maturin>=1.9.4,<2'
+	PYO3_PYTHON=$(abspath $(FREE_THREADED)/bin/python) VIRTUAL_ENV=$(abspath $(FREE_THREADED)) \
+	  $(FREE_THREADED)/bin/python -m maturin develop --release --skip-install --target-dir target/free-threaded
 
 aarch64:
 	@rustup target list --installed 2> /dev/null | grep -q aarch64-unknown-linux-gnu || rustup target add aarch64-unknown-linux-gnu

@@ -71,7 +71,7 @@ def main() -> None:
         chosen = []
         for number in range(ROUNDS):
             tokens: Any = random.integers(0, 50_000, TOKENS, dtype=np.int64)
-            known = router._holders.names(tokens)
+            known = router._index.block_hashes(tokens)
             replica = number % NUM_REPLICAS
             count = len(known) // 16
             router.apply(f"{replica}", Events("epoch", ends[replica], b"\1" * count, known))

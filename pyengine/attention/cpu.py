@@ -1,6 +1,6 @@
 """Attention on the CPU in float32 or bfloat16: the Rust kernel.
 
-The kernel (`rust/cpu-attention`) turns queries and keys where a layer leaves it to it, writes the
+The kernel (`rust/cpu-kernels`) turns queries and keys where a layer leaves it to it, writes the
 new keys and values into their slots and attends with all rows of the step, reading the blocks where
 they lie. Blocks that several sequences share are read once for all of them. What a row gives has
 the same bits in every batch.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pyengine.cluster.messages import CacheFormat, Events, Load, ReplicaInfo, Snapshot
 from pyengine.errors import ConfigurationError, NoReplicaError
-from pyengine.kv_cache import Holders
+from pyengine.kv_cache import ReplicaIndex
 
 MAX_REPLICAS = 128
 """Limit of a router: each replica is one bit."""
@@ -156,7 +156,7 @@ class PrefixRouter:
         self.stats = RouterStats()
         self._imbalance = imbalance
         self._slack = slack
-        self._holders = Holders(kind.block_size, hash_seed=kind.hash_seed)
+        self._index = ReplicaIndex(kind.block_size, hash_seed=kind.hash_seed)
         self._replicas: dict[str, _Replica] = {}
         self._free = list(range(MAX_REPLICAS - 1, -1, -1))
         self._lock = Lock()
@@ -196,7 +196,7 @@ class PrefixRouter:
             replica = self._replicas.pop(name, None)
             if replica is None:
                 return
-            self._holders.clear(replica.slot)
+            self._index.clear(replica.slot)
             if replica.num_requests == 0:
                 self._free.append(replica.slot)
 
@@ -219,7 +219,7 @@ class PrefixRouter:
                 return UpdateResult.DUPLICATE
             replica.load = events.load
             kinds, hashes = events.kinds[skipped:], events.hashes[skipped * _HASH_BYTES :]
-            replica.num_held = self._holders.apply(replica.slot, kinds, hashes)
+            replica.num_held = self._index.apply(replica.slot, kinds, hashes)
             replica.next = events.end
             self.stats.num_events += len(kinds)
             if replica.num_held > replica.info.num_blocks:  # impossible: an event was lost
@@ -231,7 +231,7 @@ class PrefixRouter:
         self.stats.num_gaps += replica.is_current
         replica.is_current = False
         if epoch != replica.epoch:
-            self._holders.clear(replica.slot)
+            self._index.clear(replica.slot)
             replica.num_held = 0
         return UpdateResult.GAP
 
@@ -254,9 +254,9 @@ class PrefixRouter:
                 raise ConfigurationError(
                     f"replica {name!r} has {replica.info.num_blocks} blocks and sent {count} hashes"
                 )
-            self._holders.clear(replica.slot)
+            self._index.clear(replica.slot)
             replica.is_current = False
-            replica.num_held = self._holders.apply(replica.slot, _STORED * count, snapshot.hashes)
+            replica.num_held = self._index.apply(replica.slot, _STORED * count, snapshot.hashes)
             replica.epoch, replica.next, replica.load = snapshot.epoch, snapshot.next, snapshot.load
             replica.is_current = True
             self.stats.num_snapshots += 1
@@ -273,7 +273,7 @@ class PrefixRouter:
 
         Changes no state; call `begin`. Raises `NoReplicaError` without replicas, and `TokenError`.
         """
-        hashes = self._holders.names(token_ids, namespace=namespace)
+        hashes = self._index.block_hashes(token_ids, namespace=namespace)
         num_blocks = -(-len(token_ids) // self.kind.block_size)
         with self._lock:
             replicas = [
@@ -283,7 +283,7 @@ class PrefixRouter:
             ]
             if not replicas:
                 raise NoReplicaError("no replica is available: try again later")
-            depths = self._holders.depths(hashes)
+            depths = self._index.matched_blocks(hashes)
             best = min(replicas, key=lambda replica: self._cost(replica, num_blocks, depths))
             least = self._least_loaded(replicas, best)
             if least is not replicas:
@@ -324,14 +324,14 @@ class PrefixRouter:
             if target is None:
                 return None
             if target.info.name != choice.replica:
-                depths = self._holders.depths(choice.hashes)
+                depths = self._index.matched_blocks(choice.hashes)
                 hits = depths[target.slot] if target.slot < len(depths) else 0
                 choice = Choice(target.info.name, choice.num_blocks, hits, choice.hashes)
             target.last = self.stats.num_routed = self.stats.num_routed + 1
             target.num_requests += 1
             target.num_routed += 1
             target.num_pending += choice.num_blocks - choice.num_hits
-            target.num_expected = self._holders.expect(target.slot, choice.hashes)
+            target.num_expected = self._index.add_request(target.slot, choice.hashes)
             return Ticket(choice, target)
 
     def begun(self, ticket: Ticket, num_prompt: int, num_cached: int) -> None:
@@ -358,7 +358,7 @@ class PrefixRouter:
             ticket.has_ended = True
             replica = ticket.replica
             replica.num_requests -= 1
-            replica.num_expected = self._holders.unexpect(replica.slot, ticket.choice.hashes)
+            replica.num_expected = self._index.remove_request(replica.slot, ticket.choice.hashes)
             has_left = self._replicas.get(replica.info.name) is not replica
             if has_left and replica.num_requests == 0:  # the slot is unused now
                 self._free.append(replica.slot)
@@ -366,7 +366,7 @@ class PrefixRouter:
     def cached_hashes(self, name: str) -> set[bytes]:
         """Hashes of the known cached blocks of a replica. O(known blocks)."""
         with self._lock:
-            return set(self._holders.contents(self._replicas[name].slot))
+            return set(self._index.cached_blocks(self._replicas[name].slot))
 
     def replicas(self) -> list[ReplicaState]:
         """All replicas, in the order of joining."""
@@ -387,7 +387,7 @@ class PrefixRouter:
     @property
     def num_hashes(self) -> int:
         """Number of distinct known block hashes."""
-        return self._holders.num_names
+        return self._index.num_blocks
 
     @property
     def imbalance(self) -> float:

@@ -1,7 +1,7 @@
 """The KV cache: the block manager, its handles, and the KV tensors.
 
 `CpuAttention`, with its `CpuCache` (the keys and values of a layer) and `CpuStep` (the sequences of
-a step), attends over such tensors in Rust; `Suffixes` finds what came after a text's end before.
+a step), attends over such tensors in Rust; `SuffixIndex` drafts tokens from earlier text.
 
 This package is the only importer of the Rust extension `pyengine._kv`. Importing it needs NumPy
 only; the tensors live in `pyengine.kv_cache.pool`, which imports torch when it is used.
@@ -18,7 +18,6 @@ from pyengine._kv import (
     Divergence,
     Extended,
     HandleError,
-    Holders,
     InvariantError,
     KvError,
     NoBudget,
@@ -32,13 +31,14 @@ from pyengine._kv import (
     Remapping,
     Removed,
     ReplayReport,
+    ReplicaIndex,
     Sequence,
     SharedPrefixes,
     Stats,
     StepBuffers,
     StepPlan,
     Stored,
-    Suffixes,
+    SuffixIndex,
     TokenError,
     TraceError,
     replay,
@@ -55,7 +55,6 @@ __all__ = [
     "Divergence",
     "Extended",
     "HandleError",
-    "Holders",
     "InvariantError",
     "KvError",
     "NoBudget",
@@ -69,13 +68,14 @@ __all__ = [
     "Remapping",
     "Removed",
     "ReplayReport",
+    "ReplicaIndex",
     "Sequence",
     "SharedPrefixes",
     "Stats",
     "StepBuffers",
     "StepPlan",
     "Stored",
-    "Suffixes",
+    "SuffixIndex",
     "TokenError",
     "TraceError",
     "replay",

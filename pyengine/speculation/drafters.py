@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kv_cache import Suffixes
+from pyengine.kv_cache import SuffixIndex
 
 if TYPE_CHECKING:
     from pyengine.engine.request import Request
@@ -185,7 +185,7 @@ class SuffixDrafter:
     """
 
     def __init__(self, max_tokens: int = _ARCHIVED) -> None:
-        self._suffixes = Suffixes(max_tokens)
+        self._suffixes = SuffixIndex(max_tokens)
         self._texts: dict[Context, tuple[int, int]] = {}
         """What each is called there, and how much of its answer is known there."""
 
@@ -193,7 +193,7 @@ class SuffixDrafter:
         """See `Drafter.propose`."""
         drafts = []
         for context, count in zip(contexts, most, strict=True):
-            tokens, match_length = self._suffixes.guess(self._grown(context), count)
+            tokens, match_length = self._suffixes.draft(self._grown(context), count)
             drafts.append(Draft(tokens, match_length) if tokens else NO_DRAFT)
         return drafts
 
@@ -202,7 +202,7 @@ class SuffixDrafter:
         found, answer = self._texts.get(context), context.token_ids
         if found is None:
             request = context.request
-            name = self._suffixes.begin(request.prompt_token_ids, namespace=request.namespace)
+            name = self._suffixes.start(request.prompt_token_ids, namespace=request.namespace)
             found = name, 0
         name, known = found
         if known < len(answer):
@@ -215,4 +215,4 @@ class SuffixDrafter:
         if context in self._texts:
             name = self._grown(context)
             del self._texts[context]
-            self._suffixes.end(name)
+            self._suffixes.finish(name)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from pyengine._kv import Holders
+from pyengine._kv import ReplicaIndex
 from pyengine.kv_cache import BlockManager, Pin, Sequence, StepBuffers, StepPlan
 from tests.support.blocks import step_arrays
 
@@ -201,9 +201,9 @@ def filled() -> list[Any]:
     return [manager]
 
 
-def holders() -> list[Any]:
-    known = Holders(1, hash_seed=1)
-    names = known.names(np.arange(MANY))
+def replica_index() -> list[Any]:
+    known = ReplicaIndex(1, hash_seed=1)
+    names = known.block_hashes(np.arange(MANY))
     known.apply(0, b"\1" * MANY, names)
     return [known]
 
@@ -219,10 +219,10 @@ LONG: dict[str, tuple[Callable[[], list[Any]], Callable[[list[Any]], object]]] =
         lambda: [BlockManager(1, 1).sequence(np.arange(MANY))],
         lambda own: own[0].tokens(),
     ),
-    "Holders.contents": (holders, lambda own: own[0].contents(0)),
-    "Holders.names": (
-        lambda: [Holders(1, hash_seed=1)],
-        lambda own: own[0].names(np.arange(MANY)),
+    "ReplicaIndex.cached_blocks": (replica_index, lambda own: own[0].cached_blocks(0)),
+    "ReplicaIndex.block_hashes": (
+        lambda: [ReplicaIndex(1, hash_seed=1)],
+        lambda own: own[0].block_hashes(np.arange(MANY)),
     ),
 }
 

@@ -1,11 +1,9 @@
 //! A manager in steady state, and what the operations need beside it.
 
-use std::cell::Cell;
-
 use crate::Outcome;
 use kv_core::{
-    BlockManager, Config, Error, IntArray, Pin, PlanHandle, SeqHandle, SeqKey, StepArrays,
-    TableRows,
+    BlockManager, Config, Error, IntArray, Pin, PlanHandle, SeqHandle, SeqKey, SharedI64,
+    StepArrays, TableRows,
 };
 
 const NUM_BLOCKS: usize = 65_536;
@@ -14,9 +12,9 @@ const BLOCK_SIZE: usize = 16;
 const ROWS: usize = 256;
 const WIDTH: usize = 128;
 const SEED: u64 = 1;
-/// Tokens for which a prompt has room beside its own.
+/// Spare capacity of a prompt, in tokens.
 const ROOM: usize = 64;
-/// What the model answers, whatever the question.
+/// The sampled tokens of every step.
 const SAMPLED: [u32; ROWS] = [1; ROWS];
 
 /// A manager, and sequences, plans and prompts in the state that an operation wants.
@@ -31,7 +29,7 @@ pub struct World {
     keys: Vec<SeqKey>,
     plan: Option<PlanHandle>,
     pin: Option<Pin>,
-    arrays: [Vec<Cell<i64>>; 7],
+    arrays: [Vec<SharedI64>; 7],
     written: TableRows,
 }
 
@@ -64,7 +62,7 @@ impl World {
             keys: Vec::new(),
             plan: None,
             pin: None,
-            arrays: widths.map(|width| vec![Cell::new(0); width]),
+            arrays: widths.map(|width| vec![SharedI64::new(0); width]),
             written: TableRows::default(),
         };
         while world.manager.usage().free > 0 {
@@ -156,8 +154,8 @@ impl World {
 
     pub(crate) fn plan_decodes(&mut self) -> Outcome {
         let plan = self.manager.begin_step(self.keys.len())?;
-        let misfits = self.manager.decode(plan.key(), &self.keys, 0)?;
-        assert!(misfits.is_empty(), "the pool has room for all");
+        let rejected = self.manager.decode(plan.key(), &self.keys, 0)?;
+        assert!(rejected.is_empty(), "the pool has blocks for all");
         self.plan = Some(plan);
         Ok(())
     }

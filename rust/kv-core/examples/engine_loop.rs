@@ -3,10 +3,9 @@
 //!
 //! `cargo run -p kv-core --example engine_loop`
 
-use std::cell::Cell;
-
 use kv_core::{
-    BlockManager, Config, Error, IntArray, PlanKey, Prefill, SeqHandle, StepArrays, TableRows,
+    BlockManager, Config, Error, IntArray, PlanKey, Prefill, SeqHandle, SharedI64, StepArrays,
+    TableRows,
 };
 
 const BLOCK_SIZE: usize = 4;
@@ -19,19 +18,19 @@ const NEW_TOKENS: usize = 5;
 /// The cache of a model with one layer and one number per position, and the arrays of a step.
 struct Runner {
     kv: Vec<u64>,
-    ids: Vec<Cell<i64>>,
-    positions: Vec<Cell<i64>>,
-    slots: Vec<Cell<i64>>,
-    starts: Vec<Cell<i64>>,
-    lengths: Vec<Cell<i64>>,
-    tables: Vec<Cell<i64>>,
-    rows: Vec<Cell<i64>>,
+    ids: Vec<SharedI64>,
+    positions: Vec<SharedI64>,
+    slots: Vec<SharedI64>,
+    starts: Vec<SharedI64>,
+    lengths: Vec<SharedI64>,
+    tables: Vec<SharedI64>,
+    rows: Vec<SharedI64>,
     written: TableRows,
 }
 
 impl Runner {
     fn new() -> Self {
-        let array = |len| vec![Cell::new(0); len];
+        let array = |len| vec![SharedI64::new(0); len];
         Self {
             kv: vec![0; (NUM_BLOCKS + 1) * BLOCK_SIZE], // the last block is for padding
             ids: array(BUDGET),
@@ -67,9 +66,9 @@ impl Runner {
                 self.kv[slot] = (self.ids[at].get() * (self.positions[at].get() + 1)) as u64;
             }
         }
-        let sample = |row: &Cell<i64>| {
+        let sample = |row: &SharedI64| {
             let row = row.get();
-            let inside = |start: &Cell<i64>| start.get() <= row;
+            let inside = |start: &SharedI64| start.get() <= row;
             let sequence = self.starts[..=view.num_sequences].partition_point(inside) - 1;
             let table = &self.tables[sequence * TABLE_WIDTH..];
             let past = 0..=self.positions[row as usize].get() as usize;

@@ -37,6 +37,7 @@
 mod check;
 mod config;
 mod contents;
+mod elements;
 mod error;
 mod event_log;
 mod events;
@@ -62,6 +63,7 @@ mod table;
 mod trace;
 
 pub use config::Config;
+pub use elements::{SharedI32, SharedI64};
 pub use error::Error;
 pub use events::Event;
 pub use eviction::Eviction;

@@ -1,4 +1,4 @@
-//! What the manager answers: frozen values.
+//! Answers of the manager: frozen values.
 
 use kv_core::{BlockId, Extend, Prefill, Remapping as CoreRemapping, Stats as CoreStats};
 use pyo3::prelude::*;
@@ -35,7 +35,7 @@ impl PoolUsage {
         self.0.pinned
     }
 
-    /// What an allocation can take: free + evictable.
+    /// Blocks that can be allocated: free + evictable.
     #[getter]
     fn available(&self) -> usize {
         self.0.available()

@@ -3,107 +3,20 @@
 //! Neither NumPy nor the buffer protocol knows bfloat16: its bits come as uint16.
 
 use std::path::PathBuf;
-use std::sync::Mutex;
 
-use cpu_attention::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
+use cpu_kernels::{Attention, CacheShape, Options, Query, Rows, Sequences, SharedPrefixes, Step};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
-use crate::cells::{is_swapped, shared_rows, shared_slice, unique_slice};
-use crate::errors::{BufferError, no_buffer, raise_attention};
+use crate::claims::Claim;
+use crate::errors::{BufferError, raise_attention};
+use crate::float_arrays::{any_array, apart, array, bytes, rows, writable};
+use crate::guarded::Guarded;
+use crate::memory::{shared_slice, unique_slice};
 use crate::numbers::number;
 use crate::rotation::{RotationArguments, Turning};
 
-/// A C-contiguous array of `T` with so many dimensions.
-pub(crate) fn array<T: Element>(
-    name: &str,
-    object: &Bound<'_, PyAny>,
-    dimensions: usize,
-) -> PyResult<PyBuffer<T>> {
-    let buffer = any_array(name, object, dimensions)?;
-    match buffer.is_c_contiguous() {
-        true => Ok(buffer),
-        false => Err(BufferError::new_err(format!(
-            "array {name} is not contiguous in C order"
-        ))),
-    }
-}
-
-/// The rows of an array `[T, heads, dim]`, each of which is contiguous; they may be parts of longer ones.
-fn rows<'a, T: Element>(name: &str, buffer: &'a PyBuffer<T>) -> PyResult<Rows<'a, T>> {
-    shared_rows(buffer).ok_or_else(|| {
-        BufferError::new_err(format!(
-            "array {name} has rows that are not contiguous, or not one after another"
-        ))
-    })
-}
-
-/// An array of `T` with so many dimensions, however it lies.
-fn any_array<T: Element>(
-    name: &str,
-    object: &Bound<'_, PyAny>,
-    dimensions: usize,
-) -> PyResult<PyBuffer<T>> {
-    let refuse = |what: String| BufferError::new_err(format!("array {name} {what}"));
-    let buffer =
-        PyUntypedBuffer::get(object).map_err(|error| no_buffer(object.py(), name, error))?;
-    if buffer.dimensions() != dimensions {
-        let found = buffer.dimensions();
-        return Err(refuse(format!("has {found} dimensions, not {dimensions}")));
-    }
-    if is_swapped(&buffer) || buffer.as_typed::<T>().is_err() {
-        let format = buffer.format().to_string_lossy();
-        let wanted = std::any::type_name::<T>();
-        return Err(refuse(format!(
-            "has format {format:?}, not that of {wanted}"
-        )));
-    }
-    buffer.into_typed()
-}
-
-/// The same, to be written to.
-fn writable<T: Element>(
-    name: &str,
-    object: &Bound<'_, PyAny>,
-    dimensions: usize,
-) -> PyResult<PyBuffer<T>> {
-    let buffer = array(name, object, dimensions)?;
-    match buffer.readonly() {
-        true => Err(BufferError::new_err(format!("array {name} is read-only"))),
-        false => Ok(buffer),
-    }
-}
-
-/// Refuses arrays that share memory with `target`, which is written while they are read.
-pub(crate) fn apart<T, U>(
-    target: (&str, &PyBuffer<T>),
-    others: &[(&str, &PyBuffer<U>)],
-) -> PyResult<()> {
-    let own = bytes(target.1);
-    for (name, other) in others {
-        let other = bytes(other);
-        if own.start < other.end && other.start < own.end {
-            let target = target.0;
-            return Err(BufferError::new_err(format!(
-                "arrays {target} and {name} share memory"
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Where a buffer lies, from its first element to the last; strides are not negative.
-fn bytes<T>(buffer: &PyBuffer<T>) -> std::ops::Range<usize> {
-    let start = buffer.buf_ptr() as usize;
-    let last = buffer.shape().iter().zip(buffer.strides());
-    let last = last.map(|(&count, &stride)| count.saturating_sub(1) * stride.unsigned_abs());
-    match buffer.item_count() {
-        0 => start..start,
-        _ => start..start + last.sum::<usize>() + buffer.item_size(),
-    }
-}
-
-type Pair<T> = Mutex<(PyBuffer<T>, PyBuffer<T>)>;
+type Pair<T> = Guarded<(PyBuffer<T>, PyBuffer<T>)>;
 
 /// Keys and values, by what they hold.
 enum Tensors {
@@ -114,18 +27,21 @@ enum Tensors {
 /// Keys and values of one layer: writable arrays `[blocks, block_size, kv_heads, head_dim]`, which may
 /// differ in `head_dim`; both float32, or both the bits of bfloat16 as uint16.
 ///
-/// Raises `BufferError` for an array of another type, shape or layout.
+/// Raises `BufferError` for an array of another type, shape or layout, and for one that shares memory with
+/// another `CpuCache`, as long as that lives: two threads could write there at once.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct CpuCache {
     shape: CacheShape,
     tensors: Tensors,
+    /// Dropped last: the arrays are released by then.
+    _claim: Claim,
 }
 
 /// Keys and values that fit each other.
 fn pair<T: Element>(
     keys: &Bound<'_, PyAny>,
     values: &Bound<'_, PyAny>,
-) -> PyResult<(CacheShape, Pair<T>)> {
+) -> PyResult<(CacheShape, Pair<T>, Claim)> {
     let (keys, values) = (writable("keys", keys, 4)?, writable("values", values, 4)?);
     if keys.shape()[..3] != values.shape()[..3] {
         return Err(BufferError::new_err(format!(
@@ -143,22 +59,35 @@ fn pair<T: Element>(
         dim_k: shape[3],
         dim_v,
     };
-    Ok((shape, Mutex::new((keys, values))))
+    let claim = Claim::on(vec![bytes(&keys), bytes(&values)]).map_err(|at| {
+        let name = ["keys", "values"][at];
+        BufferError::new_err(format!(
+            "array {name} shares memory with another CpuCache: use that one, or drop it first"
+        ))
+    })?;
+    Ok((shape, Guarded::new((keys, values), |_| ()), claim))
 }
 
 #[pymethods]
 impl CpuCache {
     #[new]
     fn new(keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|one| one.as_typed::<u16>().is_ok());
-        if is_half {
-            let (shape, pair) = pair(keys, values)?;
-            let tensors = Tensors::BFloat16(pair);
-            return Ok(Self { shape, tensors });
-        }
-        let (shape, pair) = pair(keys, values)?;
-        let tensors = Tensors::Float32(pair);
-        Ok(Self { shape, tensors })
+        let is_half = PyUntypedBuffer::get(keys).is_ok_and(|keys| keys.as_typed::<u16>().is_ok());
+        let (shape, tensors, claim) = match is_half {
+            true => {
+                let (shape, pair, claim) = pair(keys, values)?;
+                (shape, Tensors::BFloat16(pair), claim)
+            }
+            false => {
+                let (shape, pair, claim) = pair(keys, values)?;
+                (shape, Tensors::Float32(pair), claim)
+            }
+        };
+        Ok(Self {
+            shape,
+            tensors,
+            _claim: claim,
+        })
     }
 }
 
@@ -237,7 +166,7 @@ impl CpuStep {
 /// Threads that attend: `num_threads`, the caller's among them. float32 and bfloat16.
 ///
 /// `openmp`: they are those of the OpenMP runtime (libgomp, libomp) in this file, for callers that compute
-/// by it too, as torch does. Without it they are a pool of their own.
+/// by it too, as torch does. Without it they are a separate pool.
 ///
 /// `isa` is the level of instructions: the best that this machine has, or a lower one that the environment
 /// variable `PYENGINE_CPU_ISA` names: "plain", "neon", "avx2", "avx512", "avx512_bf16" or "amx". `is_fast` is
@@ -266,12 +195,12 @@ impl CpuAttention {
 
     #[staticmethod]
     fn is_fast() -> PyResult<bool> {
-        cpu_attention::Isa::is_fast().map_err(raise_attention)
+        cpu_kernels::Isa::is_fast().map_err(raise_attention)
     }
 
     #[staticmethod]
     fn isa() -> PyResult<&'static str> {
-        let isa = cpu_attention::Isa::chosen().map_err(raise_attention)?;
+        let isa = cpu_kernels::Isa::chosen().map_err(raise_attention)?;
         Ok(isa.name())
     }
 
@@ -287,7 +216,7 @@ impl CpuAttention {
         out: &Bound<'_, PyAny>,
         epsilon: f32,
     ) -> PyResult<()> {
-        let is_half = PyUntypedBuffer::get(rows).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        let is_half = PyUntypedBuffer::get(rows).is_ok_and(|rows| rows.as_typed::<u16>().is_ok());
         match is_half {
             true => self.normalise::<u16>(py, rows, weight, out, epsilon),
             false => self.normalise::<f32>(py, rows, weight, out, epsilon),
@@ -348,7 +277,7 @@ impl CpuAttention {
 }
 
 impl CpuAttention {
-    fn normalise<T: Element + cpu_attention::Element>(
+    fn normalise<T: Element + cpu_kernels::Element>(
         &self,
         py: Python<'_>,
         rows: &Bound<'_, PyAny>,
@@ -393,7 +322,7 @@ struct Call<'a, 'py> {
 impl Call<'_, '_> {
     fn run<T>(self, py: Python<'_>, tensors: &Pair<T>) -> PyResult<()>
     where
-        T: Element + cpu_attention::Element,
+        T: Element + cpu_kernels::Attend,
     {
         let [query, key, value] = self.rows;
         let query = any_array::<T>("query", query, 3)?;
@@ -406,11 +335,9 @@ impl Call<'_, '_> {
         );
         let rotation = self.rotation.map(Turning::<T>::new).transpose()?;
         let mut out = writable("out", self.out, 3)?;
-        let Ok(mut tensors) = tensors.try_lock() else {
-            return Err(BufferError::new_err(
-                "another thread attends over this cache",
-            ));
-        };
+        let mut tensors = tensors
+            .try_lock()
+            .ok_or_else(|| BufferError::new_err("another thread attends over this cache"))?;
         let (keys, values) = &mut *tensors;
         let read = [("query", &query), ("key", &key), ("value", &value)];
         for target in [("keys", &*keys), ("values", values), ("out", &out)] {
@@ -447,13 +374,13 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn run<T: Element + cpu_attention::Element>(
+    fn run<T: Element + cpu_kernels::Attend>(
         &self,
         (query, key, value): (Rows<'_, T>, Rows<'_, T>, Rows<'_, T>),
         rotation: Option<&Turning<T>>,
         (keys, values): (&mut [T], &mut [T]),
         out: &mut [T],
-    ) -> Result<(), cpu_attention::Error> {
+    ) -> Result<(), cpu_kernels::Error> {
         let (attention, step, shape) = (self.attention, self.step, self.shape);
         let cache = (&mut *keys, &mut *values);
         let scratch;

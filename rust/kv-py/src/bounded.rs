@@ -1,9 +1,9 @@
-//! Answers of any length, with the GIL held for a few of their items at a time.
+//! Answers of any length: the GIL is released every few items.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::cells::bytes_filled_by;
+use crate::memory::bytes_filled_by;
 
 /// Items that become Python objects before another thread may run: some ten microseconds.
 const AT_ONCE: usize = 1_024;
@@ -11,7 +11,7 @@ const AT_ONCE: usize = 1_024;
 /// Bytes that are copied with the GIL.
 const FEW_BYTES: usize = 64 << 10;
 
-/// A list of what `make` makes of each item.
+/// A list of `make(item)` of each item.
 pub(crate) fn list<'py, T, P>(
     py: Python<'py>,
     items: Vec<T>,
@@ -26,7 +26,7 @@ where
     Ok(list)
 }
 
-/// Adds what `make` makes of each item to a list that nobody else has.
+/// Appends `make(item)` of each item to a list that no other thread has.
 pub(crate) fn extend<'py, T, P>(
     list: &Bound<'py, PyList>,
     items: impl IntoIterator<Item = T>,

@@ -1,15 +1,15 @@
 //! The caller's arrays: exported once, filled in place at every step.
 
 use std::ops::RangeInclusive;
-use std::sync::Mutex;
 
 use kv_core::{IntArray, StepArrays, TableRows};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
-use crate::cells::{cells, is_swapped};
 use crate::errors::{BufferError, no_buffer};
 use crate::exported::buffer_of;
+use crate::guarded::Guarded;
+use crate::memory::{elements, is_swapped};
 
 pub(crate) enum IntBuffer {
     I32(PyBuffer<i32>),
@@ -62,12 +62,13 @@ impl IntBuffer {
         shape[shape.len() - 1 - from_last]
     }
 
-    pub(crate) fn cells<'a>(&'a self, py: Python<'a>) -> PyResult<IntArray<'a>> {
-        let cells = match self {
-            Self::I32(buffer) => cells(py, buffer).map(IntArray::I32),
-            Self::I64(buffer) => cells(py, buffer).map(IntArray::I64),
+    /// Its elements, to write to.
+    pub(crate) fn elements(&self) -> IntArray<'_> {
+        let elements = match self {
+            Self::I32(buffer) => elements(buffer).map(IntArray::I32),
+            Self::I64(buffer) => elements(buffer).map(IntArray::I64),
         };
-        cells.ok_or_else(|| BufferError::new_err("an array is not writable any more"))
+        elements.expect("contiguous since it was exported")
     }
 }
 
@@ -94,35 +95,35 @@ pub(crate) struct StepBuffers {
     seq_lens: IntBuffer,
     block_tables: IntBuffer,
     logits_indices: IntBuffer,
-    rows: Mutex<TableRows>,
+    rows: Guarded<TableRows>,
 }
 
 impl StepBuffers {
     /// Calls `write` with the arrays. Runs no Python code.
     pub(crate) fn with<R>(
         &self,
-        py: Python<'_>,
         write: impl FnOnce(&StepArrays<'_>, &mut TableRows) -> R,
     ) -> PyResult<R> {
         let arrays = StepArrays {
-            input_ids: self.input_ids.cells(py)?,
-            positions: self.positions.cells(py)?,
-            slot_mapping: self.slot_mapping.cells(py)?,
+            input_ids: self.input_ids.elements(),
+            positions: self.positions.elements(),
+            slot_mapping: self.slot_mapping.elements(),
             slots_width: self.slot_mapping.size(0),
-            query_start_loc: self.query_start_loc.cells(py)?,
-            seq_lens: self.seq_lens.cells(py)?,
-            block_tables: self.block_tables.cells(py)?,
+            query_start_loc: self.query_start_loc.elements(),
+            seq_lens: self.seq_lens.elements(),
+            block_tables: self.block_tables.elements(),
             table_rows: self.block_tables.size(1),
             table_width: self.block_tables.size(0),
-            logits_indices: self.logits_indices.cells(py)?,
+            logits_indices: self.logits_indices.elements(),
         };
-        let Ok(mut rows) = self.rows.try_lock() else {
-            return Err(BufferError::new_err(
-                "another thread is filling these arrays",
-            ));
-        };
+        let mut rows = self.rows.try_lock().ok_or_else(being_filled)?;
         Ok(write(&arrays, &mut rows))
     }
+}
+
+/// The error for arrays that another thread is filling.
+pub(crate) fn being_filled() -> PyErr {
+    BufferError::new_err("another thread is filling these arrays")
 }
 
 #[pymethods]
@@ -146,7 +147,7 @@ impl StepBuffers {
             seq_lens: IntBuffer::over("seq_lens", seq_lens, 1..=1)?,
             block_tables: IntBuffer::over("block_tables", block_tables, 2..=3)?,
             logits_indices: IntBuffer::over("logits_indices", logits_indices, 1..=1)?,
-            rows: Mutex::default(),
+            rows: Guarded::new(TableRows::default(), |rows| *rows = TableRows::default()),
         })
     }
 }

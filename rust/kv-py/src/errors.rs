@@ -81,8 +81,8 @@ pub(crate) fn no_buffer(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
 }
 
 /// Every error of attention as a Python exception: settings, or arrays that do not fit.
-pub(crate) fn raise_attention(error: cpu_attention::Error) -> PyErr {
-    use cpu_attention::Error as E;
+pub(crate) fn raise_attention(error: cpu_kernels::Error) -> PyErr {
+    use cpu_kernels::Error as E;
     let text = error.to_string();
     match error {
         E::Zero(_)

@@ -1,4 +1,4 @@
-//! Memory that an object lends: by the buffer protocol, or else by DLPack, as torch's tensors do.
+//! The memory of an object: by the buffer protocol, or by DLPack, as torch's tensors offer it.
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
@@ -6,11 +6,11 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
-/// Why there is none.
+/// The reason why an object has no buffer.
 pub(crate) enum NoBuffer {
-    /// What the buffer protocol says.
+    /// The error of the buffer protocol.
     Protocol(PyErr),
-    /// What DLPack says of a tensor: memory on another device, or elements that NumPy does not know.
+    /// The error of DLPack for a tensor: memory on another device, or elements that NumPy lacks.
     DlPack(PyErr),
 }
 

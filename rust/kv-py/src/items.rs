@@ -3,7 +3,7 @@
 use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 
-/// Items for which there is room at once, if the iterable says that it has so many.
+/// The largest length of an iterable for which memory is reserved before it is read.
 const BELIEVED: usize = 1 << 16;
 
 /// Each item of an iterable, as `read` makes it of the item and its position.
@@ -48,7 +48,7 @@ pub(crate) fn items<'py, T>(
     Ok(items)
 }
 
-/// Room for so many items.
+/// An empty vector with memory for so many items.
 pub(crate) fn reserved<T>(count: usize) -> PyResult<Vec<T>> {
     let mut items = Vec::new();
     items

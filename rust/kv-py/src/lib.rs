@@ -4,25 +4,29 @@
 
 mod answers;
 mod attention;
+mod batch;
 mod bounded;
 mod buffers;
-mod cells;
+mod claims;
 mod errors;
 mod events;
 mod exported;
-mod holders;
+mod float_arrays;
+mod guarded;
 mod items;
 mod lists;
 mod locked;
 mod manager;
+mod memory;
 mod numbers;
 mod pin;
 mod plan;
 mod prefixes;
+mod replica_index;
 mod rotation;
 mod sequence;
 mod snapshot;
-mod suffixes;
+mod suffix_index;
 mod tokens;
 mod trace;
 
@@ -52,8 +56,8 @@ fn _kv(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<answers::Extended>()?;
     module.add_class::<answers::NoRoom>()?;
     module.add_class::<answers::NoBudget>()?;
-    module.add_class::<holders::Holders>()?;
-    module.add_class::<suffixes::Suffixes>()?;
+    module.add_class::<replica_index::ReplicaIndex>()?;
+    module.add_class::<suffix_index::SuffixIndex>()?;
     module.add_class::<snapshot::PoolSnapshot>()?;
     module.add_class::<trace::ReplayReport>()?;
     module.add_class::<trace::Divergence>()?;

@@ -1,6 +1,5 @@
-//! The core behind its lock. Python objects are read before the lock is taken and made after it is let
-//! go: no Python code runs under it, not even a finalizer, and no thread waits for it while it holds the
-//! GIL.
+//! The core and its lock. Python objects are read before the lock is taken and made after it is released: no
+//! Python code runs under it, not even a finalizer, and no thread waits for it while it holds the GIL.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,11 +8,12 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::errors::{InvariantError, raise};
+use crate::guarded;
 
 /// Contents that are named, and events that are taken, with the GIL.
 const FEW_EVENTS: usize = 256;
 
-/// The core behind its lock, shared by all handles.
+/// The core and its lock, shared by all handles.
 pub(crate) struct Locked(Mutex<Core>);
 
 impl Locked {
@@ -21,7 +21,7 @@ impl Locked {
         Self(Mutex::new(core))
     }
 
-    /// Does `work` on the core. Tries for the lock first; lets go of the GIL to wait.
+    /// Does `work` on the core. Tries the lock first; releases the GIL to wait.
     ///
     /// What `work` takes and answers could go to another thread (`Send`). So it has nothing of the
     /// interpreter at hand and makes no Python object, which could start the garbage collector and with
@@ -63,10 +63,19 @@ impl Locked {
         self.detached(py, |core| Ok(work(core)))
     }
 
-    /// For `StepPlan.fill` alone, whose arrays stay in this thread. Whoever holds it makes no Python
-    /// object.
+    /// For `StepPlan.fill`, which changes nothing in the core: not even a panic in it does. Like `with`, `work`
+    /// makes no Python object, but its arrays cannot go to another thread.
     #[inline]
-    pub(crate) fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
+    pub(crate) fn read<R>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&Core) -> PyResult<R>,
+    ) -> PyResult<R> {
+        guarded::read(self.lock(py)?, work)
+    }
+
+    #[inline]
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Core>> {
         let mut core = self.0.lock_py_attached(py).map_err(|_| broken())?;
         core.settle();
         Ok(core)
@@ -82,7 +91,7 @@ impl Drop for Locked {
             return;
         }
         let mut finish = || ended.take().map(EndedRecording::finish);
-        // Nobody is there to be told what it came to.
+        // No caller is left for its result.
         if Python::try_attach(|py| drop(py.detach(&mut finish))).is_none() {
             drop(finish());
         }

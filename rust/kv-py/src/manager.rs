@@ -13,12 +13,12 @@ use crate::answers::{PoolUsage, Stats};
 use crate::bounded;
 use crate::errors::{InvariantError, raise};
 use crate::events::push_event;
-use crate::holders::packed;
 use crate::items::items;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::pin::Pin;
 use crate::plan::StepPlan;
+use crate::replica_index::packed;
 use crate::sequence::Sequence;
 use crate::snapshot::PoolSnapshot;
 use crate::tokens::token_ids;
@@ -28,13 +28,16 @@ use crate::trace::os_error;
 ///
 /// `num_blocks` blocks of `block_size` token positions each. `groups` has one entry per layer group: the
 /// sliding window of its layers in tokens (a query sees its own position and the `window - 1` before
-/// it), or None where they see everything; each group has a table of its own over the same pool. `prefix_caching=False` registers, matches
-/// and merges nothing. With `in_flight_sharing` a sequence shares blocks that one planned before it in
-/// the same step computes. With `partial_reuse` a prefill whose match ends inside a block copies the tokens
-/// that it has in common with another one: `StepPlan.copies` has them, which every step must carry out: `commit` is refused until they were read. With `events` changes of the set of contents are kept for `take_events`.
-/// `eviction` is the order in which evictable blocks go: "lru", or "2q", which keeps contents that were used
-/// again from being flushed by those that are used once. `hash_seed` makes content hashes equal in every process (random by default);
-/// `hash_bits` below 128 forces hash collisions, for tests.
+/// it), or None for full attention; each group has its tables over the same pool.
+///
+/// With `prefix_caching=False` no block is registered, matched or merged. With `in_flight_sharing` a sequence shares
+/// blocks that an earlier sequence of the same step computes. With `partial_reuse` a prefill whose match ends inside
+/// a block copies the matching tokens of a cached block. Every step must carry out `StepPlan.copies`; `commit` is
+/// refused until they were read. With `events` the manager keeps KV events for `take_events`.
+///
+/// `eviction` is the order of eviction: "lru", or "2q", which protects blocks that were used again from those that
+/// are used once. `hash_seed` makes block hashes equal in every process (random by default). `hash_bits` below 128
+/// forces hash collisions, for tests.
 ///
 /// All calls may come from any thread. Raises `ConfigError`.
 #[pyclass(frozen, module = "pyengine._kv")]
@@ -246,7 +249,7 @@ impl BlockManager {
     }
 
     /// The same as bytes: a kind for each (0 removed, 1 stored, 2 cleared), and a name of 16 bytes for
-    /// each, of zeros where all is cleared. What `Holders.apply` takes.
+    /// each, of zeros where all is cleared. What `ReplicaIndex.apply` takes.
     fn take_packed_events<'py>(
         &self,
         py: Python<'py>,

@@ -25,8 +25,8 @@ where
     })
 }
 
-/// What to raise for a value that could not be read as an integer: `refuse` of the value in words, caused
-/// by `error`, if that is about the value; an interrupt or what else its code raised as it is.
+/// The error for a value that is not an integer: `refuse` of the value in words, caused by `error`. Errors of
+/// the value's own code, an interrupt among them, are passed on.
 #[cold]
 pub(crate) fn not_an_int(
     value: &Bound<'_, PyAny>,

@@ -2,15 +2,14 @@
 
 use std::sync::Arc;
 
-use kv_core::{BlockId, PlanHandle, SeqKey};
+use kv_core::{BlockId, PlanHandle};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
 
 use crate::answers::{Remapping, prefill_answer};
+use crate::batch::Batch;
 use crate::buffers::StepBuffers;
 use crate::errors::{PlanError, raise};
 use crate::items::items;
-use crate::lists::sequence_keys;
 use crate::locked::Locked;
 use crate::numbers::number;
 use crate::prefixes::SharedPrefixes;
@@ -28,34 +27,6 @@ pub(crate) struct StepPlan {
 impl StepPlan {
     fn view(&self, py: Python<'_>) -> PyResult<kv_core::PlanView> {
         self.core.with(py, |core| core.plan_view(self.handle.key()))
-    }
-}
-
-/// The sequences of a decode batch: a list of them, or anything else that iterates.
-struct Batch(Vec<SeqKey>);
-
-impl Batch {
-    /// The most sequences of anything but a list, whose length can be believed.
-    const MOST: usize = 1 << 24;
-
-    fn too_many(count: usize) -> PyErr {
-        let most = Self::MOST;
-        PlanError::new_err(format!(
-            "{count} sequences are more than the {most} that are read one by one; give a list"
-        ))
-    }
-}
-
-impl<'py> FromPyObject<'_, 'py> for Batch {
-    type Error = PyErr;
-
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let key = |item: &Bound<'py, PyAny>| Ok(item.cast::<Sequence>()?.get().key());
-        let keys = match object.cast_exact::<PyList>() {
-            Ok(list) => sequence_keys(&list),
-            Err(_) => items(&object, Self::MOST, Self::too_many, |item, _| key(item)),
-        };
-        keys.map(Self)
     }
 }
 
@@ -168,17 +139,18 @@ impl StepPlan {
         buffers: &StepBuffers,
         shared: Option<&SharedPrefixes>,
     ) -> PyResult<()> {
-        let (core, plan) = (self.core.lock(py)?, self.handle.key());
-        let Some(shared) = shared else {
-            let filled = buffers.with(py, |arrays, rows| core.fill(plan, arrays, rows))?;
-            return filled.map_err(raise);
-        };
-        let sequences = core.plan_view(plan).map_err(raise)?.num_sequences;
-        shared.with(py, sequences, |shared| {
-            let filled = buffers.with(py, |arrays, rows| {
-                core.fill_shared(plan, arrays, rows, shared)
-            })?;
-            filled.map_err(raise)
+        let plan = self.handle.key();
+        self.core.read(py, |core| {
+            let Some(shared) = shared else {
+                let filled = buffers.with(|arrays, rows| core.fill(plan, arrays, rows))?;
+                return filled.map_err(raise);
+            };
+            let sequences = core.plan_view(plan).map_err(raise)?.num_sequences;
+            shared.with(sequences, |shared| {
+                let filled =
+                    buffers.with(|arrays, rows| core.fill_shared(plan, arrays, rows, shared))?;
+                filled.map_err(raise)
+            })
         })
     }
 
@@ -202,9 +174,9 @@ impl StepPlan {
     /// Extends decodes that are in the plan by drafts that may follow them: `counts` says how many of
     /// `drafts` are for each of `sequences`, one sequence after the other.
     ///
-    /// Drafts take what is left of budget and blocks, and nobody waits for them: returns how many each
+    /// Drafts take what is left of budget and blocks, and no decode waits for them: returns how many each
     /// got. The step samples a row for each, as after `speculate`. On misuse (`PlanError`, `HandleError`)
-    /// nobody gets any.
+    /// no sequence gets any.
     fn draft(
         &self,
         py: Python<'_>,

@@ -1,12 +1,11 @@
 //! `SharedPrefixes`: which rows of a step share which leading blocks, in the caller's arrays.
 
-use std::sync::{Mutex, TryLockError};
-
 use kv_core::{PrefixArrays, SharedPrefixes as Core};
 use pyo3::prelude::*;
 
-use crate::buffers::IntBuffer;
+use crate::buffers::{IntBuffer, being_filled};
 use crate::errors::{BufferError, raise};
+use crate::guarded::Guarded;
 use crate::numbers::number;
 
 /// Groups of rows that share their leading blocks, as `StepPlan.fill(buffers, shared=...)` finds them: a
@@ -16,7 +15,7 @@ use crate::numbers::number;
 /// rows of the batch, in an order in which those that share stand side by side; `own_blocks [B]`, by row of
 /// the batch, the first entry of its block table that is in no prefix; `prefixes [B - 1, 5]`, level by
 /// level: first place in `order` and the one after the last, first block and the one after the last, parent
-/// (-1: none). What stands past `num_prefixes`, and past the step's sequences, means nothing.
+/// (-1: none). Elements past `num_prefixes`, and past the step's sequences, are undefined.
 ///
 /// A prefix has at least `min_blocks` blocks and `min_rows` rows; what is shorter belongs to those in it, or
 /// to the rows themselves. It ends where a row begins to compute, so that no row needs a mask there.
@@ -29,7 +28,7 @@ pub(crate) struct SharedPrefixes {
     order: IntBuffer,
     own_blocks: IntBuffer,
     prefixes: IntBuffer,
-    core: Mutex<Core>,
+    core: Guarded<Core>,
 }
 
 impl SharedPrefixes {
@@ -37,21 +36,16 @@ impl SharedPrefixes {
     /// Python code.
     pub(crate) fn with(
         &self,
-        py: Python<'_>,
         sequences: usize,
         fill: impl FnOnce(&mut Core) -> PyResult<()>,
     ) -> PyResult<()> {
         let arrays = PrefixArrays {
-            order: self.order.cells(py)?,
-            own_blocks: self.own_blocks.cells(py)?,
-            prefixes: self.prefixes.cells(py)?,
+            order: self.order.elements(),
+            own_blocks: self.own_blocks.elements(),
+            prefixes: self.prefixes.elements(),
         };
         arrays.check(sequences).map_err(raise)?;
-        let Ok(mut core) = self.core.try_lock() else {
-            return Err(BufferError::new_err(
-                "another thread is filling these arrays",
-            ));
-        };
+        let mut core = self.core.try_lock().ok_or_else(being_filled)?;
         let before = core.version();
         fill(&mut core)?;
         if core.version() != before {
@@ -61,13 +55,8 @@ impl SharedPrefixes {
     }
 
     fn look<R>(&self, look: impl FnOnce(&Core) -> R) -> PyResult<R> {
-        match self.core.try_lock() {
-            Ok(core) => Ok(look(&core)),
-            Err(TryLockError::Poisoned(core)) => Ok(look(&core.into_inner())),
-            Err(TryLockError::WouldBlock) => Err(BufferError::new_err(
-                "another thread is filling these arrays",
-            )),
-        }
+        let core = self.core.try_lock().ok_or_else(being_filled)?;
+        Ok(look(&core))
     }
 }
 
@@ -93,11 +82,12 @@ impl SharedPrefixes {
                 "array prefixes has {found} columns, not {wanted}"
             )));
         }
+        let core = Core::new(group, min_blocks, min_rows).map_err(raise)?;
         Ok(Self {
             order: IntBuffer::over("order", order, 1..=1)?,
             own_blocks: IntBuffer::over("own_blocks", own_blocks, 1..=1)?,
             prefixes,
-            core: Mutex::new(Core::new(group, min_blocks, min_rows).map_err(raise)?),
+            core: Guarded::new(core, Core::reset),
         })
     }
 

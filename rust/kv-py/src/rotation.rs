@@ -1,11 +1,11 @@
 //! How queries and keys are turned before they attend, as Python says it.
 
-use cpu_attention::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows};
+use cpu_kernels::{Attention, CacheShape, Error, HeadNorm, Layout, Order, Rotation, Rows};
 use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::prelude::*;
 
-use crate::attention::{apart, array};
-use crate::cells::shared_slice;
+use crate::float_arrays::{apart, array};
+use crate::memory::shared_slice;
 
 /// Cosines and sines `[T, columns]`, both float32 or both the bits of bfloat16; how many numbers of a head they turn,
 /// whether those are neighbours, the columns from one angle to the next; and the head norm, if there is one.
@@ -36,10 +36,10 @@ pub(crate) struct Turning<T: Element> {
     norm: Option<(Two<T>, f32, f32)>,
 }
 
-impl<T: Element + cpu_attention::Element> Turning<T> {
+impl<T: Element + cpu_kernels::Element> Turning<T> {
     pub(crate) fn new(arguments: RotationArguments<'_>) -> PyResult<Self> {
         let RotationArguments(cos, sin, size, are_neighbours, step, norm) = arguments;
-        let is_half = PyUntypedBuffer::get(&cos).is_ok_and(|one| one.as_typed::<u16>().is_ok());
+        let is_half = PyUntypedBuffer::get(&cos).is_ok_and(|cos| cos.as_typed::<u16>().is_ok());
         let angles = match is_half {
             true => Angles::BFloat16([array("cos", &cos, 2)?, array("sin", &sin, 2)?]),
             false => Angles::Float32([array("cos", &cos, 2)?, array("sin", &sin, 2)?]),

@@ -118,7 +118,7 @@ impl Sequence {
 
     /// A new sequence of the first `num_tokens` tokens of this one, on the same blocks.
     ///
-    /// Nothing is copied now: a partial last block is copied when one of several holders writes to it
+    /// Nothing is copied now: a partial last block is copied when one of several sequences writes to it
     /// (`StepPlan.copies`). Raises `PlanError` if an open plan holds it, `TokenError` for a length
     /// that it does not have.
     fn fork(&self, py: Python<'_>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Sequence> {

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::bounded;
-use crate::cells::bytes_filled_by;
+use crate::memory::bytes_filled_by;
 
 /// The pool at one moment, in columns for NumPy: `states` uint8, all others uint32 of the machine's
 /// byte order. No token is in it.

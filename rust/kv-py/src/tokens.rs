@@ -1,22 +1,24 @@
 //! Token ids in: any one-dimensional integer buffer without a copy through Python objects, or a list.
 
-use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::buffer::{PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{
     PyBufferError, PyException, PyNotImplementedError, PyTypeError, PyValueError,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyList};
 
-use crate::cells::{cells, is_swapped};
 use crate::errors::TokenError;
 use crate::exported::{NoBuffer, buffer_of};
 use crate::items::{items, reserved};
 use crate::lists::leading_ints;
+use crate::memory::{SharedInt, copy_shared, elements, is_swapped};
 use crate::numbers::{in_words, not_an_int};
 
-/// Tokens for which there is room beside those given, so that the first ones sampled do not move a
-/// prompt in memory.
-const ROOM: usize = 64;
+/// Spare capacity of a prompt, in tokens: the first sampled tokens do not reallocate it.
+const SPARE: usize = 64;
+
+/// Elements of a buffer that are copied before they are looked at: other threads may write to the buffer.
+const CHUNK: usize = 256;
 
 /// The most tokens that anything can have: as many as 32-bit positions reach.
 const MOST: usize = 1 << 31;
@@ -46,7 +48,7 @@ pub(crate) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 }
 
 fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
-    let mut tokens = room_for(list.len())?;
+    let mut tokens = with_spare(list.len())?;
     leading_ints(list, &mut tokens);
     // What is not a plain int may be one all the same: NumPy's, for example.
     for (at, item) in list.iter().enumerate().skip(tokens.len()) {
@@ -55,9 +57,9 @@ fn from_list(list: &Bound<'_, PyList>) -> PyResult<Vec<u32>> {
     Ok(tokens)
 }
 
-fn room_for(count: usize) -> PyResult<Vec<u32>> {
+fn with_spare(count: usize) -> PyResult<Vec<u32>> {
     match count <= MOST {
-        true => reserved(count + ROOM),
+        true => reserved(count + SPARE),
         false => Err(too_many(count)),
     }
 }
@@ -151,42 +153,46 @@ fn from_buffer(py: Python<'_>, buffer: &PyUntypedBuffer) -> PyResult<Option<Vec<
 }
 
 fn convert<T: TokenInt>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
-    let room = room_for(buffer.item_count())?;
-    if let Some(cells) = cells(py, buffer) {
-        return narrow(room, cells.iter().map(|cell| cell.get()));
+    let mut tokens = with_spare(buffer.item_count())?;
+    if let Some(elements) = elements(buffer) {
+        let mut copy = [T::default(); CHUNK];
+        for chunk in elements.chunks(CHUNK) {
+            let copy = &mut copy[..chunk.len()];
+            copy_shared(chunk, copy);
+            narrow(&mut tokens, copy)?;
+        }
+        return Ok(tokens);
     }
     let mut in_a_row = reserved(buffer.item_count())?;
     in_a_row.resize(buffer.item_count(), T::default());
     buffer.copy_to_slice(py, &mut in_a_row)?;
-    narrow(room, in_a_row.into_iter())
+    narrow(&mut tokens, &in_a_row)?;
+    Ok(tokens)
 }
 
-/// Narrows first and looks at what was cut off once, at the end.
-fn narrow<T: TokenInt>(
-    mut tokens: Vec<u32>,
-    values: impl ExactSizeIterator<Item = T> + Clone,
-) -> PyResult<Vec<u32>> {
-    let cut_off = low_halves(&mut tokens, values.clone());
-    if cut_off == 0 {
-        return Ok(tokens);
+/// Appends values, which no other thread writes to: narrows first and looks at the higher bits once, at the end.
+fn narrow<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> PyResult<()> {
+    let first = tokens.len();
+    if low_halves(tokens, values) == 0 {
+        return Ok(());
     }
-    let bad = |(_, value): &(usize, T)| value.wide() >> 32 != 0;
-    let (at, value) = values.enumerate().find(bad).expect("something was cut off");
-    Err(bad_token(&value, at))
+    let is_bad = |value: &T| value.wide() >> 32 != 0;
+    let at = values
+        .iter()
+        .position(is_bad)
+        .expect("a value has higher bits");
+    Err(bad_token(&values[at], first + at))
 }
 
-/// Adds the lower 32 bits of each value; what the higher ones of any have: a loop without branches, in
-/// the widest vectors that the machine has.
-fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: impl ExactSizeIterator<Item = T>) -> u64 {
+/// Appends the lower 32 bits of each value; returns the higher bits of all: a loop without branches, in the widest
+/// vectors that the machine has.
+fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     macro_rules! with {
         ($feature:tt) => {
             if is_x86_feature_detected!($feature) {
                 #[target_feature(enable = $feature)]
-                fn wide<T: TokenInt>(
-                    tokens: &mut Vec<u32>,
-                    values: impl ExactSizeIterator<Item = T>,
-                ) -> u64 {
+                fn wide<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> u64 {
                     low_halves_here(tokens, values)
                 }
                 // SAFETY: the machine has the feature, as was looked up.
@@ -204,12 +210,9 @@ fn low_halves<T: TokenInt>(tokens: &mut Vec<u32>, values: impl ExactSizeIterator
 }
 
 #[inline(always)]
-fn low_halves_here<T: TokenInt>(
-    tokens: &mut Vec<u32>,
-    values: impl ExactSizeIterator<Item = T>,
-) -> u64 {
+fn low_halves_here<T: TokenInt>(tokens: &mut Vec<u32>, values: &[T]) -> u64 {
     let mut cut_off = 0;
-    tokens.extend(values.map(|value| {
+    tokens.extend(values.iter().map(|value| {
         let wide = value.wide();
         cut_off |= wide >> 32;
         wide as u32
@@ -218,7 +221,7 @@ fn low_halves_here<T: TokenInt>(
 }
 
 /// An element of a buffer of token ids.
-trait TokenInt: Element + Copy + Default + std::fmt::Display {
+trait TokenInt: SharedInt + Copy + Default + std::fmt::Display {
     /// As 64 bits; a negative one has its high bits set.
     fn wide(self) -> u64;
 }

@@ -25,7 +25,7 @@ pub(crate) fn os_error(error: &io::Error, path: Option<&Path>) -> PyErr {
     }
 }
 
-/// What a replay came to.
+/// The result of a replay.
 #[pyclass(frozen, module = "pyengine._kv")]
 pub(crate) struct ReplayReport(kv_core::Report);
 

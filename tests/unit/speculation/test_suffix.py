@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyengine.kv_cache import Suffixes, TokenError
+from pyengine.kv_cache import SuffixIndex, TokenError
 from pyengine.speculation.drafters import Draft, SuffixDrafter
 from tests.unit.speculation.test_ngram import Text
 
@@ -32,7 +32,7 @@ def test_it_follows_earlier_answers_of_the_same_namespace_alone() -> None:
     drafter.forget(same)
     drafter.forget(same)
     drafter.forget(other)
-    assert not drafter._texts and drafter._suffixes.num_growing == 0
+    assert not drafter._texts and drafter._index.num_sequences == 0
 
 
 def test_the_oldest_answers_are_forgotten() -> None:
@@ -42,7 +42,7 @@ def test_the_oldest_answers_are_forgotten() -> None:
         drafter.propose([one], [1])
         one.token_ids += [100 * at + 3] * 5
         drafter.forget(one)
-        assert drafter._suffixes.num_archived <= 20
+        assert drafter._index.num_archived <= 20
     assert drafter.propose([text([0, 1, 2]), text([2900, 2901, 2902])], [1, 1]) == [
         Draft(),
         Draft([2903], 3),
@@ -50,13 +50,13 @@ def test_the_oldest_answers_are_forgotten() -> None:
 
 
 def test_misuse_is_named() -> None:
-    suffixes = Suffixes(10)
+    index = SuffixIndex(10)
     with pytest.raises(TokenError):
-        suffixes.begin([-1])
-    name = suffixes.begin([1, 2])
+        index.start([-1])
+    name = index.start([1, 2])
     with pytest.raises(TokenError):
-        suffixes.extend(name, [2**40])
-    assert suffixes.extend(name + 1, [1]) is False
-    assert suffixes.guess(name + 1, 3) == ([], 0)
-    suffixes.end(name + 1)
-    assert suffixes.num_growing == 1
+        index.extend(name, [2**40])
+    assert index.extend(name + 1, [1]) is False
+    assert index.draft(name + 1, 3) == ([], 0)
+    index.finish(name + 1)
+    assert index.num_sequences == 1

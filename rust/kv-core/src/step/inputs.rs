@@ -1,14 +1,14 @@
 //! Filling a step's inputs into the caller's arrays.
 //!
-//! The arrays are cells, so that they may be views of memory that other code can also see (a NumPy
-//! array, a pinned tensor), without copies and without `unsafe`.
+//! The arrays are views of memory that other code can see too (a NumPy array, a pinned tensor), perhaps
+//! while it is written: each element is a relaxed atomic.
 
 use std::borrow::Cow;
-use std::cell::Cell;
 
 use super::plan::{Entry, Plan};
 use super::sharing::Watch;
 use super::{State, Steps};
+use crate::elements::{SharedI32, SharedI64};
 use crate::error::Error;
 use crate::groups::BlockSize;
 use crate::ids::PlanKey;
@@ -19,16 +19,16 @@ use crate::table::BlockTable;
 #[derive(Clone, Copy, Debug)]
 pub enum IntArray<'a> {
     /// int32
-    I32(&'a [Cell<i32>]),
+    I32(&'a [SharedI32]),
     /// int64
-    I64(&'a [Cell<i64>]),
+    I64(&'a [SharedI64]),
 }
 
 impl IntArray<'_> {
     pub(super) fn len(&self) -> usize {
         match self {
-            IntArray::I32(cells) => cells.len(),
-            IntArray::I64(cells) => cells.len(),
+            IntArray::I32(elements) => elements.len(),
+            IntArray::I64(elements) => elements.len(),
         }
     }
 
@@ -36,8 +36,8 @@ impl IntArray<'_> {
     #[inline]
     fn put(&self, at: usize, value: i64) {
         match self {
-            IntArray::I32(cells) => cells[at].set(value as i32),
-            IntArray::I64(cells) => cells[at].set(value),
+            IntArray::I32(elements) => elements[at].set(value as i32),
+            IntArray::I64(elements) => elements[at].set(value),
         }
     }
 
@@ -45,11 +45,14 @@ impl IntArray<'_> {
     #[inline]
     pub(super) fn write(&self, at: usize, values: impl Iterator<Item = i64>) {
         match self {
-            IntArray::I32(cells) => cells[at..]
+            IntArray::I32(elements) => elements[at..]
                 .iter()
                 .zip(values)
-                .for_each(|(c, v)| c.set(v as i32)),
-            IntArray::I64(cells) => cells[at..].iter().zip(values).for_each(|(c, v)| c.set(v)),
+                .for_each(|(element, value)| element.set(value as i32)),
+            IntArray::I64(elements) => elements[at..]
+                .iter()
+                .zip(values)
+                .for_each(|(element, value)| element.set(value)),
         }
     }
 }

@@ -163,6 +163,21 @@ impl SharedPrefixes {
         }
     }
 
+    /// Forgets all prefixes; the next fill finds them anew. For a fill that panicked half way.
+    pub fn reset(&mut self) {
+        let empty = Self {
+            order: Vec::new(),
+            own: Vec::new(),
+            prefixes: Vec::new(),
+            version: self.version + 1,
+            seen: None,
+            trie: Trie::default(),
+            common: Vec::new(),
+            ..*self
+        };
+        *self = empty;
+    }
+
     /// Makes the tree of the order and of what neighbours in it have in common.
     fn grow(&mut self) {
         let least = (self.min_blocks, self.min_rows);

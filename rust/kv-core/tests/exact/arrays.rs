@@ -1,16 +1,16 @@
 //! Arrays of exactly so many cells, for the scripts that fill them.
 
-use std::cell::Cell;
-
-use kv_core::{BlockManager, Error, IntArray, PlanKey, StepArrays, TableRows};
+use kv_core::{
+    BlockManager, Error, IntArray, PlanKey, SharedI32, SharedI64, StepArrays, TableRows,
+};
 
 /// What is in a cell that nobody has written to.
 pub(crate) const LEFT: i64 = -777;
 
 /// Arrays that hold so many elements each; a cell more than the caller says.
 pub(crate) struct Arrays {
-    pub(crate) cells: [Vec<Cell<i64>>; 7],
-    pub(crate) narrow: Vec<Cell<i32>>,
+    pub(crate) cells: [Vec<SharedI64>; 7],
+    pub(crate) narrow: Vec<SharedI32>,
     sizes: Sizes,
 }
 
@@ -54,8 +54,8 @@ impl Arrays {
             sizes.samples,
         ];
         Self {
-            cells: lens.map(|len| vec![Cell::new(LEFT); len]),
-            narrow: vec![Cell::new(LEFT as i32); sizes.tokens],
+            cells: lens.map(|len| vec![SharedI64::new(LEFT); len]),
+            narrow: vec![SharedI32::new(LEFT as i32); sizes.tokens],
             sizes,
         }
     }
@@ -83,7 +83,7 @@ impl Arrays {
 
     /// Of an array, in the order of `StepArrays`.
     pub(crate) fn values(&self, array: usize) -> Vec<i64> {
-        self.cells[array].iter().map(Cell::get).collect()
+        self.cells[array].iter().map(SharedI64::get).collect()
     }
 
     pub(crate) fn untouched(&self) -> bool {

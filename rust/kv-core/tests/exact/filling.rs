@@ -1,9 +1,8 @@
 //! What is written into a step's arrays, cell by cell.
 
-use std::cell::Cell;
-
 use kv_core::{
-    BlockManager, Config, Error, IntArray, PlanHandle, Prefill, SeqHandle, StepArrays, TableRows,
+    BlockManager, Config, Error, IntArray, PlanHandle, Prefill, SeqHandle, SharedI32, SharedI64,
+    StepArrays, TableRows,
 };
 
 use super::arrays::{Arrays, IDS, LEFT, LENS, LOGITS, POSITIONS, SLOTS, STARTS, Sizes, TABLES};
@@ -83,7 +82,7 @@ fn an_array_that_is_too_small_is_named_and_nothing_is_written() {
         assert!(arrays.untouched(), "{name}");
     }
     let arrays = Arrays::new(exact);
-    let few = [0; 8].map(Cell::new);
+    let few = [0; 8].map(SharedI64::new);
     let views = StepArrays {
         positions: IntArray::I64(&few),
         ..arrays.views()
@@ -257,11 +256,11 @@ fn tokens_that_int32_holds_and_one_that_it_does_not() {
         let arrays = Arrays::new(Sizes::exactly(3, 1, 1, 1));
         let views = StepArrays {
             input_ids: IntArray::I32(&arrays.narrow),
-            slot_mapping: IntArray::I32(&[LEFT as i32; 3].map(Cell::new)),
+            slot_mapping: IntArray::I32(&[LEFT as i32; 3].map(SharedI32::new)),
             ..arrays.views()
         };
         let answer = m.fill(plan.key(), &views, &mut TableRows::default());
-        let ids: Vec<_> = arrays.narrow.iter().map(Cell::get).collect();
+        let ids: Vec<_> = arrays.narrow.iter().map(SharedI32::get).collect();
         match wide {
             None => {
                 assert_eq!(answer, Ok(()));
@@ -299,14 +298,14 @@ fn slots_that_int32_holds_and_those_that_it_does_not() {
         let seq = sequence(&mut m, prompt(3));
         let plan = begin(&mut m, PLENTY);
         prefill(&mut m, plan.key(), &seq);
-        let slots = [LEFT as i32; 3].map(Cell::new);
+        let slots = [LEFT as i32; 3].map(SharedI32::new);
         let arrays = Arrays::new(Sizes::exactly(3, 1, 1, 1));
         let views = StepArrays {
             slot_mapping: IntArray::I32(&slots),
             ..arrays.views()
         };
         let answer = m.fill(plan.key(), &views, &mut TableRows::default());
-        let slots = slots.each_ref().map(Cell::get);
+        let slots = slots.each_ref().map(SharedI32::get);
         let name = "slot_mapping";
         match wide {
             None => assert_eq!((answer, slots), (Ok(()), [0, 1, 2])),

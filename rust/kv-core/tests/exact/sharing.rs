@@ -1,10 +1,8 @@
 //! Which rows of a step share which leading blocks, and when that is found anew.
 
-use std::cell::Cell;
-
 use kv_core::{
-    BlockManager, Config, Error, IntArray, PlanKey, PrefixArrays, SeqHandle, SharedPrefixes,
-    TableRows,
+    BlockManager, Config, Error, IntArray, PlanKey, PrefixArrays, SeqHandle, SharedI32,
+    SharedPrefixes, TableRows,
 };
 
 use super::arrays::{Arrays, LEFT, LENS, Sizes};
@@ -309,7 +307,7 @@ fn what_is_found_goes_into_arrays() {
     let seqs = [begins(8, 12, 1), begins(0, 9, 2), begins(8, 12, 3)].map(|it| computed(&mut m, it));
     let mut runner = Runner::new(0, 1, 2);
     runner.decode(&mut m, &[&seqs[0], &seqs[1], &seqs[2]]);
-    let cells = || vec![Cell::new(LEFT as i32); 11];
+    let cells = || vec![SharedI32::new(LEFT as i32); 11];
     let (order, own, prefixes) = (cells(), cells(), cells());
     let arrays = PrefixArrays {
         order: IntArray::I32(&order[..3]),
@@ -318,9 +316,9 @@ fn what_is_found_goes_into_arrays() {
     };
     assert_eq!(arrays.check(3), Ok(()));
     runner.shared.write(&arrays);
-    let values = |cells: &[Cell<i32>], many: usize| -> Vec<i32> {
+    let values = |cells: &[SharedI32], many: usize| -> Vec<i32> {
         assert!(cells[many..].iter().all(|cell| cell.get() == LEFT as i32));
-        cells[..many].iter().map(Cell::get).collect()
+        cells[..many].iter().map(SharedI32::get).collect()
     };
     assert_eq!(values(&order, 3), [2, 0, 1]);
     assert_eq!(values(&own, 3), [2, 0, 2]);

@@ -3,12 +3,11 @@
 mod direct;
 mod steps;
 
-use std::cell::Cell;
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use kv_core::{
     BlockId, BlockManager, BlockState, Config, Error, Event, Eviction, Pin, PlanHandle, PoolUsage,
-    SeqHandle, SharedPrefixes, Stats, TableRows,
+    SeqHandle, SharedI32, SharedI64, SharedPrefixes, Stats, TableRows,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
@@ -97,13 +96,13 @@ struct Row {
 }
 
 struct Arrays {
-    ids: Vec<Cell<i64>>,
-    positions: Vec<Cell<i32>>,
-    slots: Vec<Cell<i64>>,
-    starts: Vec<Cell<i32>>,
-    lens: Vec<Cell<i32>>,
-    tables: Vec<Cell<i32>>,
-    logits: Vec<Cell<i64>>,
+    ids: Vec<SharedI64>,
+    positions: Vec<SharedI32>,
+    slots: Vec<SharedI64>,
+    starts: Vec<SharedI32>,
+    lens: Vec<SharedI32>,
+    tables: Vec<SharedI32>,
+    logits: Vec<SharedI64>,
 }
 
 /// So few that an operation soon comes back to one; the oldest goes.
@@ -139,13 +138,13 @@ impl World {
             told: HashSet::new(),
             kv: vec![None; config.num_blocks * config.block_size],
             arrays: Arrays {
-                ids: vec![Cell::new(0); TOKENS],
-                positions: vec![Cell::new(0); TOKENS],
-                slots: vec![Cell::new(0); groups * TOKENS],
-                starts: vec![Cell::new(0); ROWS + 1],
-                lens: vec![Cell::new(0); ROWS],
-                tables: vec![Cell::new(-7); groups * ROWS * WIDTH],
-                logits: vec![Cell::new(0); ROWS],
+                ids: vec![SharedI64::new(0); TOKENS],
+                positions: vec![SharedI32::new(0); TOKENS],
+                slots: vec![SharedI64::new(0); groups * TOKENS],
+                starts: vec![SharedI32::new(0); ROWS + 1],
+                lens: vec![SharedI32::new(0); ROWS],
+                tables: vec![SharedI32::new(-7); groups * ROWS * WIDTH],
+                logits: vec![SharedI64::new(0); ROWS],
             },
             rows: TableRows::default(),
             sharing: Sharing::new(groups),

@@ -1,9 +1,8 @@
 //! Operations on open steps: what a step may be told, what it hands to the device, its end.
 
-use std::cell::Cell;
 use std::collections::HashMap;
 
-use kv_core::{Error, IntArray, PlanKey, Prefill, SeqHandle, StepArrays};
+use kv_core::{Error, IntArray, PlanKey, Prefill, SeqHandle, SharedI64, StepArrays};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
@@ -408,11 +407,11 @@ impl World {
             };
             let slots = |group: usize| {
                 let slots = &a.slots[group * TOKENS..][span.clone()];
-                slots.iter().map(Cell::get).collect()
+                slots.iter().map(SharedI64::get).collect()
             };
             Row {
                 first: a.positions[span.start].get() as usize,
-                ids: a.ids[span.clone()].iter().map(Cell::get).collect(),
+                ids: a.ids[span.clone()].iter().map(SharedI64::get).collect(),
                 slots: (0..groups).map(slots).collect(),
                 tables: (0..groups).map(table).collect(),
                 samples: logits

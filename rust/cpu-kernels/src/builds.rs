@@ -1,0 +1,34 @@
+//! Plain Rust, compiled for each level of instructions.
+
+use crate::isa::Isa;
+
+/// What is compiled for each set of instructions.
+pub(crate) trait InEachBuild {
+    /// Inlined, so that it takes the instructions of its caller.
+    fn run(self);
+}
+
+/// Runs it with these instructions, which the machine has.
+pub(crate) fn best_build(isa: Isa, work: impl InEachBuild) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2(work: impl InEachBuild) {
+            work.run();
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn avx512(work: impl InEachBuild) {
+            work.run();
+        }
+        #[allow(unsafe_code)]
+        match isa {
+            // SAFETY: the machine has these instructions, as `Attention` looked up.
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(work) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(work) },
+            Isa::Neon | Isa::Portable => {}
+        }
+    }
+    let _ = isa; // what the compiler makes of plain Rust has NEON wherever that is
+    work.run();
+}

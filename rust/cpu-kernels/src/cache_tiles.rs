@@ -1,0 +1,147 @@
+//! The keys and values of a part of the cache, tile by tile.
+
+use std::ops::Range;
+
+use crate::job::Job;
+use crate::lanes::fetch;
+use crate::step::{PART, TILE};
+
+/// Where the keys and values of a part lie, `TILE` positions at a time.
+pub(crate) struct Tiles<'t, E> {
+    job: &'t Job<'t, E>,
+    blocks: &'t [u32],
+    kv_head: usize,
+    /// Positions of the part that any row sees.
+    seen: Range<usize>,
+    /// The end of what is brought into the processor's cache.
+    fetched: usize,
+    /// Where the first tile begins.
+    pub(crate) start: usize,
+    /// Of all positions from `start` on; beside `seen`, the nearest of those in it.
+    slots: [usize; PART],
+}
+
+impl<'t, E> Tiles<'t, E> {
+    #[inline(always)]
+    pub(crate) fn of(
+        job: &'t Job<'t, E>,
+        rows: (&'t [u32], &Range<usize>),
+        kv_head: usize,
+        part: usize,
+    ) -> Self {
+        let (blocks, seen) = rows;
+        let in_part = seen.start.max(part * PART)..seen.end.min((part + 1) * PART);
+        let mut tiles = Self {
+            job,
+            blocks,
+            kv_head,
+            start: in_part.start / TILE * TILE, // parts begin with a tile
+            seen: in_part,
+            // Of runs that share the part, others may go on for longer than the one whose blocks these are.
+            fetched: seen.end.min(blocks.len() * job.shape.block_size),
+            slots: [0; PART],
+        };
+        if part == seen.start / PART {
+            tiles.fetch(tiles.start);
+        }
+        find_slots(job, blocks, tiles.start, &tiles.seen, &mut tiles.slots);
+        tiles
+    }
+
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        (self.seen.end - self.start).div_ceil(TILE)
+    }
+
+    /// Where tile `number` begins.
+    #[inline(always)]
+    pub(crate) fn start_of(&self, number: usize) -> usize {
+        self.start + number * TILE
+    }
+
+    /// Positions of tile `number` that any row sees, counted from its first. What is beside these repeats others.
+    #[inline(always)]
+    pub(crate) fn near(&self, number: usize) -> Range<usize> {
+        let start = self.start_of(number);
+        let seen = self.seen.start.max(start)..self.seen.end.min(start + TILE);
+        seen.start - start..seen.end - start
+    }
+
+    #[inline(always)]
+    pub(crate) fn keys(&self, number: usize) -> [&'t [E]; TILE] {
+        let (keys, dim) = (self.job.keys, self.job.shape.dim_k);
+        self.rows(number).map(|row| &keys[row * dim..][..dim])
+    }
+
+    #[inline(always)]
+    pub(crate) fn values(&self, number: usize) -> [&'t [E]; TILE] {
+        let (values, dim) = (self.job.values, self.job.shape.dim_v);
+        self.rows(number).map(|row| &values[row * dim..][..dim])
+    }
+
+    #[inline(always)]
+    fn rows(&self, number: usize) -> [usize; TILE] {
+        let slots: &[usize; TILE] = self.slots[number * TILE..]
+            .first_chunk()
+            .expect("TILE divides PART");
+        slots.map(|slot| slot * self.job.shape.kv_heads + self.kv_head)
+    }
+
+    /// Asks for what comes after tile `number`, for all heads.
+    #[inline(always)]
+    pub(crate) fn fetch_after(&self, number: usize) {
+        self.fetch(self.start_of(number + 1));
+    }
+
+    #[inline(always)]
+    fn fetch(&self, start: usize) {
+        if self.kv_head == 0 && start < self.fetched {
+            let positions = self.seen.start.max(start)..self.fetched.min(start + TILE);
+            fetch_positions(self.job, self.blocks, positions);
+        }
+    }
+}
+
+/// Where keys stand in the cache, from position `first` on; beside `seen`, the nearest of those in it.
+#[inline(always)]
+fn find_slots<E>(
+    job: &Job<'_, E>,
+    blocks: &[u32],
+    first: usize,
+    seen: &Range<usize>,
+    slots: &mut [usize; PART],
+) {
+    let size = job.shape.block_size;
+    let mut position = seen.start;
+    while position < seen.end {
+        let count = (size - position % size).min(seen.end - position);
+        let slot = blocks[position / size] as usize * size + position % size;
+        for (at, place) in slots[position - first..][..count].iter_mut().enumerate() {
+            *place = slot + at;
+        }
+        position += count;
+    }
+    let (begin, end) = (seen.start - first, seen.end - first);
+    let (lowest, highest) = (slots[begin], slots[end - 1]);
+    slots[..begin].fill(lowest);
+    slots[end..end.next_multiple_of(TILE)].fill(highest);
+}
+
+/// Asks for the keys and values at these positions, of all heads, to be brought into the cache: blocks lie anywhere,
+/// and no processor guesses where the next one is.
+#[inline(always)]
+fn fetch_positions<E>(job: &Job<'_, E>, blocks: &[u32], positions: Range<usize>) {
+    let size = job.shape.block_size;
+    let (keys, values) = (
+        job.shape.kv_heads * job.shape.dim_k,
+        job.shape.kv_heads * job.shape.dim_v,
+    );
+    let mut position = positions.start;
+    while position < positions.end {
+        let count = (size - position % size).min(positions.end - position);
+        let slot = blocks[position / size] as usize * size + position % size;
+        fetch(&job.keys[slot * keys..][..count * keys]);
+        fetch(&job.values[slot * values..][..count * values]);
+        position += count;
+    }
+}

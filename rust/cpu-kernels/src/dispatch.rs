@@ -1,0 +1,97 @@
+//! The attention kernel for each element and level of instructions.
+
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::float32x4_t;
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{__m256, __m512};
+
+#[cfg(target_arch = "x86_64")]
+use crate::amx::Amx;
+#[cfg(target_arch = "x86_64")]
+use crate::bf16::Bf16;
+use crate::element::Element;
+use crate::floats::Floats;
+use crate::isa::Isa;
+use crate::job::{Job, Task};
+use crate::kernel::work;
+
+/// An element that attention is compiled for: `f32`, and `u16` for the bits of bfloat16.
+pub trait Attend: Element + Kernel {}
+
+impl Attend for f32 {}
+impl Attend for u16 {}
+
+/// The kernel, compiled once for each element and in this crate: a caller's crate, which would compile a generic
+/// function again, may be optimised otherwise.
+#[allow(private_interfaces)] // sealed: no other crate can name this trait
+pub trait Kernel: Sized {
+    #[doc(hidden)]
+    fn work(isa: Isa, job: &Job<'_, Self>, task: Task<'_, '_, Self>);
+}
+
+#[allow(private_interfaces)]
+impl Kernel for f32 {
+    fn work(isa: Isa, job: &Job<'_, f32>, task: Task<'_, '_, f32>) {
+        in_floats(isa, job, task);
+    }
+}
+
+#[allow(private_interfaces)]
+impl Kernel for u16 {
+    fn work(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+        in_halves(isa, job, task);
+    }
+}
+
+/// [`work`] in floats with these instructions, which the machine has: an [`crate::Attention`] takes no others.
+fn in_floats<E: Element>(isa: Isa, job: &Job<'_, E>, task: Task<'_, '_, E>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn avx2<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
+            work::<E, Floats<__m256, 8, 8>, 8>(job, task);
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn avx512<E: Element>(job: &Job<'_, E>, task: Task<'_, '_, E>) {
+            work::<E, Floats<__m512, 16, 16>, 16>(job, task);
+        }
+        #[allow(unsafe_code)]
+        match isa {
+            // SAFETY: the machine has these instructions, as `Attention` looked up.
+            Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => return unsafe { avx512(job, task) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { avx2(job, task) },
+            Isa::Neon | Isa::Portable => {}
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if isa == Isa::Neon {
+        return work::<E, Floats<[float32x4_t; 2], 8, 8>, 8>(job, task);
+    }
+    let _ = isa;
+    work::<E, Floats<[f32; 8], 8, 8>, 8>(job, task);
+}
+
+/// [`work`] in bfloat16 where these instructions can, else in floats.
+fn in_halves(isa: Isa, job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn bf16(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Bf16, 16>(job, task);
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn amx(job: &Job<'_, u16>, task: Task<'_, '_, u16>) {
+            work::<u16, Amx, 16>(job, task);
+        }
+        #[allow(unsafe_code)]
+        match isa {
+            // SAFETY: the machine has these instructions, as `Attention` looked up.
+            Isa::Amx if Amx::takes(&job.shape) => return unsafe { amx(job, task) },
+            // SAFETY: as above.
+            Isa::Avx512Bf16 if Bf16::takes(&job.shape) => return unsafe { bf16(job, task) },
+            _ => {}
+        }
+    }
+    in_floats(isa, job, task);
+}

@@ -1,0 +1,385 @@
+//! What is done to all lanes of a vector, in plain Rust that the compiler turns into vector instructions.
+//!
+//! Every function is inlined into its caller and takes the instructions of that one. `mul_add` rounds
+//! once on every machine, so all builds give the same bits; without an FMA instruction it is slow. Products have
+//! vectors of their own ([`Vector`]): left to itself the compiler turns rows into columns there.
+
+/// `f32::max` as one instruction: of a NaN and a number, the second.
+#[inline(always)]
+pub(crate) fn larger(a: f32, b: f32) -> f32 {
+    if a > b { a } else { b }
+}
+
+/// `2 ^ x` for `x` below 128, to about 2 units in the last place; what is below -126 counts as -126. By a polynomial for
+/// what lies beside the nearest integer (minimax in the relative error, exact for 0). Without branches, so that a loop
+/// of it becomes vector instructions.
+#[inline(always)]
+pub(crate) fn exp2(x: f32) -> f32 {
+    const ROUND: f32 = 12_583_039.0; // 1.5 * 2^23 + 127: adding it leaves the integer's exponent in the low bits
+    let x = if x < -126.0 { -126.0 } else { x };
+    let shifted = x + ROUND;
+    let r = x - (shifted - ROUND);
+    let mut p = 1.326_472_7e-3_f32;
+    for coefficient in [
+        9.671_513e-3,
+        5.550_733_6e-2,
+        0.240_222_42,
+        0.693_146_94,
+        1.0,
+    ] {
+        p = p.mul_add(r, coefficient);
+    }
+    p * f32::from_bits(shifted.to_bits() << 23)
+}
+
+/// `L` floats that are multiplied and added at once.
+pub(crate) trait Vector<const L: usize>: Copy {
+    fn load(from: &[f32; L]) -> Self;
+    fn store(self, to: &mut [f32; L]);
+    fn splat(one: f32) -> Self;
+    fn multiply(self, factor: Self) -> Self;
+    /// `self * factor + addend`, rounded once.
+    fn multiply_add(self, factor: Self, addend: Self) -> Self;
+    /// The lanes of `self` for which `weights` is not 0, the others from `instead`.
+    fn where_it_weighs(self, weights: Self, instead: Self) -> Self;
+
+    /// Lane `a` of vector `b` becomes lane `b` of vector `a`.
+    #[inline(always)]
+    fn transposed(rows: [Self; L]) -> [Self; L] {
+        let mut floats = [[0.0; L]; L];
+        for (floats, row) in floats.iter_mut().zip(rows) {
+            row.store(floats);
+        }
+        std::array::from_fn(|lane| Self::load(&floats.map(|row| row[lane])))
+    }
+}
+
+/// In plain Rust.
+impl Vector<8> for [f32; 8] {
+    #[inline(always)]
+    fn load(from: &[f32; 8]) -> Self {
+        *from
+    }
+
+    #[inline(always)]
+    fn store(self, to: &mut [f32; 8]) {
+        *to = self;
+    }
+
+    #[inline(always)]
+    fn splat(one: f32) -> Self {
+        [one; 8]
+    }
+
+    #[inline(always)]
+    fn multiply(self, factor: Self) -> Self {
+        std::array::from_fn(|lane| self[lane] * factor[lane])
+    }
+
+    #[inline(always)]
+    fn multiply_add(self, factor: Self, addend: Self) -> Self {
+        std::array::from_fn(|lane| self[lane].mul_add(factor[lane], addend[lane]))
+    }
+
+    #[inline(always)]
+    fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+        let pick = |lane| match weights[lane] == 0.0 {
+            true => instead[lane],
+            false => self[lane],
+        };
+        std::array::from_fn(pick)
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod arm {
+    #![allow(unsafe_code)]
+    use std::arch::aarch64::*;
+
+    use super::Vector;
+
+    /// Every target of this architecture has NEON: that is what makes the calls below safe.
+    impl Vector<8> for [float32x4_t; 2] {
+        #[inline(always)]
+        fn load(from: &[f32; 8]) -> Self {
+            // SAFETY: see above; eight floats are read.
+            unsafe { [vld1q_f32(from.as_ptr()), vld1q_f32(from[4..].as_ptr())] }
+        }
+
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 8]) {
+            // SAFETY: see above; eight floats are written.
+            unsafe {
+                vst1q_f32(to.as_mut_ptr(), self[0]);
+                vst1q_f32(to[4..].as_mut_ptr(), self[1]);
+            }
+        }
+
+        #[inline(always)]
+        fn splat(one: f32) -> Self {
+            // SAFETY: see above.
+            unsafe { [vdupq_n_f32(one); 2] }
+        }
+
+        #[inline(always)]
+        fn multiply(self, factor: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { [vmulq_f32(self[0], factor[0]), vmulq_f32(self[1], factor[1])] }
+        }
+
+        #[inline(always)]
+        fn multiply_add(self, factor: Self, addend: Self) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                [
+                    vfmaq_f32(addend[0], self[0], factor[0]),
+                    vfmaq_f32(addend[1], self[1], factor[1]),
+                ]
+            }
+        }
+
+        #[inline(always)]
+        fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+            let pick = |at: usize| {
+                // SAFETY: see above.
+                unsafe { vbslq_f32(vceqzq_f32(weights[at]), instead[at], self[at]) }
+            };
+            [pick(0), pick(1)]
+        }
+
+        #[inline(always)]
+        fn transposed(rows: [Self; 8]) -> [Self; 8] {
+            let mut columns = rows;
+            for (from, to) in [(0, 0), (0, 4), (4, 0), (4, 4)] {
+                let square = std::array::from_fn(|at| rows[from + at][to / 4]);
+                for (at, column) in transpose_4(square).into_iter().enumerate() {
+                    columns[to + at][from / 4] = column;
+                }
+            }
+            columns
+        }
+    }
+
+    /// Rows of four numbers become columns.
+    #[inline(always)]
+    fn transpose_4([a, b, c, d]: [float32x4_t; 4]) -> [float32x4_t; 4] {
+        // SAFETY: every target of this architecture has NEON; bits stay what they are.
+        unsafe {
+            let wide = |vector| vreinterpretq_f64_f32(vector);
+            let (low_ab, high_ab) = (wide(vtrn1q_f32(a, b)), wide(vtrn2q_f32(a, b)));
+            let (low_cd, high_cd) = (wide(vtrn1q_f32(c, d)), wide(vtrn2q_f32(c, d)));
+            [
+                vtrn1q_f64(low_ab, low_cd),
+                vtrn1q_f64(high_ab, high_cd),
+                vtrn2q_f64(low_ab, low_cd),
+                vtrn2q_f64(high_ab, high_cd),
+            ]
+            .map(|column| vreinterpretq_f32_f64(column))
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::transpose_16;
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    #![allow(unsafe_code)]
+    use std::arch::x86_64::*;
+
+    use super::Vector;
+
+    /// To be used only where the machine has AVX2 and FMA, as `isa` sees to it: that is what makes the calls below
+    /// safe.
+    impl Vector<8> for __m256 {
+        #[inline(always)]
+        fn load(from: &[f32; 8]) -> Self {
+            // SAFETY: see above; eight floats are read.
+            unsafe { _mm256_loadu_ps(from.as_ptr()) }
+        }
+
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 8]) {
+            // SAFETY: see above; eight floats are written.
+            unsafe { _mm256_storeu_ps(to.as_mut_ptr(), self) }
+        }
+
+        #[inline(always)]
+        fn splat(one: f32) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm256_set1_ps(one) }
+        }
+
+        #[inline(always)]
+        fn multiply(self, factor: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm256_mul_ps(self, factor) }
+        }
+
+        #[inline(always)]
+        fn multiply_add(self, factor: Self, addend: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm256_fmadd_ps(self, factor, addend) }
+        }
+
+        #[inline(always)]
+        fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                let weighs = _mm256_cmp_ps::<_CMP_NEQ_UQ>(weights, _mm256_setzero_ps());
+                _mm256_blendv_ps(instead, self, weighs)
+            }
+        }
+    }
+
+    /// To be used only where the machine has AVX-512, as above.
+    impl Vector<16> for __m512 {
+        #[inline(always)]
+        fn load(from: &[f32; 16]) -> Self {
+            // SAFETY: see above; 16 floats are read.
+            unsafe { _mm512_loadu_ps(from.as_ptr()) }
+        }
+
+        #[inline(always)]
+        fn store(self, to: &mut [f32; 16]) {
+            // SAFETY: see above; 16 floats are written.
+            unsafe { _mm512_storeu_ps(to.as_mut_ptr(), self) }
+        }
+
+        #[inline(always)]
+        fn splat(one: f32) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_set1_ps(one) }
+        }
+
+        #[inline(always)]
+        fn multiply(self, factor: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_mul_ps(self, factor) }
+        }
+
+        #[inline(always)]
+        fn multiply_add(self, factor: Self, addend: Self) -> Self {
+            // SAFETY: see above.
+            unsafe { _mm512_fmadd_ps(self, factor, addend) }
+        }
+
+        #[inline(always)]
+        fn where_it_weighs(self, weights: Self, instead: Self) -> Self {
+            // SAFETY: see above.
+            unsafe {
+                let weighs = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weights, _mm512_setzero_ps());
+                _mm512_mask_blend_ps(weighs, instead, self)
+            }
+        }
+
+        #[inline(always)]
+        fn transposed(rows: [Self; 16]) -> [Self; 16] {
+            // SAFETY: see above; bits stay what they are.
+            unsafe {
+                transpose_16(rows.map(|row| _mm512_castps_si512(row)))
+                    .map(|row| _mm512_castsi512_ps(row))
+            }
+        }
+    }
+
+    /// Rows of 16 numbers become columns.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    pub(crate) fn transpose_16(rows: [__m512i; 16]) -> [__m512i; 16] {
+        let mut twos = rows;
+        for at in (0..16).step_by(2) {
+            twos[at] = _mm512_unpacklo_epi32(rows[at], rows[at + 1]);
+            twos[at + 1] = _mm512_unpackhi_epi32(rows[at], rows[at + 1]);
+        }
+        let mut fours = twos;
+        for at in (0..16).step_by(4) {
+            fours[at] = _mm512_unpacklo_epi64(twos[at], twos[at + 2]);
+            fours[at + 1] = _mm512_unpackhi_epi64(twos[at], twos[at + 2]);
+            fours[at + 2] = _mm512_unpacklo_epi64(twos[at + 1], twos[at + 3]);
+            fours[at + 3] = _mm512_unpackhi_epi64(twos[at + 1], twos[at + 3]);
+        }
+        let mut columns = fours;
+        for at in 0..4 {
+            let [a, b, c, d] = [fours[at], fours[4 + at], fours[8 + at], fours[12 + at]];
+            let (even_low, even_high) = (
+                _mm512_shuffle_i32x4::<0x88>(a, b),
+                _mm512_shuffle_i32x4::<0x88>(c, d),
+            );
+            let (odd_low, odd_high) = (
+                _mm512_shuffle_i32x4::<0xdd>(a, b),
+                _mm512_shuffle_i32x4::<0xdd>(c, d),
+            );
+            columns[at] = _mm512_shuffle_i32x4::<0x88>(even_low, even_high);
+            columns[8 + at] = _mm512_shuffle_i32x4::<0xdd>(even_low, even_high);
+            columns[4 + at] = _mm512_shuffle_i32x4::<0x88>(odd_low, odd_high);
+            columns[12 + at] = _mm512_shuffle_i32x4::<0xdd>(odd_low, odd_high);
+        }
+        columns
+    }
+}
+
+/// Asks for memory to be brought into the processor's second cache.
+#[inline(always)]
+pub(crate) fn fetch<T>(memory: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in memory.chunks((64 / size_of::<T>()).max(1)) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: every x86-64 has it, and it reads nothing.
+        #[allow(unsafe_code)]
+        unsafe {
+            _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = memory;
+}
+
+/// Floats that begin a line of the processor's cache: vectors of them do not cross two.
+pub(crate) struct Scratch {
+    memory: Vec<f32>,
+    first: usize,
+}
+
+impl Scratch {
+    /// So many zeros.
+    #[inline(always)]
+    pub(crate) fn zeros(count: usize) -> Self {
+        const LINE: usize = 64;
+        let memory = vec![0.0; count + LINE / size_of::<f32>()];
+        let first = memory.as_ptr().align_offset(LINE);
+        Self {
+            first: first.min(LINE / size_of::<f32>()),
+            memory,
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn floats(&self) -> &[f32] {
+        &self.memory[self.first..]
+    }
+
+    #[inline(always)]
+    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
+        &mut self.memory[self.first..]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp2_is_within_two_units_in_the_last_place() {
+        for step in 0..=1_400_000 {
+            let x = 14.0 + step as f32 * -1e-4;
+            let exact = f64::from(x).exp2();
+            let error = (f64::from(exp2(x)) - exact).abs() / exact;
+            assert!(error < 2.4e-7, "2 ^ {x} is off by {error:e}");
+        }
+        assert_eq!(exp2(0.0), 1.0);
+        assert_eq!(exp2(f32::NEG_INFINITY), f32::MIN_POSITIVE);
+        assert!(exp2(f32::NAN).is_nan());
+        assert!(exp2(f32::from_bits(0x7f80_0001)).is_nan());
+    }
+}

@@ -1,0 +1,82 @@
+//! Attention over a paged KV cache on the CPU, in float32 or bfloat16.
+//!
+//! For decodes, prefills and whatever a step has of both: keys and values are read where they lie, through
+//! the block table, once for all the query heads that share them. The softmax is computed online (Milakov
+//! and Gimelshein, 2018, arXiv:1805.02867); long contexts are cut into parts that threads share and that
+//! are merged at the end (Flash-Decoding, Dao et al., 2023).
+//!
+//! # The contract in short
+//!
+//! * **A row depends on itself alone.** Where tiles and parts begin depends on positions only, so the
+//!   bits of a row are the same in every batch and with any number of threads.
+//! * **A lane is a row.** Vectors hold one number each of 8 or 16 rows that read the same keys: the query heads
+//!   that share a KV head, drafts, and all sequences that stand on the same blocks. A key is then multiplied with
+//!   all of them at once, as in a product of matrices. With AVX-512 BF16 a lane is a key, and rows take turns.
+//! * **One source, four builds.** The arithmetic in float32 is compiled for AVX-512, for AVX2 with FMA, for NEON and for
+//!   whatever the target has, chosen when it runs ([`Isa`]): all give the same bits.
+//! * **bfloat16 is float32 that was rounded**: the bits are those of float32 over the same numbers, rounded
+//!   once at the end. Not so where AVX-512 BF16 or AMX multiply bfloat16 itself: there the weights are rounded before
+//!   they meet the values, as torch and flash-attn do, and values have to be finite.
+//! * **A shared block is read once.** Parts of the cache that several sequences have in common are scored for
+//!   all of them while they are in the processor's cache ([`Step::share`]).
+//! * **Nothing is trusted.** Every array is checked against every other; what does not fit is an
+//!   [`Error`] that names the value, and nothing has been written then.
+//!
+//! ```
+//! use cpu_kernels::{Attention, CacheShape, Options, Query, Rows, Sequences, Step};
+//!
+//! // A cache of two blocks of two positions, one KV head of dimension 1.
+//! let shape = CacheShape { num_blocks: 2, block_size: 2, kv_heads: 1, dim_k: 1, dim_v: 1 };
+//! let (keys, values) = (vec![0.0; 4], vec![1.0, 2.0, 3.0, 9.0]);
+//! // One new token, the third of its sequence, whose first block is block 0.
+//! let sequences = Sequences { starts: &[0, 1], lens: &[3], tables: &[0, 1], width: 2 };
+//! let step = Step::new(&sequences, 2, 2)?;
+//! let (query, mut out) = ([5.0, 5.0], [0.0; 2]);
+//! let query = Query { rows: Rows::new(&query, 1, 2, 2)?, heads: 2 };
+//! let options = Options { scaling: 1.0, window: None, softcap: None, sinks: None };
+//! Attention::new(1)?.attend(&step, &shape, &keys, &values, query, &options, &mut out)?;
+//! assert_eq!(out, [2.0, 2.0]); // equal scores: the mean of 1, 2 and 3
+//! # Ok::<(), cpu_kernels::Error>(())
+//! ```
+#![deny(unsafe_code)]
+#![allow(clippy::needless_range_loop)] // lanes of several arrays go side by side, by their index
+
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // instructions that Rust has no name for
+mod amx;
+mod attention;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // memory is read and written as vectors
+mod bf16;
+mod builds;
+mod cache_tiles;
+mod choice;
+mod dispatch;
+mod element;
+mod error;
+mod floats;
+mod isa;
+mod job;
+mod kernel;
+mod lanes;
+mod norm;
+#[allow(unsafe_code)] // a function of C is called
+mod openmp;
+mod parts;
+mod rotation;
+mod softmax;
+mod step;
+mod threads;
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)] // instructions that Rust has no name for
+mod tiles;
+mod write;
+
+pub use attention::{Attention, Options, Query};
+pub use dispatch::Attend;
+pub use element::Element;
+pub use error::Error;
+pub use isa::Isa;
+pub use rotation::{HeadNorm, Layout, Order, Rotation};
+pub use step::{CacheShape, Sequences, SharedPrefixes, Step};
+pub use write::Rows;

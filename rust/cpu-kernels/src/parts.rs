@@ -1,0 +1,71 @@
+//! How what a query has found in several parts comes together: in the order of the parts, whoever found it.
+
+use crate::element::Element;
+use crate::job::{HEADER, Job, state_len};
+use crate::lanes::{exp2, larger};
+
+/// Brings `found` together, where nothing is left to be attended to.
+#[inline(always)]
+pub(crate) fn finish_rows<E: Element>(
+    job: &Job<'_, E>,
+    found: &[f32],
+    count: usize,
+    out: &mut [E],
+) {
+    let mut own = vec![0.0; state_len(job.shape.dim_v)];
+    for (place, out) in out.chunks_exact_mut(job.shape.dim_v).enumerate() {
+        gather(job, (found, count), place, &mut own);
+        divide(&own[HEADER..], own[1], out);
+    }
+}
+
+/// Brings the states of one query in several parts together.
+#[inline(always)]
+pub(crate) fn gather<E>(
+    job: &Job<'_, E>,
+    (found, count): (&[f32], usize),
+    place: usize,
+    own: &mut [f32],
+) {
+    own.fill(0.0);
+    own[..HEADER].copy_from_slice(&job.nothing(place % job.heads));
+    for (number, part) in found.chunks_exact(count * job.per_row()).enumerate() {
+        let part = &part[place * own.len()..][..own.len()];
+        match number == 0 && job.sinks.is_none() {
+            true => own.copy_from_slice(part),
+            false => merge_row(own, part),
+        }
+    }
+}
+
+/// Adds the state of one query in the next part to that in the parts before.
+#[inline(always)]
+fn merge_row(sums: &mut [f32], part: &[f32]) {
+    let now = larger(part[0], sums[0]);
+    let factors = (faded(sums[0], now), faded(part[0], now));
+    sums[0] = now;
+    add(&mut sums[1..], &part[1..], factors);
+}
+
+/// How much what was weighed against `before` counts against `now`.
+#[inline(always)]
+pub(crate) fn faded(before: f32, now: f32) -> f32 {
+    let less = exp2(before - now);
+    if before == now { 1.0 } else { less }
+}
+
+/// `sums * own + part * other`.
+#[inline(always)]
+pub(crate) fn add(sums: &mut [f32], part: &[f32], (own, other): (f32, f32)) {
+    for (sum, part) in sums.iter_mut().zip(part) {
+        *sum = part.mul_add(other, *sum * own);
+    }
+}
+
+#[inline(always)]
+pub(crate) fn divide<E: Element>(sums: &[f32], total: f32, out: &mut [E]) {
+    let share = 1.0 / total;
+    for (element, &sum) in out.iter_mut().zip(sums) {
+        *element = E::narrow(sum * share);
+    }
+}

@@ -1,0 +1,218 @@
+//! Unsafe code: the memory of a Python buffer as a slice.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicI8, AtomicI16, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
+
+use cpu_kernels::Rows;
+use kv_core::{SharedI32, SharedI64};
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+/// An integer that Python's arrays hold, and the type by which its memory is shared with other threads.
+pub(crate) trait SharedInt: Element {
+    /// Of the same size and alignment; every access is atomic.
+    type Shared;
+
+    /// The value of an element now.
+    fn read(element: &Self::Shared) -> Self;
+}
+
+macro_rules! shared_ints {
+    ($($int:ty: $shared:ty, |$element:ident| $value:expr;)*) => {
+        $(
+            impl SharedInt for $int {
+                type Shared = $shared;
+
+                #[inline]
+                fn read($element: &$shared) -> Self {
+                    $value
+                }
+            }
+
+            const _: () = assert!(
+                size_of::<$int>() == size_of::<$shared>() && align_of::<$int>() == align_of::<$shared>()
+            );
+        )*
+    };
+}
+
+shared_ints! {
+    i64: SharedI64, |element| element.get();
+    i32: SharedI32, |element| element.get();
+    u64: AtomicU64, |element| element.load(Relaxed);
+    u32: AtomicU32, |element| element.load(Relaxed);
+    u16: AtomicU16, |element| element.load(Relaxed);
+    i16: AtomicI16, |element| element.load(Relaxed);
+    u8: AtomicU8, |element| element.load(Relaxed);
+    i8: AtomicI8, |element| element.load(Relaxed);
+}
+
+/// The elements of a C-contiguous buffer; `None` for one that is not.
+///
+/// Other threads may read and write the array meanwhile, with or without an interpreter's lock: every access is
+/// atomic, so they see old values and new ones.
+#[allow(unsafe_code)]
+pub(crate) fn elements<T: SharedInt>(buffer: &PyBuffer<T>) -> Option<&[T::Shared]> {
+    if !buffer.is_c_contiguous() {
+        return None;
+    }
+    match buffer.item_count() {
+        0 => Some(&[]), // an empty array may have no memory
+        // SAFETY: `PyBuffer<T>` has checked format, size and alignment of `T`, which `T::Shared` has too (see
+        // above); the exporter keeps the memory in place while the buffer is held; integers have no invalid
+        // values. Accesses of other threads are atomic if they come through here, else (NumPy) one machine
+        // instruction an element.
+        count => Some(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) }),
+    }
+}
+
+/// Copies elements that other threads may write meanwhile: what they write may be in the copy, in part.
+pub(crate) fn copy_shared<T: SharedInt>(from: &[T::Shared], to: &mut [T]) {
+    let from = &from[..to.len()];
+    let done = copy_blocks::<T>(from, to);
+    for (to, from) in to.iter_mut().zip(from).skip(done) {
+        *to = T::read(from);
+    }
+}
+
+/// Copies blocks of 64 bytes; returns how many elements that were. In instructions that the compiler cannot look
+/// into: it would take atomic accesses one by one, and must not see others where threads write.
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
+fn copy_blocks<T: SharedInt>(from: &[T::Shared], to: &mut [T]) -> usize {
+    const BLOCK: usize = 64;
+    let blocks = size_of_val(to).min(size_of_val(from)) / BLOCK;
+    if blocks == 0 {
+        return 0;
+    }
+    // SAFETY: both have so many blocks; `from` may be read at any time, and all bits are a `T`. Every x86-64 has
+    // these instructions.
+    unsafe {
+        std::arch::asm!(
+            "2:",
+            "movdqu {a}, [{from}]",
+            "movdqu {b}, [{from} + 16]",
+            "movdqu {c}, [{from} + 32]",
+            "movdqu {d}, [{from} + 48]",
+            "movdqu [{to}], {a}",
+            "movdqu [{to} + 16], {b}",
+            "movdqu [{to} + 32], {c}",
+            "movdqu [{to} + 48], {d}",
+            "add {from}, 64",
+            "add {to}, 64",
+            "dec {blocks}",
+            "jnz 2b",
+            from = inout(reg) from.as_ptr().cast::<u8>() => _,
+            to = inout(reg) to.as_mut_ptr().cast::<u8>() => _,
+            blocks = inout(reg) blocks => _,
+            a = out(xmm_reg) _,
+            b = out(xmm_reg) _,
+            c = out(xmm_reg) _,
+            d = out(xmm_reg) _,
+            options(nostack),
+        );
+    }
+    blocks * BLOCK / size_of::<T>()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn copy_blocks<T: SharedInt>(_: &[T::Shared], _: &mut [T]) -> usize {
+    0
+}
+
+/// The elements of a C-contiguous buffer, to be read while the GIL is released.
+///
+/// The caller of the Python function promises that no thread writes to the array meanwhile.
+#[allow(unsafe_code)]
+pub(crate) fn shared_slice<T: Element>(buffer: &PyBuffer<T>) -> &[T] {
+    assert!(buffer.is_c_contiguous(), "looked at when it came in");
+    match buffer.item_count() {
+        0 => &[], // an empty array may have no memory
+        // SAFETY: `PyBuffer<T>` has checked format, size and alignment; the memory stays in place
+        // while the buffer is held; all bits are a `T`; no thread writes (see above).
+        count => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), count) },
+    }
+}
+
+/// The rows of a buffer `[T, heads, dim]`, to be read likewise: elements of a row lie side by side, rows anywhere
+/// after one another. `None`: they do not.
+#[allow(unsafe_code)]
+pub(crate) fn shared_rows<T: Element>(buffer: &PyBuffer<T>) -> Option<Rows<'_, T>> {
+    let &[count, heads, dim] = buffer.shape() else {
+        return None;
+    };
+    let (width, size) = (heads.checked_mul(dim)?, size_of::<T>());
+    if count == 0 || width == 0 {
+        return Rows::new(&[], count, width, width).ok();
+    }
+    let strides = buffer.strides();
+    let is_dense = |at: usize, stride: usize| {
+        buffer.shape()[at] == 1 || usize::try_from(strides[at]) == Ok(stride * size)
+    };
+    let stride = match count {
+        1 => width,
+        _ => usize::try_from(strides[0]).ok()? / size,
+    };
+    let is_apart = stride >= width && (count == 1 || is_dense(0, stride));
+    if !is_apart || !is_dense(1, dim) || !is_dense(2, 1) {
+        return None;
+    }
+    let length = stride.checked_mul(count - 1)?.checked_add(width)?;
+    // SAFETY: as in `shared_slice`; the strides say that what is from the first element to the last belongs to the
+    // exporter's memory.
+    let memory = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), length) };
+    Rows::new(memory, count, width, stride).ok()
+}
+
+/// The elements of a writable C-contiguous buffer, to be written while the GIL is released.
+///
+/// The caller of the Python function promises that no other thread reads or writes the array meanwhile.
+#[allow(unsafe_code)]
+pub(crate) fn unique_slice<T: Element>(buffer: &mut PyBuffer<T>) -> &mut [T] {
+    assert!(
+        buffer.is_c_contiguous() && !buffer.readonly(),
+        "looked at when it came in"
+    );
+    match buffer.item_count() {
+        0 => &mut [],
+        // SAFETY: as in `shared_slice`, and no other thread reads either.
+        count => unsafe { std::slice::from_raw_parts_mut(buffer.buf_ptr().cast(), count) },
+    }
+}
+
+/// New `bytes` of this length, which `fill` fills without the GIL.
+#[allow(unsafe_code)]
+pub(crate) fn bytes_filled_by(
+    py: Python<'_>,
+    count: usize,
+    fill: impl FnOnce(&mut [u8]) + Send,
+) -> PyResult<Bound<'_, PyBytes>> {
+    let size = count as ffi::Py_ssize_t;
+    // SAFETY: this thread is attached to the interpreter; the object is new, or null with an error set.
+    let object = unsafe {
+        let object = ffi::PyBytes_FromStringAndSize(std::ptr::null(), size);
+        Bound::from_owned_ptr_or_err(py, object)?
+    };
+    let bytes = object.cast_into::<PyBytes>()?;
+    // SAFETY: no other thread has the object yet, so its memory, of `count` bytes, may be written to. What is not
+    // written yet is not read: `MaybeUninit` would say so, but a `u8` of any bits is one, and `fill` writes all.
+    let memory = unsafe {
+        let start = ffi::PyBytes_AsString(bytes.as_ptr()).cast::<u8>();
+        std::slice::from_raw_parts_mut(start, count)
+    };
+    py.detach(|| fill(memory));
+    Ok(bytes)
+}
+
+/// Whether a buffer's elements are spelt in the other byte order. PyO3 0.30 takes `>` for native.
+pub(crate) fn is_swapped(buffer: &PyUntypedBuffer) -> bool {
+    let swapped: &[u8] = if cfg!(target_endian = "little") {
+        b">!"
+    } else {
+        b"<"
+    };
+    let order = buffer.format().to_bytes().first();
+    order.is_some_and(|order| swapped.contains(order))
+}

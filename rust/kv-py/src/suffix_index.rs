@@ -1,0 +1,75 @@
+//! `SuffixIndex`: draft tokens from earlier text.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::prelude::*;
+
+use crate::numbers::number;
+use crate::tokens::token_ids;
+
+/// Draft tokens for sequences: the tokens that followed a sequence's suffix where it occurred before, in the
+/// sequence and in finished ones of its namespace. Of these the latest `max_tokens` tokens are kept.
+#[pyclass(frozen, module = "pyengine._kv")]
+pub(crate) struct SuffixIndex(Mutex<suffix_index::SuffixIndex>);
+
+impl SuffixIndex {
+    fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut suffix_index::SuffixIndex) -> R + Send,
+    ) -> R {
+        py.detach(|| work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+}
+
+#[pymethods]
+impl SuffixIndex {
+    #[new]
+    #[pyo3(signature = (max_tokens))]
+    fn new(max_tokens: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let max_tokens = number("max_tokens", max_tokens)?;
+        Ok(Self(Mutex::new(suffix_index::SuffixIndex::new(max_tokens))))
+    }
+
+    /// Adds a sequence that begins with a prompt; returns its id.
+    #[pyo3(signature = (prompt, *, namespace = None))]
+    fn start(
+        &self,
+        py: Python<'_>,
+        prompt: &Bound<'_, PyAny>,
+        namespace: Option<&[u8]>,
+    ) -> PyResult<u64> {
+        let prompt = token_ids(prompt)?;
+        let namespace = namespace.unwrap_or_default();
+        Ok(self.with(py, |index| index.start(namespace, &prompt)))
+    }
+
+    /// Appends tokens to a sequence; false for an unknown one.
+    fn extend(&self, py: Python<'_>, sequence: u64, tokens: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let tokens = token_ids(tokens)?;
+        Ok(self.with(py, |index| index.extend(sequence, &tokens)))
+    }
+
+    /// Keeps the output of a finished sequence for later ones. Does nothing for an unknown one.
+    fn finish(&self, py: Python<'_>, sequence: u64) {
+        self.with(py, |index| index.finish(sequence));
+    }
+
+    /// Up to `max_tokens` draft tokens, and the length of the suffix that matched.
+    fn draft(&self, py: Python<'_>, sequence: u64, max_tokens: usize) -> (Vec<u32>, usize) {
+        let draft = self.with(py, |index| index.draft(sequence, max_tokens));
+        (draft.tokens, draft.match_len)
+    }
+
+    /// Tokens of finished sequences that are kept.
+    #[getter]
+    fn num_archived(&self, py: Python<'_>) -> usize {
+        self.with(py, |index| index.num_archived())
+    }
+
+    /// Sequences that are not finished.
+    #[getter]
+    fn num_sequences(&self, py: Python<'_>) -> usize {
+        self.with(py, |index| index.num_sequences())
+    }
+}
