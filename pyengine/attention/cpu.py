@@ -24,6 +24,7 @@ from pyengine.attention.needs import AttentionNeeds, cache_dtype_obstacle, dtype
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache import CpuAttention, CpuCache, CpuStep
 from pyengine.kv_cache.pool import KVPool
+from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
 
 
@@ -46,12 +47,8 @@ class CpuBackend:
     reads_tables = False
 
     def __init__(self, pool: KVPool) -> None:
-        caches = [
-            CpuCache(cpu_array(keys), cpu_array(values))
-            for keys, values in zip(pool.keys, pool.values, strict=True)
-        ]
         threads = CpuAttention(torch.get_num_threads(), openmp_runtime())
-        self._memory = _Memory(pool, caches, threads)
+        self._memory = _Memory(pool, pool.cpu_caches, threads)
         full = [group for group, window in enumerate(pool.groups.windows) if window is None]
         self.shared_group: int | None = full[0] if full else None
         """In a group with a window nothing is shared."""
@@ -63,12 +60,6 @@ class CpuBackend:
     def graph_plan(self, inputs: StepInputs) -> GraphPlan:
         """Raises `ConfigurationError`: there is no GPU to capture for."""
         raise ConfigurationError("attention_backend='cpu' cannot be captured in a CUDA graph")
-
-
-def cpu_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The same memory for the kernel: bfloat16, which NumPy lacks, as its bits."""
-    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    return bits.numpy()
 
 
 def _rows(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -15,14 +15,16 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pyengine._kv import CpuCache
 from pyengine.errors import ConfigurationError
 from pyengine.kv_cache.layer_groups import LayerGroups
 from pyengine.kv_cache.memory import available_memory, populate
-from pyengine.utils.host_copy import upload
+from pyengine.utils.host_copy import cpu_array, upload
 
 if TYPE_CHECKING:
     import torch
@@ -290,6 +292,16 @@ class KVPool:
     def null_slot(self) -> int:
         """First slot of the null block: where a row that must not be kept is written."""
         return self.num_blocks * self.block_size
+
+    @cached_property
+    def cpu_caches(self) -> list[CpuCache]:
+        """The tensors of each layer for the CPU kernel; layers of one tensor share a cache."""
+        count = len(self._tensor_specs)
+        caches = [
+            CpuCache(cpu_array(keys), cpu_array(values))
+            for keys, values in zip(self._tensors[:count], self._tensors[count:], strict=True)
+        ]
+        return [caches[place.index] for place in self.groups.places]
 
     def populate(self) -> bool:
         """On the CPU, take the memory of all blocks now, not when each is first written.

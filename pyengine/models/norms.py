@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyengine.attention.cpu import cpu_array
 from pyengine.kv_cache import CpuAttention
+from pyengine.utils.host_copy import cpu_array
 from pyengine.utils.openmp import openmp_runtime
 
 _FORMATS = (torch.float32, torch.bfloat16)

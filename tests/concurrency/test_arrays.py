@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pyengine.cache import (
+
+from pyengine.kv_cache import (
     BlockManager,
     BufferError,
     CpuAttention,
@@ -18,7 +19,6 @@ from pyengine.cache import (
     StepBuffers,
     TokenError,
 )
-
 from tests.support.blocks import step_arrays
 
 THREADS, PATIENCE = 8, 60.0

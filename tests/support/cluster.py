@@ -71,7 +71,7 @@ class World:
             run(self.caches[name].manager, prompt)
         self.queues[name].append(self.caches[name].take())
 
-    def forget_idle(self, name: str) -> None:
+    def forget_evictable(self, name: str) -> None:
         self.caches[name].manager.evict_all()
         self.queues[name].append(self.caches[name].take())
 

@@ -73,7 +73,7 @@ def test_the_tables_have_medians_shares_and_what_is_missing() -> None:
     text = "\n".join(tables(content))
     assert "| `pyengine serve --compile` | 100 | 7 | 7 | 7 | 7 |" in text
     assert "| `LLM.generate`, all at once | 1,234 |  |  |  |  |" in text
-    assert "1.00 of `LLM.generate`, a seat for each client; goal 0.95, met." in text
+    assert "1.00 of `LLM.generate`, a slot for each client; goal 0.95, met." in text
     assert "| Poisson (1.50 a second) |" in text
     assert "| `AsyncEngine` alone |  |  |  | 5 | 6 |" in text
     assert text.index("| json | 60% |") < text.index("| HTTP | 40% |")

@@ -176,12 +176,12 @@ def test_whatever_happens_to_the_process_that_checks_the_next_one_is_served(
 ) -> None:
     there = grammars()
     there.prepare()
-    for checker in there._evictable:
+    for checker in there._idle:
         checker._process.kill()
     with pytest.raises(InvalidRequestError, match="takes more than 2 s; make it smaller"):
         there.matcher(ONE_OF)
     assert not there.matcher(StructuredOutputs(json=SCHEMA)).error
-    assert len(there._evictable) == 1
+    assert len(there._idle) == 1
 
 
 class SlowCheckers:
@@ -267,7 +267,7 @@ def test_what_failed_for_time_is_tried_again(
 def test_a_process_that_was_killed_does_not_have_a_grammar_refused_for_ever() -> None:
     there = grammars()
     there.prepare()
-    for checker in there._evictable:
+    for checker in there._idle:
         checker._process.kill()
     with pytest.raises(InvalidRequestError, match="takes more than 2 s"):
         there.matcher(ONE_OF)
@@ -281,7 +281,7 @@ def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     there = grammars()
     for _ in range(2):
         there.prepare()
-        there._evictable.clear()
+        there._idle.clear()
     assert not there.matcher(ONE_OF).error
     assert read == [1]
 
@@ -289,7 +289,7 @@ def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_process_is_left_behind() -> None:
     there = grammars()
     there.prepare()
-    (checker,) = there._evictable
+    (checker,) = there._idle
     process = checker._process
     del checker, there
     assert process.wait(5) == -signal.SIGKILL
@@ -304,7 +304,7 @@ from tests.unit.sampling import test_grammar as tests
 grammars._SECONDS = 100.0
 there = tests.grammars()
 there.prepare()
-print(there._evictable[0]._process.pid, flush=True)
+print(there._idle[0]._process.pid, flush=True)
 there.matcher(StructuredOutputs(**tests.HOSTILE["many multiples"]))
 """
 

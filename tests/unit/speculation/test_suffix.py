@@ -32,7 +32,7 @@ def test_it_follows_earlier_answers_of_the_same_namespace_alone() -> None:
     drafter.forget(same)
     drafter.forget(same)
     drafter.forget(other)
-    assert not drafter._texts and drafter._index.num_sequences == 0
+    assert not drafter._texts and drafter._suffixes.num_sequences == 0
 
 
 def test_the_oldest_answers_are_forgotten() -> None:
@@ -42,7 +42,7 @@ def test_the_oldest_answers_are_forgotten() -> None:
         drafter.propose([one], [1])
         one.token_ids += [100 * at + 3] * 5
         drafter.forget(one)
-        assert drafter._index.num_archived <= 20
+        assert drafter._suffixes.num_archived <= 20
     assert drafter.propose([text([0, 1, 2]), text([2900, 2901, 2902])], [1, 1]) == [
         Draft(),
         Draft([2903], 3),
