@@ -52,7 +52,7 @@ LEVELS = (
     Level("amx", _AMX, "avx512", "DEFAULT", "amx", "AVX512"),
 )
 
-FOLDERS = ["tests/unit/attention", "tests/unit/cache", "tests/unit/models"]
+FOLDERS = ["tests/unit/attention", "tests/unit/kv_cache", "tests/unit/models"]
 """Where the tests are: nothing else is imported."""
 
 
