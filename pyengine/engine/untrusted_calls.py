@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from threading import Lock, Thread, get_ident
 from typing import Generic, TypeVar
@@ -16,6 +16,9 @@ _LONGEST_TRUSTED = 1000
 place, a fifth of a second."""
 _SECONDS, _SECONDS_PER_CHARACTER = 10.0, 100e-6
 """For longer texts: a hundred times what tokenizers take."""
+
+_INTERRUPTS, _SECONDS_BETWEEN = 4, 0.05
+"""How often work is interrupted that does not end, and how long its caller waits after each."""
 
 
 class TimeIsUpError(BaseException):
@@ -109,8 +112,14 @@ class _Task(Generic[_T]):
                 pass
 
     def interrupt(self) -> None:
-        """Raise `TimeIsUpError` in its thread, at its next line of Python."""
-        with self._lock:
-            if self._thread is not None:
+        """Raise `TimeIsUpError` in its thread, at its next line of Python.
+
+        Raise it again if the work goes on: callbacks of the garbage collector swallow errors.
+        """
+        for _ in range(_INTERRUPTS):
+            with self._lock:
+                if self._thread is None:
+                    return
                 error, thread = ctypes.py_object(TimeIsUpError), ctypes.c_ulong(self._thread)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+            wait([self.result], _SECONDS_BETWEEN)
